@@ -1,0 +1,21 @@
+"""The errors functx raises: each names what was called, the cause, and the way out."""
+
+from __future__ import annotations
+
+from torch.utils.checkpoint import CheckpointError
+
+
+class RematError(CheckpointError):
+    """A region can't keep the promise that ``remat(f)`` is ``f``.
+
+    Subclasses :class:`torch.utils.checkpoint.CheckpointError` (a ``RuntimeError``), so that code
+    which guards against torch's checkpoint guards against functx too.
+    """
+
+
+class ReplayError(RematError):
+    """A replay departed from what ran forward."""
+
+
+class LoweringError(NotImplementedError):
+    """A torch program can't be expressed in JAX; the message lists every reason found."""

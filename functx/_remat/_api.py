@@ -1,0 +1,131 @@
+"""`remat`: the decorator, on functions, methods and modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from functx import _policies
+from functx._remat import _function
+from functx._remat._module import remat_module
+from functx._remat._region import Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CHECKS = ("default", "none")
+
+
+@overload
+def remat(f: F, **options: Any) -> F: ...
+
+
+@overload
+def remat(f: None = None, **options: Any) -> Callable[[F], F]: ...
+
+
+def remat(
+    f: Any = None,
+    *,
+    policy: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    debug: bool = False,
+    budget: Any = None,
+) -> Any:
+    """Make ``f`` keep only its inputs, and compute the rest again when it is differentiated.
+
+    ``remat(f)`` is ``f``: values and derivatives are those of ``f`` in every stack of transforms
+    (``vmap``, ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``jacfwd``, ``hessian``, of functx or of
+    torch.func, plain ``.backward()``, to any depth); only time and memory differ. Tensors that
+    ``f`` reaches otherwise than through its arguments (closures, attributes, globals) get their
+    gradients too, and a replay sees what the forward saw.
+
+    Args:
+        f: any callable: function, lambda, partial, bound method. On a class's method, use it as a
+            decorator. An ``nn.Module`` gives an ``nn.Module`` that shares its parameters, buffers,
+            hooks and submodules. Arguments and results are any pytrees; leaves that are no tensors
+            just pass. ``None`` gives a decorator.
+        policy: what to keep beside the inputs; ``None`` keeps nothing.
+        static_argnums: accepted for compatibility with JAX; arguments that are no tensors are
+            static here in any case.
+        static_argnames: likewise, by name.
+        preserve_rng_state: replay random numbers as they were drawn. ``False`` draws anew, which
+            is only right for functions that draw none.
+        determinism_check: ``"default"`` compares each operation of a replay with the forward and
+            raises where it departs; ``"none"`` trusts the function.
+        debug: reserved.
+        budget: reserved.
+
+    Returns:
+        A callable (or module) that does what ``f`` does.
+
+    Raises:
+        TypeError: ``f`` is not callable, or an option has the wrong type.
+        ValueError: an option has a value that is not known.
+        functx.RematError: when called, where the promise can't be kept.
+        functx.ReplayError: when differentiated, where a replay departs from the forward.
+
+    Example:
+        >>> import torch, functx
+        >>> w = torch.ones(3)
+        >>> block = functx.remat(lambda x: torch.sin(w * x).sum())
+        >>> functx.vmap(functx.grad(block))(torch.zeros(2, 3))
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+
+    Source:
+        Griewank and Walther, *Algorithm 799: revolve*, ACM TOMS 26(1), 2000; Chen et al.,
+        *Training deep nets with sublinear memory cost*, 2016; the pullback as a replay of the
+        function, Maclaurin et al., *autograd*, 2015.
+    """
+    if determinism_check not in _CHECKS:
+        raise ValueError(
+            f"remat: determinism_check is {determinism_check!r}, expected one of "
+            f"{', '.join(map(repr, _CHECKS))}."
+        )
+    for option, value in (("debug", debug or None), ("budget", budget)):
+        if value is not None:
+            raise NotImplementedError(f"remat: the option {option} is not there yet.")
+    _policies.check(policy)
+    make = functools.partial(
+        _rematted,
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+    )
+    if f is None:
+        return make
+    return make(f)
+
+
+def _rematted(f: Any, **options: Any) -> Any:
+    if isinstance(f, nn.Module):
+        return remat_module(f, Options(name=type(f).__name__, **options))
+    if isinstance(f, (staticmethod, classmethod)):
+        return type(f)(_rematted(f.__func__, **options))
+    if not callable(f):
+        raise TypeError(
+            f"remat: expected a callable, got {type(f).__name__}. Give it a function, a method or "
+            "an nn.Module; to set options only, use remat(option=...) as a decorator."
+        )
+    o = Options(name=_name(f), **options)
+
+    def rematted(*args: Any, **kwargs: Any) -> Any:
+        return _function.run(f, args, kwargs, o)
+
+    try:
+        functools.update_wrapper(rematted, f)
+    except AttributeError:  # a callable object without a name
+        rematted.__wrapped__ = f  # type: ignore[attr-defined]
+    return rematted
+
+
+def _name(f: Any) -> str:
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__qualname__", None) or type(f).__qualname__

@@ -1,0 +1,274 @@
+"""The first run of a region: foreign tensors are found, given a stand-in, recorded by position.
+
+A closed-over tensor must become an input of its region; left alone, gradients to it are
+*silently wrong*. A tensor that the body did not make is swapped for its stand-in before the
+operation that met it runs, at first sight, so that the body runs exactly once whatever is found
+late.
+
+NOTE [made here or foreign]
+The outputs of operations are remembered. What was not seen being made (gradients that the engine
+hands to hooks and custom backwards) is told from foreign tensors by its tape: a walk back from it
+reaches a stand-in of this region if and only if it was made here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._errors import RematError
+from functx._remat._region import Constant, Region
+from functx._remat._tracker import (
+    MADE_HERE,
+    REWRAPPED,
+    Entry,
+    Tracker,
+    active_tracker,
+    nested_capture,
+    rewrap,
+)
+
+# Python composites and kernels that write to some of their arguments without saying so by name.
+_WRITES_STATISTICS = frozenset({"batch_norm", "instance_norm"})
+_WRITES_IF_ASKED = frozenset({"embedding", "embedding_bag"})
+
+
+def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") and not name.startswith("_"):
+        return True
+    if name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__")):
+        return True
+    if "out" in kwargs or kwargs.get("inplace") is True:
+        return True
+    if isinstance(func, FunctionType) and any(a is True for a in args):
+        return True  # `inplace`, perhaps, of a function in torch.nn.functional
+    if name in _WRITES_STATISTICS or name in _WRITES_IF_ASKED:
+        return True
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return name.startswith("_foreach") or name.startswith("_fused")
+
+
+class FirstRun(Tracker):
+    """The tracker of the run that finds out what the body needs."""
+
+    __slots__ = (
+        "_depth",
+        "_engine",
+        "_index",
+        "_originals",
+        "_outer",
+        "_region",
+        "_standins",
+        "_start",
+        "entries",
+        "leaves",
+        "origins",
+    )
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+        self._outer = active_tracker()
+        self._start = _torch.next_sequence_number()
+        self._engine = _torch.current_graph_task_id()
+        # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
+        self._index: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.entries: list[Entry] = []
+        self.origins: list[tuple[str, int]] = []
+        self._originals: list[Tensor] = []
+        self._standins: list[Tensor] = []
+        self._depth = 0
+        # Stand-ins that are leaves of a throw-away tape, kept so that ids stay theirs.
+        self.leaves: dict[int, Tensor] = {}
+
+    def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
+        """The body begins, at the innermost level; explicit inputs are the first externals."""
+        self._depth = _torch.interpreter_depth()
+        for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
+            self._register("input", i, original, standin)
+
+    def close(self, func: Any) -> None:
+        """Record the operation."""
+        self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars)))
+        self._sources.clear()
+        self._scalars.clear()
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep the value of constants that the operation may write to."""
+        if not self._region.constants or not _writes(func, args, kwargs):
+            return
+        touched = {id(a) for a in (*args, *kwargs.values())}
+        for constant in self._region.constants:
+            if id(constant.value) in touched:
+                constant.about_to_be_written()
+
+    def resolve(self, t: Tensor) -> Tensor:
+        """The stand-in of a foreign tensor, anything made here as it is."""
+        found = self._index.get(id(t))
+        if found is not None and found[0] is t:
+            self._sources.append(found[2])
+            return found[1]
+        if self.knows(t):
+            self._sources.append(MADE_HERE)
+            return t
+        return self._meet(t)
+
+    def _meet(self, t: Tensor) -> Tensor:
+        alive = _torch.unwrap_if_dead(t)
+        if alive is not t:
+            resolved = self.resolve(alive)
+            if resolved is not alive:
+                return resolved
+            # Its value is of this region, and it may name an input of a tape that has ended.
+            self._sources[-1] = MADE_HERE
+            return t
+        if _torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth:
+            return self._meet_wrapper(t)
+        region = self._region
+        in_engine = _torch.current_graph_task_id() != self._engine
+        if in_engine and not requires_grad_anywhere(t):
+            # A gradient that the engine handed out: made here, though nobody saw it.
+            self._sources.append(MADE_HERE)
+            return t
+        if not tracked(t):
+            position = self._register("constant", len(region.constants), t, t)
+            region.constants.append(Constant(t))
+            self._sources.append(position)
+            return t
+        if self._made_here(t, in_engine):
+            self._known[id(t)] = weakref.ref(t)
+            self._sources.append(MADE_HERE)
+            return t
+        origin = t
+        if self._outer is not None:
+            (origin,) = self._outer.operands(nested_capture, [t])
+        standin = self._lift(_torch.unwrap_if_dead(origin))
+        position = self._register("capture", len(region.captured) - 1, t, standin)
+        self._sources.append(position)
+        return standin
+
+    def _meet_wrapper(self, t: Tensor) -> Tensor:
+        """A wrapper of a transform inside the region: what it wraps may be foreign."""
+        inner = t
+        while _torch.is_wrapped(inner) and _torch.wrapper_level(inner) > self._depth:
+            inner = _torch.get_unwrapped(inner)
+        self.resolve(inner)
+        source = self._sources.pop()
+        if source == MADE_HERE or self._standins[source] is inner:
+            self._known[id(t)] = weakref.ref(t)
+            self._sources.append(MADE_HERE)
+            return t
+        if t.requires_grad:
+            raise RematError(
+                f"remat: inside the region {self._region.options.name!r}, torch.func "
+                "differentiates with respect to a tensor of shape "
+                f"{tuple(t.shape)} that the region closes over. Use functx's transform of the same "
+                "name there, or pass the tensor to the region as an argument."
+            )
+        self._sources.append(REWRAPPED - source)
+        return rewrap(t, self._depth, self._standins[source])
+
+    def _lift(self, t: Tensor) -> Tensor:
+        """Make ``t`` an input of the region while it runs."""
+        region = self._region
+        region.captured.append(t)
+        values = [t]
+        for frame in reversed(region.frames):
+            values = frame.capture(values)
+        for frame in region.frames:
+            values = frame.admit(values)
+        (standin,) = values
+        return standin
+
+    def _register(self, kind: str, number: int, original: Tensor, standin: Tensor) -> int:
+        position = len(self.origins)
+        self.origins.append((kind, number))
+        self._originals.append(original)
+        self._standins.append(standin)
+        self._index[id(original)] = (original, standin, position)
+        self._index[id(standin)] = (standin, standin, position)
+        return position
+
+    def _made_here(self, t: Tensor, in_engine: bool) -> bool:
+        """NOTE [made here or foreign]."""
+        value = t
+        while True:
+            if id(value) in self._index or self.knows(value):
+                return True
+            node = value.grad_fn
+            if (
+                node is not None
+                and (in_engine or _torch.sequence_number(node) >= self._start)
+                and any(id(v) in self.leaves or self.knows(v) for v in _leaves_below(node))
+            ):
+                return True
+            if not _torch.is_wrapped(value):
+                return False
+            value = _torch.get_unwrapped(value)
+
+    def original_of(self, out: Tensor) -> Tensor | None:
+        """The foreign tensor that ``out`` stands for, if it does."""
+        found = self._index.get(id(out))
+        return None if found is None else self._originals[found[2]]
+
+    def check_tape(self, outs: Sequence[Tensor | None]) -> None:
+        """Refuse a tape that reaches a tensor no mode saw (one that an extension used, say)."""
+        for out in outs:
+            if out is None or out.grad_fn is None:
+                continue
+            for variable in _leaves_below(out.grad_fn):
+                if id(variable) not in self.leaves and not self.knows(variable):
+                    raise RematError(
+                        f"remat: the region {self._region.options.name!r} used a tensor of shape "
+                        f"{tuple(variable.shape)} that requires grad where functx can't see it "
+                        "(in an extension that is called past torch's Python API, most likely), "
+                        "so its gradient would be lost. Pass it to the region as an argument."
+                    )
+
+    def check_writes(self) -> None:
+        """The run ended: what it wrote to must be known, or it can't run again."""
+        for constant in self._region.constants:
+            constant.seal(self._region.options.name)
+
+
+def _leaves_below(node: Any) -> list[Tensor]:
+    """The leaf tensors that the tape below ``node`` ends in."""
+    seen, stack, found = {node}, [node], []
+    while stack:
+        current = stack.pop()
+        if type(current).__name__ == "AccumulateGrad":
+            found.append(current.variable)
+            continue
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
+
+
+def requires_grad_anywhere(t: Tensor) -> bool:
+    """Whether the tape of any level knows ``t``."""
+    while not t.requires_grad:
+        if not _torch.is_wrapped(t):
+            return False
+        t = _torch.get_unwrapped(t)
+    return True
+
+
+def tracked(t: Tensor) -> bool:
+    """Whether any tape or transform knows ``t``."""
+    if t.requires_grad or _torch.is_wrapped(t):
+        return True
+    return (
+        _torch.forward_ad_level() >= 0
+        and torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+    )

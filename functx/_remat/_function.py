@@ -1,0 +1,148 @@
+"""A user's function as a body: arguments to flat tensors, results back, late binding held fast.
+
+NOTE [late binding]
+Python reads a closed-over variable when it runs. A replay must see what the forward saw, so it
+runs a copy of the function whose cells hold the values they had at the call. Functions reached
+through those cells, partials and bound methods are copied likewise. A copy's writes to its cells
+(``nonlocal``) stay in the copy: what a region counted, it counted once.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx import _tree
+from functx._remat._operator import call, differentiating
+from functx._remat._region import Options, Region
+from functx._remat._rules.proxy import keeping
+
+_EMPTY = object()
+
+
+def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
+    """``f(*args, **kwargs)`` as a region."""
+    if not differentiating() and not keeping():
+        return f(*args, **kwargs)
+    leaves, spec = _tree.flatten((args, kwargs))
+    inputs: list[Tensor] = []
+    places: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in places:
+            places[id(leaf)] = len(inputs)
+            inputs.append(leaf)
+    where = [places[id(x)] if isinstance(x, Tensor) else None for x in leaves]
+    statics = [None if isinstance(x, Tensor) else x for x in leaves]
+    body = _Body(f, spec, where, statics)
+    outs = call(Region(body, inputs, o))
+    return body.result(outs)
+
+
+class _Body:
+    """Flat tensors in, flat tensors out; the structure of the result is kept for the caller."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        spec: Any,
+        where: Sequence[int | None],
+        statics: Sequence[Any],
+    ) -> None:
+        self._f = f
+        self._spec = spec
+        self._where = where
+        self._statics = statics
+        self._cells = snapshot(f)
+        self._fresh = True
+        self._out: Any = None
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
+        f = self._f if self._fresh else rebound(self._f, self._cells)
+        leaves = [
+            static if place is None else tensors[place]
+            for place, static in zip(self._where, self._statics)
+        ]
+        args, kwargs = _tree.unflatten(self._spec, leaves)
+        result = f(*args, **kwargs)
+        outs, spec = _tree.flatten(result)
+        if self._fresh:
+            self._fresh = False
+            self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
+        return [o for o in outs if isinstance(o, Tensor)]
+
+    def result(self, tensors: Sequence[Tensor | None]) -> Any:
+        """What ``f`` returned, with ``tensors`` in the places of its tensors."""
+        spec, leaves = self._out
+        self._out = None
+        rest = iter(tensors)
+        return _tree.unflatten(spec, [next(rest) if o is None else o[0] for o in leaves])
+
+
+Cells = dict[int, tuple[Any, Any]]
+
+
+def snapshot(f: Any) -> Cells:
+    """The contents of every cell that ``f`` can read. ``NOTE [late binding]``."""
+    cells: Cells = {}
+    _collect(f, cells)
+    return cells
+
+
+def _collect(f: Any, cells: Cells) -> None:
+    if isinstance(f, functools.partial):
+        for part in (f.func, *f.args, *f.keywords.values()):
+            _collect(part, cells)
+    elif isinstance(f, types.MethodType):
+        _collect(f.__func__, cells)
+    elif isinstance(f, types.FunctionType):
+        for cell in f.__closure__ or ():
+            if id(cell) in cells:
+                continue
+            try:
+                contents = cell.cell_contents
+            except ValueError:  # not bound yet
+                contents = _EMPTY
+            cells[id(cell)] = (cell, contents)
+            _collect(contents, cells)
+
+
+def rebound(f: Any, cells: Cells) -> Any:
+    """``f`` with its cells as they were. ``NOTE [late binding]``."""
+    return _Rebinder(cells).rebind(f) if cells else f
+
+
+class _Rebinder:
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._copies: dict[int, types.CellType] = {}
+
+    def rebind(self, f: Any) -> Any:
+        if isinstance(f, functools.partial):
+            return functools.partial(
+                self.rebind(f.func),
+                *(self.rebind(a) for a in f.args),
+                **{k: self.rebind(v) for k, v in f.keywords.items()},
+            )
+        if isinstance(f, types.MethodType):
+            return types.MethodType(self.rebind(f.__func__), f.__self__)
+        if not isinstance(f, types.FunctionType) or not f.__closure__:
+            return f
+        closure = tuple(self._cell(cell) for cell in f.__closure__)
+        copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
+        copy.__kwdefaults__ = f.__kwdefaults__
+        copy.__dict__.update(f.__dict__)
+        return copy
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        copy = self._copies.get(id(cell))
+        if copy is None:
+            copy = self._copies[id(cell)] = types.CellType()
+            # A cell made since the call (none of the recorded ones) is read as it is now.
+            _, contents = self._cells.get(id(cell), (cell, _EMPTY))
+            if contents is not _EMPTY:
+                copy.cell_contents = self.rebind(contents)
+        return copy

@@ -1,0 +1,82 @@
+"""``remat`` of an ``nn.Module``: a module of a derived class over the same state.
+
+The derived class overrides ``forward`` alone. So hooks run outside the region and once, and
+parameters, buffers, submodules and ``state_dict`` keys are those of the original, which shares
+its state with the new module.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from torch import nn
+
+from functx._remat import _function
+from functx._remat._region import Options
+
+
+class RematModule:
+    """Marks modules made by `functx.remat`; mixed into the class of the original."""
+
+    __slots__ = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's ``forward``, as a region."""
+        forward = self.__dict__.get(_OWN_FORWARD) or super().forward  # type: ignore[misc]
+        return _function.run(forward, args, kwargs, self._functx_options)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the original class, which an importer finds by name."""
+        original = type(self).__mro__[2]
+        return _rebuild, (original, self._functx_options), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        original = type(self).__mro__[2]
+        if hasattr(original, "__getstate__") and original.__getstate__ is not object.__getstate__:
+            return original.__getstate__(self)
+        return self.__dict__.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = _rebuild(type(self).__mro__[2], self._functx_options)  # type: ignore[attr-defined]
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+_OWN_FORWARD = "_functx_forward"
+
+
+@functools.cache
+def _derived(original: type) -> type:
+    return type(
+        original.__name__,
+        (RematModule, original),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__slots__": ("_functx_options",),
+        },
+    )
+
+
+def _rebuild(original: type, options: Options) -> Any:
+    new = object.__new__(_derived(original))
+    object.__setattr__(new, "_functx_options", options)
+    return new
+
+
+def remat_module(module: nn.Module, options: Options) -> nn.Module:
+    """A module that does what ``module`` does, as a region, over the same state."""
+    original = type(module)
+    if isinstance(module, RematModule):
+        original = original.__mro__[2]
+    new = _rebuild(original, options)
+    state = module.__dict__
+    if "forward" in state:  # set on the instance: it would hide the class's forward
+        state = {k: v for k, v in state.items() if k != "forward"}
+        state[_OWN_FORWARD] = module.__dict__["forward"]
+    object.__setattr__(new, "__dict__", state)
+    return new

@@ -1,0 +1,95 @@
+"""The remat operator: a region meets the transforms that are active, from the innermost outwards.
+
+Every transform has a rule, and every rule answers with a remat of the derived function: a
+`_rules.base.Frame` that is called one level down. At the bottom, the base rule runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._errors import RematError
+from functx._remat._region import Flat, Options, Region
+from functx._remat._tracker import SILENT, active_tracker, nested_region, tracking
+
+_RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}
+_BASE: list[Callable[[Flat, Sequence[Tensor], Region], list[Tensor | None]]] = []
+
+
+def rule(transform: Any) -> Callable[[Any], Any]:
+    """Register a frame as the rule of a transform."""
+
+    def register(frame: Any) -> Any:
+        _RULES[transform] = frame
+        return frame
+
+    return register
+
+
+def base_rule(run: Any) -> Any:
+    """Register what happens below all transforms."""
+    _BASE.append(run)
+    return run
+
+
+def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
+    """Run a region on its inputs, under whatever transforms are active.
+
+    Args:
+        region: what to run.
+        made_here: the inputs are known to be of the region that is running around this one, if
+            any; a node of its tape is pulled back.
+
+    Returns:
+        One tensor for each distinct result, ``None`` where a result is zero.
+    """
+    inputs = [_torch.unwrap_if_dead(t) for t in region.inputs]
+    outer = active_tracker()
+    if outer is not None and not made_here:
+        inputs = outer.operands(nested_region, inputs)
+    region.inputs = inputs
+    with tracking(SILENT):
+        try:
+            outs = _lower(region, inputs, region)
+            results = region.assemble(outs)
+        finally:
+            region.release()
+    if outer is not None:
+        outer.note(results)
+    return results
+
+
+def _lower(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
+    if _torch.peek_interpreter_stack() is None:
+        return _BASE[0](fn, inputs, region)
+    interpreter = _torch.current_interpreter()
+    make_frame = _RULES.get(interpreter.key())
+    if make_frame is None:
+        raise RematError(
+            f"remat: no rule for the transform {interpreter.key()}; functx knows "
+            f"{', '.join(str(k) for k in _RULES)}."
+        )
+    frame = make_frame(interpreter, fn, region)
+    lowered = frame.lower_all(inputs)
+    region.frames.insert(0, frame)
+    with interpreter.lower():
+        outs = _lower(frame, lowered, region)
+    return frame.finish(outs, inputs)
+
+
+def differentiating() -> bool:
+    """Whether any derivative can be taken of what runs now; if not, a region is its function."""
+    if torch.is_grad_enabled() or _torch.forward_ad_level() >= 0:
+        return True
+    return any(
+        interpreter.key() in (_torch.TransformType.Grad, _torch.TransformType.Jvp)
+        for interpreter in _torch.interpreters()
+    )
+
+
+__all__ = ["Options", "Region", "base_rule", "call", "differentiating", "rule"]

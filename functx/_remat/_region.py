@@ -1,0 +1,235 @@
+"""One call of a remat'd function: what it takes, what it met, how it runs again.
+
+A region is a function over flat tensors, with everything else (flags, tree structure, result
+structure) folded into its ``body``. Its inputs are *explicit* (the tensors among the arguments)
+or *captured* (tensors of any transform level that the body reached by closure, attribute or
+global). Captures are found while the body runs for the first time; from then on they are inputs
+like the others, and a region is a pure function of both.
+
+NOTE [levels]
+A region called under transforms 1..N is lowered through them from the innermost outwards. Each
+level contributes a *frame* (`_rules`): it takes tensors of its level apart into values of the
+level below, and, when the region runs, puts them together again at a level of the same number
+which it enters afresh. So the body always runs at the bottom of the original stack, inside
+throw-away levels that look to it exactly like the original ones.
+
+NOTE [externals]
+Every tensor that the body uses but did not make is an external: an explicit input, a capture, or
+a constant (no transform and no tape knows it). The trace records for each operation which
+externals it read, by position. A replay hands out what the forward saw at the same positions, so
+that late-bound closures, rebound globals and swapped module parameters do not change it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch
+from functx._errors import RematError, ReplayError
+from functx._remat._replay import Replay
+from functx._remat._tracker import tracking
+
+Flat = Callable[..., "list[Tensor | None]"]
+"""A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asked of a region."""
+
+    name: str = "region"
+    policy: Any = None
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    replay: bool = False
+
+
+class Constant:
+    """A tensor the body read that no derivative flows to.
+
+    If the body writes to it (a running mean, a step counter), a replay must start from what the
+    forward found and must not write again: it gets a copy of the value from before.
+    """
+
+    __slots__ = ("before", "value", "version")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.version = version(value)
+        self.before: Tensor | None = None
+
+    def about_to_be_written(self) -> None:
+        """Keep the value that a replay must start from."""
+        if self.before is None:
+            with _torch.cleared_interpreter_stack():
+                self.before = self.value.detach().clone()
+
+    def seal(self, name: str) -> None:
+        """The first run ended: a write nobody announced can't be undone for a replay."""
+        if self.before is not None:
+            self.value = self.before
+        elif version(self.value) != self.version:
+            raise RematError(
+                f"remat: the region {name!r} wrote to a tensor of shape {tuple(self.value.shape)} "
+                "that it did not make, in a way functx can't see beforehand, so a replay could "
+                "not start from the same value. Write to it outside of the region."
+            )
+
+    def for_replay(self, name: str) -> Tensor:
+        """The value that the forward found."""
+        if self.before is not None:
+            with _torch.cleared_interpreter_stack():
+                return self.before.clone()
+        if version(self.value) != self.version:
+            raise ReplayError(
+                f"remat: a tensor of shape {tuple(self.value.shape)} that the region {name!r} "
+                "reads was modified in place between its forward and its replay. Modify it after "
+                "the backward, or pass a clone."
+            )
+        return self.value
+
+
+class Region:
+    """One call of a function, as the rules see it; called with flat tensors, it runs the body.
+
+    Attributes:
+        body: the innermost function, over flat tensors.
+        inputs: the explicit inputs, until the call has ended.
+        options: what the caller asked for.
+        frames: one a transform level that was peeled off, outermost level first.
+        captured: tensors found while the first run is under way, as the body met them.
+        constants: tensors read that are no inputs.
+        first_run: the tracker of the run that is finding out; ``None`` before and after.
+        entries: the operations that the first run recorded.
+        origins: kind and number of each external.
+        environment: the surroundings that a replay restores.
+    """
+
+    __slots__ = (
+        "_results",
+        "body",
+        "captured",
+        "constants",
+        "entries",
+        "environment",
+        "first_run",
+        "frames",
+        "inputs",
+        "options",
+        "origins",
+    )
+
+    def __init__(self, body: Flat, inputs: Sequence[Tensor], options: Options) -> None:
+        self.body = body
+        self.inputs = inputs
+        self.options = options
+        self.frames: list[Any] = []
+        self.captured: list[Tensor] = []
+        self.constants: list[Constant] = []
+        self.entries: list[Any] = []
+        self.origins: list[tuple[str, int]] = []
+        self.first_run: Any = None
+        self.environment: Any = None
+        # For each result of the body: its place among the distinct tensors it computed, or the
+        # foreign tensor that it handed back.
+        self._results: list[int | Tensor | None] = []
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
+        """Run the body: the first time to find out what it needs, later to do the same again."""
+        if self.first_run is not None:
+            return self._find_out(tensors)
+        explicit = tensors[: len(tensors) - self._n_captured()]
+        late = tensors[len(explicit) :]
+        name = self.options.name
+        given = {
+            "input": explicit.__getitem__,
+            "capture": late.__getitem__,
+            "constant": lambda i: self.constants[i].for_replay(name),
+        }
+        replay = Replay(self.entries, [given[kind](i) for kind, i in self.origins], name)
+        with self.environment.restored(), tracking(replay):
+            outs = self.body(*explicit)
+        replay.complete()
+        return self._distinct(outs)
+
+    def _n_captured(self) -> int:
+        return sum(kind == "capture" for kind, _ in self.origins)
+
+    def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        first = self.first_run
+        first.bind(self.inputs, tensors)
+        with tracking(first):
+            outs = self.body(*tensors)
+        places: dict[int, int] = {}
+        for out in outs:
+            if out is None:
+                self._results.append(None)
+                continue
+            original = first.original_of(out)
+            self._results.append(
+                places.setdefault(id(out), len(places)) if original is None else original
+            )
+        return self._distinct(outs)
+
+    def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        distinct: list[Tensor | None] = []
+        for out, place in zip(outs, self._results, strict=True):
+            if place == len(distinct) and isinstance(place, int):
+                distinct.append(out)
+        return distinct
+
+    def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The results of the body, from its distinct ones at the level of the call.
+
+        A tensor that the body handed back is the caller's own tensor, as without remat.
+        """
+        return [distinct[r] if isinstance(r, int) else r for r in self._results]
+
+    def release(self) -> None:
+        """Let go of every tensor that nodes keep: what is kept is kept once."""
+        self.inputs = ()
+        self.captured = []
+        self._results = [r if isinstance(r, int) else None for r in self._results]
+        for frame in self.frames:
+            frame.captured = []
+
+
+def version(t: Tensor) -> int:
+    """How often ``t`` was written to; 0 where torch does not count (inference tensors)."""
+    return 0 if t.is_inference() else t._version
+
+
+class _Observers(threading.local):
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[list[Tensor], str], None]] = []
+
+
+_observers = _Observers()
+
+
+@contextmanager
+def on_region(callback: Callable[[list[Tensor], str], None]) -> Iterator[None]:
+    """Call ``callback(inputs, name)`` for each region of this thread that gets an autograd node.
+
+    Args:
+        callback: receives the tensors the node keeps (explicit inputs, then captures) as they
+            are at the level of the node, and the region's name. It must not keep them alive
+            unless it means to.
+    """
+    _observers.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        _observers.callbacks.remove(callback)
+
+
+def notify(inputs: Sequence[Tensor], name: str) -> None:
+    """Tell the observers of this thread about a node that was attached."""
+    for callback in _observers.callbacks:
+        callback(list(inputs), name)

@@ -1,0 +1,106 @@
+"""A later run of a region: it gets what the forward saw, and must do what the forward did.
+
+Externals are handed out by position (``NOTE [externals]`` in `_region`). Every operation is
+compared with the record of the first run; a replay that departs from it raises, naming where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from functx import _torch
+from functx._errors import ReplayError
+from functx._remat._tracker import MADE_HERE, REWRAPPED, Entry, Tracker, describe, rewrap
+
+
+class Replay(Tracker):
+    """The tracker of a replay.
+
+    Args:
+        entries: what the first run recorded.
+        externals: the tensors to hand out.
+        name: of the region, for messages.
+    """
+
+    __slots__ = ("_at", "_depth", "_entries", "_external_ids", "_externals", "_name", "_slot")
+
+    def __init__(self, entries: Sequence[Entry], externals: Sequence[Tensor], name: str) -> None:
+        super().__init__()
+        self._entries = entries
+        self._externals = externals
+        self._external_ids = {id(t) for t in externals}
+        self._name = name
+        self._depth = _torch.interpreter_depth()
+        self._at = 0
+        self._slot = 0
+
+    def resolve(self, t: Tensor) -> Tensor:
+        """What the forward saw at this position."""
+        slot = self._slot
+        self._slot = slot + 1
+        if self._at >= len(self._entries):
+            self._depart("it runs more operations than the forward did")
+        sources = self._entries[self._at].sources
+        if slot >= len(sources):
+            return t  # `close` names the operation
+        source = sources[slot]
+        if source >= 0:
+            return self._externals[source]
+        if source <= REWRAPPED:
+            return rewrap(t, self._depth, self._externals[REWRAPPED - source])
+        if id(t) in self._external_ids:
+            self._depart(
+                f"operation {self._at} ({describe(self._entries[self._at].func)}) reads an input "
+                "where the forward read a result of the region"
+            )
+        return t
+
+    def close(self, func: Any) -> None:
+        """Compare the operation with the record."""
+        at = self._at
+        if at >= len(self._entries):
+            self._depart(f"it runs {describe(func)} after the forward had ended")
+        entry = self._entries[at]
+        if entry.func is not func and entry.func != func:
+            self._depart(f"operation {at} was {describe(entry.func)} and is {describe(func)}")
+        if self._slot != len(entry.sources):
+            self._depart(
+                f"operation {at} ({describe(func)}) had {len(entry.sources)} tensor arguments and "
+                f"has {self._slot}"
+            )
+        if not _same(entry.scalars, self._scalars):
+            self._depart(
+                f"operation {at} ({describe(func)}) was called with {list(entry.scalars)} and is "
+                f"called with {self._scalars}"
+            )
+        self._at = at + 1
+        self._slot = 0
+        self._scalars = []
+
+    def complete(self) -> None:
+        """The body returned: everything that ran forward must have run."""
+        if self._at != len(self._entries):
+            self._depart(
+                f"it ended after {self._at} operations, where the forward went on with "
+                f"{describe(self._entries[self._at].func)}"
+            )
+
+    def _depart(self, how: str) -> NoReturn:
+        raise ReplayError(
+            f"remat: the replay of the region {self._name!r} departed from its forward: {how}. A "
+            "region must do the same each time it runs, so something it reads (a flag, a counter, "
+            "a global, train() or eval()) changed between forward and backward. Pass what changes "
+            "as an argument, or keep it until the backward has run."
+        )
+
+
+def _same(recorded: tuple[Any, ...], now: list[Any]) -> bool:
+    if len(recorded) != len(now):
+        return False
+    return all(
+        a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
+        for a, b in zip(recorded, now)
+    )

@@ -1,0 +1,107 @@
+"""What every rule has in common: a frame for one peeled-off level of a region."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch
+from functx._remat._region import Flat, Region
+
+
+class Frame(ABC):
+    """One transform level of a region: takes its tensors apart, and puts them together again.
+
+    A frame is the function of the level below: called with values of that level, it enters a
+    fresh level, wraps the values, runs ``fn`` (the function as this level sees it), leaves the
+    level and returns unwrapped results. ``NOTE [levels]`` in `_region`.
+
+    Attributes:
+        fn: the function at this level: the frame of the next inner level, or the region's body.
+        captured: tensors of this level that were captured during the first run.
+        slots: how each input of this level is taken apart (and put together again).
+        inside: the number of the level that `__call__` entered last.
+    """
+
+    def __init__(self, level: int, fn: Flat, region: Region) -> None:
+        self.region = region
+        self.fn = fn
+        self.level = level
+        self.inside = level
+        self.captured: list[Tensor] = []
+        self.slots: list[Any] = []
+
+    @abstractmethod
+    def lower(self, t: Tensor) -> list[Tensor]:
+        """Take one input of this level apart; records a slot."""
+
+    @abstractmethod
+    def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
+        """Put an input together inside the fresh level."""
+
+    @abstractmethod
+    def __call__(self, *values: Tensor) -> list[Tensor | None]:
+        """Run at a fresh level."""
+
+    @abstractmethod
+    def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Results of the level below as results of this level; attaches a node if it must."""
+
+    def width(self, slot: Any) -> int:
+        """How many values of the level below an input becomes."""
+        return 1
+
+    def capture(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Late inputs of this level, as values of the level below."""
+        self.captured += tensors
+        with at_level(self.level):
+            return self.lower_all(tensors)
+
+    def lower_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs as values of the level below; a wrapper of a level that ended is its value."""
+        return [_torch.unwrap_if_dead(value) for t in tensors for value in self.lower(t)]
+
+    def admit(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Put the inputs that were captured last together, while the level is entered.
+
+        Called with the values that `capture` made (of all inputs captured in one go), after the
+        level below admitted them.
+        """
+        first, rest = len(self.slots), len(values)
+        while rest > 0:
+            first -= 1
+            rest -= self.width(self.slots[first])
+        with at_level(self.inside):
+            return self.lift_all(values, self.slots[first:], self.inside)
+
+    def lift_all(self, values: Sequence[Tensor], slots: Sequence[Any], level: int) -> list[Tensor]:
+        """Put inputs together, each from as many values as its slot says."""
+        lifted, at = [], 0
+        for slot in slots:
+            n = self.width(slot)
+            lifted.append(self.lift(values[at : at + n], slot, level))
+            at += n
+        return lifted
+
+
+class at_level:  # noqa: N801  a context manager, used like a function
+    """Run with only the transforms up to ``level`` active."""
+
+    __slots__ = ("_contexts", "_level")
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def __enter__(self) -> None:
+        self._contexts: list[Any] = []
+        while _torch.interpreter_depth() > self._level:
+            context = _torch.current_interpreter().lower()
+            context.__enter__()
+            self._contexts.append(context)
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)

@@ -1,0 +1,93 @@
+"""The base level: all transforms are peeled off, the body runs, plain autograd gets a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._remat._capture import FirstRun
+from functx._remat._environment import Environment
+from functx._remat._node import attach
+from functx._remat._operator import base_rule
+from functx._remat._region import Flat, Region
+from functx._remat._rules import proxy
+from functx._remat._rules.base import Frame
+from functx._remat._rules.jvp import DualFrame, has_dual
+
+
+class EagerFrame(Frame):
+    """The bottom of the stack. A slot says whether an input requires grad in plain autograd.
+
+    NOTE [run first, make the node after]
+    Inside a ``Function.forward`` grad mode is off, and attention, recurrent layers and folded
+    matmuls pick other kernels than without remat. So the body runs on leaf stand-ins in the
+    caller's grad mode; then that tape is dropped, and a node is attached to detached results.
+    """
+
+    def __init__(self, fn: Flat, region: Region) -> None:
+        super().__init__(0, fn, region)
+        self.recording = torch.is_grad_enabled()
+        self.out_requires: list[bool] = []
+
+    def lower(self, t: Tensor) -> list[Tensor]:
+        """Inputs are as they are; whether they require grad is the slot."""
+        self.slots.append(self.recording and t.requires_grad)
+        return [t]
+
+    def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
+        """A leaf of the throw-away tape."""
+        (value,) = values
+        if not slot:
+            return value
+        leaf = value.detach().requires_grad_()
+        self.region.first_run.leaves[id(leaf)] = leaf
+        return leaf
+
+    def __call__(self, *values: Tensor) -> list[Tensor | None]:
+        """NOTE [run first, make the node after]."""
+        outs = self.fn(*self.lift_all(values, self.slots, 0))
+        self.out_requires = [o is not None and o.requires_grad for o in outs]
+        if any(self.out_requires):
+            self.region.first_run.check_tape(outs)
+        return [o.detach() if r else o for o, r in zip(outs, self.out_requires)]  # type: ignore[union-attr]
+
+    def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The results behind a node that keeps the inputs."""
+        tensors = [*inputs, *self.captured]
+        return attach(self.region, self.fn, tensors, outs, self.out_requires, plain=True)
+
+
+@base_rule
+def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
+    """The first run of a region, at the bottom of the stack."""
+    if proxy.keeping():
+        return proxy.emit(fn, inputs, region)
+    if _torch.forward_ad_level() >= 0 and not isinstance(fn, DualFrame) and has_dual(inputs, fn):
+        dual = DualFrame(fn, region)
+        lowered = dual.lower_all(inputs)
+        region.frames.insert(0, dual)
+        return dual.finish(run(dual, lowered, region), inputs)
+    frame = EagerFrame(fn, region)
+    lowered = frame.lower_all(inputs)
+    region.frames.insert(0, frame)
+    outs = first_run(frame, lowered, region)
+    return frame.finish(outs, inputs)
+
+
+def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
+    """Run the body and find out what it needs."""
+    first = FirstRun(region)
+    region.environment = environment = Environment(region.options, inputs)
+    region.first_run = first
+    try:
+        outs = fn(*inputs)
+    finally:
+        region.first_run = None
+    first.check_writes()
+    environment.seal()
+    region.entries, region.origins = first.entries, first.origins
+    return outs

@@ -1,0 +1,140 @@
+"""jvp of a region: one region that returns primals and tangents together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from functx import _torch
+from functx._remat._operator import rule
+from functx._remat._region import Flat, Region
+from functx._remat._rules.base import Frame
+
+
+class DualFrame(Frame):
+    """The duals of a user's own ``forward_ad.dual_level``, and the common part of forward mode.
+
+    A slot says whether an input has a tangent; one that has becomes two values. Duals are
+    unpacked, the region is lowered once to the function of primals and tangents (a Function's own
+    ``jvp`` would run the primal twice), and its results are packed again. Inside, it runs at a
+    jvp level.
+    """
+
+    def __init__(self, fn: Flat, region: Region, level: int = 0) -> None:
+        super().__init__(level, fn, region)
+        self.out_slots: list[bool] = []
+
+    def unwrap(self, t: Tensor) -> Tensor:
+        """A primal or tangent of this level as a value of the level below."""
+        return t
+
+    def wrap(self, t: Tensor) -> Tensor:
+        """A value of the level below as a primal or tangent of this level."""
+        return t
+
+    def is_dual_here(self, t: Tensor) -> bool:
+        """Whether ``t`` can have a tangent of this level."""
+        return True
+
+    def lower(self, t: Tensor) -> list[Tensor]:
+        """The primal, and the tangent if there is one, which is the slot."""
+        if not self.is_dual_here(t):
+            self.slots.append(False)
+            return [t]
+        primal, tangent = forward_ad.unpack_dual(t)
+        self.slots.append(tangent is not None)
+        # Inside a wrapper is its primal, as the level below made it; unpacking makes an alias.
+        primal = self.unwrap(t if self.unwrap(t) is not t else primal)
+        return [primal] if tangent is None else [primal, self.unwrap(tangent)]
+
+    def width(self, slot: Any) -> int:
+        """A primal, or a primal and a tangent."""
+        return 2 if slot else 1
+
+    def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
+        """A dual of the fresh level."""
+        primal, *tangent = (_torch.wrap_for_grad(v, level) for v in values)
+        return make_dual(primal, tangent[0]) if slot else primal
+
+    def __call__(self, *values: Tensor) -> list[Tensor | None]:
+        """Primals and tangents of the results; remembers which have a tangent."""
+        results: list[Tensor | None] = []
+        slots: list[bool] = []
+        self.inside = level = _torch.enter_jvp_level()
+        try:
+            with (
+                _torch.set_forward_grad_enabled(True),
+                nullcontext() if _torch.forward_ad_level() >= 0 else forward_ad.dual_level(),
+            ):
+                for out in self.fn(*self.lift_all(values, self.slots, level)):
+                    if out is None:
+                        results.append(None)
+                        slots.append(False)
+                        continue
+                    parts = [p for p in forward_ad.unpack_dual(out) if p is not None]
+                    slots.append(len(parts) == 2)
+                    results += [_torch.unwrap_for_grad(p, level) for p in parts]
+        finally:
+            _torch.exit_jvp_level()
+        self.out_slots = slots
+        return results
+
+    def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Duals where results have a tangent."""
+        values = iter(outs)
+        results: list[Tensor | None] = []
+        for slot in self.out_slots:
+            primal = next(values)
+            if primal is not None:
+                primal = self.wrap(primal)
+                if slot:
+                    tangent = next(values)
+                    assert tangent is not None
+                    primal = make_dual(primal, self.wrap(tangent))
+            results.append(primal)
+        return results
+
+
+@rule(_torch.TransformType.Jvp)
+class JvpFrame(DualFrame):
+    """A jvp level."""
+
+    def __init__(self, interpreter: Any, fn: Flat, region: Region) -> None:
+        super().__init__(fn, region, interpreter.level())
+
+    def unwrap(self, t: Tensor) -> Tensor:
+        """The value inside the wrapper."""
+        return _torch.unwrap_for_grad(t, self.level)
+
+    def is_dual_here(self, t: Tensor) -> bool:
+        """Tensors of outer levels have none."""
+        return _torch.unwrap_for_grad(t, self.level) is not t
+
+    def wrap(self, t: Tensor) -> Tensor:
+        """A wrapper of this level."""
+        return _torch.wrap_for_grad(t, self.level)
+
+
+def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """Pack a dual; forward mode keeps the layout of the primal, which must own its memory."""
+    if any(s == 0 and n > 1 for s, n in zip(primal.stride(), primal.shape)):
+        primal = primal.contiguous()
+    return forward_ad.make_dual(primal, tangent)
+
+
+def has_dual(inputs: Sequence[Tensor], fn: Flat) -> bool:
+    """Whether the base level of a region is under a user's own ``dual_level``.
+
+    A jvp level among the frames has entered the only level there is; then base tensors are duals
+    only if one of the inputs says so.
+    """
+    frame: Any = fn
+    while isinstance(frame, Frame):
+        if isinstance(frame, JvpFrame):
+            return any(forward_ad.unpack_dual(t).tangent is not None for t in inputs)
+        frame = frame.fn
+    return True

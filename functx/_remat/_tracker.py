@@ -1,0 +1,260 @@
+"""What torch operations of a running region are shown to: the mode and its trackers.
+
+While a body runs, a torch-function mode shows every operation to the *tracker* of the region: a
+`_capture.FirstRun` or a `_replay.Replay`. One mode serves a whole nest of regions: an inner
+region's tracker takes the outer one's place until it ends, and the outer sees the inner region as
+a single operation.
+
+NOTE [custom functions]
+``Function.apply`` does not pass through torch-function modes. ``SingleLevelFunction``, the Python
+class below it, is given an ``apply`` that asks the running region for stand-ins and does nothing
+else. It is installed when the first region runs, and is inert outside of regions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functx import _torch
+
+# Attribute reads that give a tensor; every other attribute read is no operation.
+_TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
+
+# Functions that neither compute nor return tensors, or act on modes: passed through unrecorded.
+_PASSIVE = frozenset(
+    "_set_grad_enabled size dim stride numel nelement ndimension element_size is_floating_point "
+    "is_complex is_contiguous is_signed storage_offset get_device has_names __len__ __hash__ "
+    "__repr__ __format__ untyped_storage data_ptr is_set_to is_shared is_pinned".split()
+)
+
+MADE_HERE = -1
+"""The source of a tensor argument that the region itself made."""
+
+REWRAPPED = -2
+"""Sources from here down: a wrapper, made by a transform inside the region, of an external."""
+
+_SCALARS = (int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+class Entry:
+    """One operation of a trace: the function, its plain arguments, where its tensors came from."""
+
+    __slots__ = ("func", "scalars", "sources")
+
+    def __init__(self, func: Any, sources: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
+        self.func = func
+        self.sources = sources
+        self.scalars = scalars
+
+
+def nested_capture() -> None:
+    """Stands in a trace where a nested region captured a tensor."""
+
+
+def nested_region() -> None:
+    """Stands in a trace where a nested region took its inputs."""
+
+
+def custom_function() -> None:
+    """Stands in a trace where ``Function.apply`` took its inputs."""
+
+
+def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
+    """``t``, a wrapper of levels above ``depth``, around ``value`` instead of what it wraps."""
+    if not _torch.is_wrapped(t) or _torch.wrapper_level(t) <= depth:
+        return value
+    level = _torch.wrapper_level(t)
+    inner = rewrap(_torch.get_unwrapped(t), depth, value)
+    if _torch.is_batched(t):
+        return _torch.add_batch_dim(inner, _torch.unwrap_batched(t, level)[1], level)
+    return _torch.wrap_for_grad(inner, level)
+
+
+def describe(func: Any) -> str:
+    """An operation's name as a person would write it."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{func.__self__.__name__}"
+    return f"Tensor.{name}" if hasattr(func, "__objclass__") else name
+
+
+class Tracker:
+    """What the first run and a replay do alike for each operation."""
+
+    __slots__ = ("_known", "_scalars", "_sources")
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._sources: list[int] = []
+        self._scalars: list[Any] = []
+
+    def resolve(self, t: Tensor) -> Tensor:
+        """The tensor an operation gets for its argument ``t``; notes where it came from."""
+        raise NotImplementedError
+
+    def close(self, func: Any) -> None:
+        """The arguments of an operation are complete."""
+        raise NotImplementedError
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation is about to run on resolved arguments."""
+
+    def knows(self, t: Tensor) -> bool:
+        """Whether ``t`` was seen being made in this run."""
+        ref = self._known.get(id(t))
+        return ref is not None and ref() is t
+
+    def note(self, out: Any) -> None:
+        """Remember tensors as made here."""
+        if isinstance(out, Tensor):
+            self._known[id(out)] = weakref.ref(out)
+        elif isinstance(out, (list, tuple)):
+            for o in out:
+                self.note(o)
+        elif isinstance(out, dict):
+            for o in out.values():
+                self.note(o)
+
+    def swap(self, a: Any) -> Any:
+        """``a`` with every tensor resolved."""
+        if isinstance(a, Tensor):
+            return self.resolve(a)
+        cls = type(a)
+        if cls is tuple or cls is list:
+            return cls([self.swap(x) for x in a])
+        if isinstance(a, _SCALARS):
+            self._scalars.append(a)
+            return a
+        if isinstance(a, dict):
+            return {k: self.swap(v) for k, v in a.items()}
+        if isinstance(a, slice):
+            return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
+        return a
+
+    def operands(self, func: Any, values: Sequence[Any]) -> Any:
+        """Resolve the arguments of something that torch-function modes do not see."""
+        swapped = self.swap(values)
+        self.close(func)
+        return swapped
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One operation."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            if func.__self__.__name__ not in _TENSOR_GETTERS:  # type: ignore[attr-defined]
+                return func(*args, **kwargs)
+        elif name in _PASSIVE:
+            return func(*args, **kwargs)
+        args = [self.swap(a) for a in args]
+        if kwargs:
+            kwargs = {k: self.swap(v) for k, v in kwargs.items()}
+        self.close(func)
+        self.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self._known[id(out)] = weakref.ref(out)
+        else:
+            self.note(out)
+        return out
+
+
+class _Silent(Tracker):
+    """The engine's own operations: nobody watches."""
+
+    __slots__ = ()
+
+    def operands(self, func: Any, values: Sequence[Any]) -> Any:
+        return values
+
+    def note(self, out: Any) -> None:
+        pass
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+SILENT = _Silent()
+
+
+class RegionMode(TorchFunctionMode):
+    """Shows every operation of this thread to the region that is running."""
+
+    tracker: Tracker
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the operation to the tracker."""
+        if _torch.current_graph_task_id() != -1 and _torch.inside_dispatcher():
+            return func(*args, **(kwargs or {}))
+        return self.tracker.run(func, args, kwargs or {})
+
+
+def _active_mode() -> RegionMode | None:
+    for i in range(_torch.function_mode_depth() - 1, -1, -1):
+        mode = _torch.get_function_mode_at(i)
+        if isinstance(mode, RegionMode):
+            return mode
+    return None
+
+
+def active_tracker() -> Tracker | None:
+    """The tracker of the region that is running in this context, if any."""
+    mode = _active_mode()
+    return None if mode is None or mode.tracker is SILENT else mode.tracker
+
+
+class tracking:  # noqa: N801  a context manager, used like a function
+    """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
+
+    __slots__ = ("_mode", "_outer", "_pushed", "_tracker")
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def __enter__(self) -> None:
+        self._mode = _active_mode()
+        self._pushed = self._mode is None
+        if self._mode is not None:
+            self._outer = self._mode.tracker
+            self._mode.tracker = self._tracker
+        elif self._tracker is not SILENT:
+            _observe_custom_functions()
+            self._mode = RegionMode()
+            self._mode.tracker = self._tracker
+            self._mode.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._mode is None:
+            return
+        if self._pushed:
+            self._mode.__exit__(*exc)
+        else:
+            self._mode.tracker = self._outer
+
+
+def _observe_custom_functions() -> None:
+    """NOTE [custom functions]."""
+    base = _torch.SingleLevelFunction
+    if "apply" in base.__dict__:
+        return
+
+    def apply(cls: type, *args: Any) -> Any:
+        tracker = active_tracker()
+        if tracker is None:
+            return super(base, cls).apply(*args)  # type: ignore[misc]
+        out = super(base, cls).apply(*tracker.operands(custom_function, args))  # type: ignore[misc]
+        tracker.note(out)
+        return out
+
+    base.apply = classmethod(apply)  # type: ignore[attr-defined]

@@ -1,0 +1,53 @@
+"""Pytrees: optree where it is installed, torch's own otherwise; one meaning for both.
+
+``None`` is a leaf (it is static structure to every caller here), and containers that libraries
+register with torch (a model's output classes, caches) are containers here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.utils._pytree as _torch_pytree
+
+try:
+    import optree as _optree
+
+    # Importing it copies what was and will be registered with torch into optree's "torch"
+    # namespace.
+    import torch.utils._cxx_pytree  # noqa: F401
+except ImportError:  # the fallback serves machines without optree
+    _optree = None  # type: ignore[assignment]
+
+TreeSpec = Any
+
+if _optree is not None:
+
+    def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+        """The leaves of ``tree`` in order, and what is needed to put them back."""
+        return _optree.tree_flatten(tree, none_is_leaf=True, namespace="torch")  # type: ignore[return-value]
+
+    def unflatten(spec: TreeSpec, leaves: Any) -> Any:
+        """The tree that ``flatten`` took apart, with other leaves."""
+        return _optree.tree_unflatten(spec, leaves)
+
+else:
+
+    def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+        """The leaves of ``tree`` in order, and what is needed to put them back."""
+        return _torch_pytree.tree_flatten(tree)
+
+    def unflatten(spec: TreeSpec, leaves: Any) -> Any:
+        """The tree that ``flatten`` took apart, with other leaves."""
+        return _torch_pytree.tree_unflatten(leaves, spec)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of ``tree`` in order."""
+    return flatten(tree)[0]
+
+
+def map_(fn: Any, tree: Any) -> Any:
+    """``tree`` with ``fn`` applied to every leaf."""
+    flat, spec = flatten(tree)
+    return unflatten(spec, [fn(leaf) for leaf in flat])
