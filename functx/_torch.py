@@ -25,6 +25,9 @@ from torch._C import (
     _get_function_stack_at as get_function_mode_at,
 )
 from torch._C import (
+    _len_torch_dispatch_stack as dispatch_mode_depth,
+)
+from torch._C import (
     _len_torch_function_stack as function_mode_depth,
 )
 from torch._C._functorch import (
@@ -142,6 +145,8 @@ from torch.autograd.function import (
     # A Function that makes one node, at one level, without functorch's per-call class.
     _SingleLevelFunction as SingleLevelFunction,
 )
+from torch.fx.experimental import proxy_tensor as _proxy_tensor
+from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import (
     # torch.autograd.grad without its torch-function check: a backward the engine starts must
     # not hide the operations of its hooks from the region's own mode.
@@ -172,6 +177,11 @@ def exit_jvp_level() -> None:
 def forward_ad_level() -> int:
     """The active ``torch.autograd.forward_ad`` level, -1 outside any."""
     return int(_forward_ad._current_level)
+
+
+def gradient_edge(t: torch.Tensor) -> Any:
+    """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
+    return t if t.grad_fn is None else GradientEdge(t.grad_fn, t.output_nr)
 
 
 def require_grad(t: torch.Tensor) -> torch.Tensor:
@@ -217,3 +227,23 @@ def inside_dispatcher() -> bool:
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
     """Indices and values of a COO tensor, coalesced or not; the public ones refuse the latter."""
     return [t._indices(), t._values()]
+
+
+def proxy_mode() -> Any:
+    """The mode that is tracing a graph now, if any."""
+    return _proxy_tensor.get_proxy_mode()
+
+
+def without_proxies() -> Any:
+    """A context in which nothing is traced."""
+    return _proxy_tensor.disable_proxy_modes_tracing()
+
+
+def trace_subgraph(fn: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
+    """A graph of ``fn`` of its own, made with the settings of the trace under way."""
+    return _proxy_tensor._CURRENT_MAKE_FX_TRACER.trace_subgraph(fn, *args)  # type: ignore[union-attr]
+
+
+def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:
+    """``values`` as what ``proxy`` stands for in the graph."""
+    return _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)

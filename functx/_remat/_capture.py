@@ -29,7 +29,6 @@ from functx._remat._tracker import (
     REWRAPPED,
     Entry,
     Tracker,
-    active_tracker,
     nested_capture,
     rewrap,
 )
@@ -58,14 +57,19 @@ def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class FirstRun(Tracker):
-    """The tracker of the run that finds out what the body needs."""
+    """The tracker of the run that finds out what the body needs.
+
+    Args:
+        region: what runs.
+        lift_constants: make captures of constants too: in a graph, a region has none.
+    """
 
     __slots__ = (
         "_depth",
         "_engine",
+        "_lift_constants",
         "_index",
         "_originals",
-        "_outer",
         "_region",
         "_standins",
         "_start",
@@ -74,10 +78,10 @@ class FirstRun(Tracker):
         "origins",
     )
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
         super().__init__()
         self._region = region
-        self._outer = active_tracker()
+        self._lift_constants = lift_constants
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
@@ -139,7 +143,7 @@ class FirstRun(Tracker):
             # A gradient that the engine handed out: made here, though nobody saw it.
             self._sources.append(MADE_HERE)
             return t
-        if not tracked(t):
+        if not self._lift_constants and not tracked(t):
             position = self._register("constant", len(region.constants), t, t)
             region.constants.append(Constant(t))
             self._sources.append(position)
@@ -149,8 +153,8 @@ class FirstRun(Tracker):
             self._sources.append(MADE_HERE)
             return t
         origin = t
-        if self._outer is not None:
-            (origin,) = self._outer.operands(nested_capture, [t])
+        if region.outer is not None:
+            (origin,) = region.outer.operands(nested_capture, [t])
         standin = self._lift(_torch.unwrap_if_dead(origin))
         position = self._register("capture", len(region.captured) - 1, t, standin)
         self._sources.append(position)

@@ -18,10 +18,10 @@ from functx._remat._region import Flat, Options, Region, notify
 class _Payload:
     """What a node needs beside tensors."""
 
-    __slots__ = ("fn", "outs", "plain", "region")
+    __slots__ = ("fn", "level", "outs", "region")
 
-    def __init__(self, region: Region, fn: Flat, outs: Sequence[Tensor], plain: bool) -> None:
-        self.plain = plain
+    def __init__(self, region: Region, fn: Flat, outs: Sequence[Tensor], level: int) -> None:
+        self.level = level
         self.region = region
         self.fn = fn
         self.outs: Sequence[Tensor] | None = outs
@@ -60,7 +60,7 @@ class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
                 f"between its forward and its replay ({error}). Modify it after the backward, or "
                 "give the region a clone."
             ) from error
-        pullback = Pullback(payload.fn, needs, wanted, payload.plain)
+        pullback = Pullback(payload.fn, needs, wanted, payload.level)
         tensors = [*saved, *(c for c in cotangents if c is not None)]
         tensors = [_torch.unwrap_if_dead(t) for t in tensors]
         if not torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
@@ -83,7 +83,7 @@ def attach(
     outs: Sequence[Tensor | None],
     requires: Sequence[bool],
     *,
-    plain: bool,
+    level: int,
 ) -> list[Tensor | None]:
     """Put those results that require grad behind a node that keeps ``tensors``.
 
@@ -93,7 +93,7 @@ def attach(
         tensors: explicit inputs, then captures.
         outs: the results, not on the tape yet.
         requires: which of them require grad.
-        plain: whether the node is one of plain autograd, below all transforms.
+        level: of the node; 0 is plain autograd, below all transforms.
     """
     differentiable = [o for o, r in zip(outs, requires) if r and o is not None]
     if not differentiable:
@@ -101,7 +101,7 @@ def attach(
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
     try:
-        payload = _Payload(region, _selected(fn, requires), differentiable, plain)
+        payload = _Payload(region, _selected(fn, requires), differentiable, level)
         # Past the `apply` that regions observe: this node is the engine's own.
         results = super(_torch.SingleLevelFunction, RegionNode).apply(payload, *tensors)
     finally:

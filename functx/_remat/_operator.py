@@ -52,7 +52,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     outer = active_tracker()
     if outer is not None and not made_here:
         inputs = outer.operands(nested_region, inputs)
-    region.inputs = inputs
+    region.inputs, region.outer = inputs, outer
     with tracking(SILENT):
         try:
             outs = _lower(region, inputs, region)

@@ -33,7 +33,7 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError, ReplayError
 from functx._remat._replay import Replay
-from functx._remat._tracker import tracking
+from functx._remat._tracker import results, tracking
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
@@ -102,6 +102,7 @@ class Region:
         body: the innermost function, over flat tensors.
         inputs: the explicit inputs, until the call has ended.
         options: what the caller asked for.
+        outer: the tracker of the region that this one is called in, until the call has ended.
         frames: one a transform level that was peeled off, outermost level first.
         captured: tensors found while the first run is under way, as the body met them.
         constants: tensors read that are no inputs.
@@ -123,6 +124,7 @@ class Region:
         "inputs",
         "options",
         "origins",
+        "outer",
     )
 
     def __init__(self, body: Flat, inputs: Sequence[Tensor], options: Options) -> None:
@@ -134,6 +136,7 @@ class Region:
         self.constants: list[Constant] = []
         self.entries: list[Any] = []
         self.origins: list[tuple[str, int]] = []
+        self.outer: Any = None
         self.first_run: Any = None
         self.environment: Any = None
         # For each result of the body: its place among the distinct tensors it computed, or the
@@ -154,7 +157,7 @@ class Region:
         }
         replay = Replay(self.entries, [given[kind](i) for kind, i in self.origins], name)
         with self.environment.restored(), tracking(replay):
-            outs = self.body(*explicit)
+            outs = replay.operands(results, self.body(*explicit))
         replay.complete()
         return self._distinct(outs)
 
@@ -165,7 +168,8 @@ class Region:
         first = self.first_run
         first.bind(self.inputs, tensors)
         with tracking(first):
-            outs = self.body(*tensors)
+            # What was handed back without an operation on it is met here.
+            outs = first.operands(results, self.body(*tensors))
         places: dict[int, int] = {}
         for out in outs:
             if out is None:
@@ -180,7 +184,7 @@ class Region:
     def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:
         distinct: list[Tensor | None] = []
         for out, place in zip(outs, self._results, strict=True):
-            if place == len(distinct) and isinstance(place, int):
+            if isinstance(place, int) and place == len(distinct):
                 distinct.append(out)
         return distinct
 
@@ -194,6 +198,7 @@ class Region:
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
         self.inputs = ()
+        self.outer = None
         self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         for frame in self.frames:

@@ -61,6 +61,10 @@ def nested_region() -> None:
     """Stands in a trace where a nested region took its inputs."""
 
 
+def results() -> None:
+    """Stands in a trace where the body returned."""
+
+
 def custom_function() -> None:
     """Stands in a trace where ``Function.apply`` took its inputs."""
 
@@ -87,9 +91,11 @@ def describe(func: Any) -> str:
 class Tracker:
     """What the first run and a replay do alike for each operation."""
 
-    __slots__ = ("_known", "_scalars", "_sources")
+    __slots__ = ("_known", "_scalars", "_sources", "modes")
 
     def __init__(self) -> None:
+        # Fewer dispatch modes than at the start: this is the inside of one of them.
+        self.modes = _torch.dispatch_mode_depth()
         self._known: dict[int, weakref.ref[Tensor]] = {}
         self._sources: list[int] = []
         self._scalars: list[Any] = []
@@ -194,8 +200,14 @@ class RegionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand the operation to the tracker."""
-        if _torch.current_graph_task_id() != -1 and _torch.inside_dispatcher():
+        """Hand the operation to the tracker.
+
+        While the engine runs, operators and dispatch modes written in Python come by here with
+        what they work on; only their callers' operations count.
+        """
+        if _torch.current_graph_task_id() != -1 and (
+            _torch.inside_dispatcher() or _torch.dispatch_mode_depth() < self.tracker.modes
+        ):
             return func(*args, **(kwargs or {}))
         return self.tracker.run(func, args, kwargs or {})
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch
+from functx._remat._levels import at_level
 from functx._remat._region import Flat, Region
 
 
@@ -85,23 +86,3 @@ class Frame(ABC):
             lifted.append(self.lift(values[at : at + n], slot, level))
             at += n
         return lifted
-
-
-class at_level:  # noqa: N801  a context manager, used like a function
-    """Run with only the transforms up to ``level`` active."""
-
-    __slots__ = ("_contexts", "_level")
-
-    def __init__(self, level: int) -> None:
-        self._level = level
-
-    def __enter__(self) -> None:
-        self._contexts: list[Any] = []
-        while _torch.interpreter_depth() > self._level:
-            context = _torch.current_interpreter().lower()
-            context.__enter__()
-            self._contexts.append(context)
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*exc)

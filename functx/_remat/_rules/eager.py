@@ -58,14 +58,14 @@ class EagerFrame(Frame):
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
         tensors = [*inputs, *self.captured]
-        return attach(self.region, self.fn, tensors, outs, self.out_requires, plain=True)
+        return attach(self.region, self.fn, tensors, outs, self.out_requires, level=0)
 
 
 @base_rule
 def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """The first run of a region, at the bottom of the stack."""
     if proxy.keeping():
-        return proxy.emit(fn, inputs, region)
+        return proxy.emit(fn, inputs, region, first_run)
     if _torch.forward_ad_level() >= 0 and not isinstance(fn, DualFrame) and has_dual(inputs, fn):
         dual = DualFrame(fn, region)
         lowered = dual.lower_all(inputs)
@@ -80,7 +80,7 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
 
 def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """Run the body and find out what it needs."""
-    first = FirstRun(region)
+    first = FirstRun(region, lift_constants=proxy.keeping())
     region.environment = environment = Environment(region.options, inputs)
     region.first_run = first
     try:

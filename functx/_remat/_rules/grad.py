@@ -65,4 +65,4 @@ class GradFrame(Frame):
             _torch.wrap_for_grad(t, self.level) if _torch.unwrap_for_grad(t, self.level) is t else t
             for t in (*inputs, *self.captured)
         ]
-        return attach(self.region, self.fn, tensors, wrapped, self.out_requires, plain=False)
+        return attach(self.region, self.fn, tensors, wrapped, self.out_requires, level=self.level)

@@ -8,9 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from functx._remat._region import Flat, Region
+from functx import _torch
+from functx._remat._operator import call
+from functx._remat._region import Flat, Options, Region
+from functx._remat._rules.base import Frame
 
 
 class _Keeping(threading.local):
@@ -56,6 +60,59 @@ class RegionInfo:
     replay: bool
 
 
-def emit(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
-    """Trace the region into a submodule and call it by one node."""
-    raise NotImplementedError
+def remat_region(module: torch.nn.Module, *operands: Tensor) -> tuple[Any, ...]:
+    """The target of a kept region: run in torch, it is a region again."""
+    return tuple(call(Region(lambda *t: list(module(*t)), list(operands), Options("region"))))
+
+
+class KeptFrame(Frame):
+    """The bottom of the stack while a graph is traced: tensors are as they are."""
+
+    def __init__(self, fn: Flat, region: Region) -> None:
+        super().__init__(0, fn, region)
+
+    def lower(self, t: Tensor) -> list[Tensor]:
+        """As it is."""
+        self.slots.append(None)
+        return [t]
+
+    def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
+        """As it is, but a tensor of its own."""
+        return values[0].detach()
+
+    def __call__(self, *values: Tensor) -> list[Tensor | None]:
+        """The function itself."""
+        return self.fn(*self.lift_all(values, self.slots, 0))
+
+    def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """As they are."""
+        return outs
+
+
+def emit(fn: Flat, inputs: Sequence[Tensor], region: Region, first_run: Any) -> Any:
+    """Trace the region into a submodule and call it by one node.
+
+    It runs twice: untraced, to find out what it captures, and then with everything explicit.
+    """
+    frame = KeptFrame(fn, region)
+    lowered = frame.lower_all(inputs)
+    region.frames.insert(0, frame)
+    mode = _torch.proxy_mode()
+    if mode is None:
+        return first_run(frame, lowered, region)
+    with _torch.without_proxies():
+        outs = first_run(frame, lowered, region)
+    operands = [*inputs, *frame.captured]
+
+    def explicit(*tensors: Tensor) -> tuple[Any, ...]:
+        return tuple(fn(*tensors))
+
+    module = _torch.trace_subgraph(explicit, *operands)
+    tracer = mode.tracer
+    name = tracer.get_fresh_qualname("region_")
+    tracer.root.register_module(name, module)
+    arguments = tuple(tracer.unwrap_proxy(t) for t in operands)
+    proxy = tracer.create_proxy("call_function", remat_region, (module, *arguments), {})
+    options = region.options
+    proxy.node.meta["functx_region"] = RegionInfo(options.name, options.policy, options.replay)
+    return list(_torch.track_proxies(tuple(outs), proxy, tracer))

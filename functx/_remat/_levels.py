@@ -1,0 +1,27 @@
+"""Moving along the stack of active transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from functx import _torch
+
+
+class at_level:  # noqa: N801  a context manager, used like a function
+    """Run with only the transforms up to ``level`` active."""
+
+    __slots__ = ("_contexts", "_level")
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def __enter__(self) -> None:
+        self._contexts: list[Any] = []
+        while _torch.interpreter_depth() > self._level:
+            context = _torch.current_interpreter().lower()
+            context.__enter__()
+            self._contexts.append(context)
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)
