@@ -135,6 +135,9 @@ from torch._functorch.pyfunctorch import (
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as cleared_interpreter_stack,
 )
+from torch._functorch.pyfunctorch import (
+    temporarily_restore_interpreter_stack as restored_interpreter_stack,
+)
 from torch.autograd import (
     # Autograd nodes are numbered as they are made: tells nodes of a region from older ones.
     _get_sequence_nr as next_sequence_number,

@@ -30,6 +30,7 @@ from functx._remat._tracker import (
     Entry,
     Tracker,
     nested_capture,
+    results,
     rewrap,
 )
 
@@ -71,6 +72,7 @@ class FirstRun(Tracker):
         "_index",
         "_originals",
         "_region",
+        "_returning",
         "_standins",
         "_start",
         "entries",
@@ -82,6 +84,7 @@ class FirstRun(Tracker):
         super().__init__()
         self._region = region
         self._lift_constants = lift_constants
+        self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
@@ -139,8 +142,9 @@ class FirstRun(Tracker):
             return self._meet_wrapper(t)
         region = self._region
         in_engine = _torch.current_graph_task_id() != self._engine
-        if in_engine and not requires_grad_anywhere(t):
+        if (in_engine or self._returning) and not requires_grad_anywhere(t):
             # A gradient that the engine handed out: made here, though nobody saw it.
+            # A result that no tape knows may be passed on as it is, whoever made it.
             self._sources.append(MADE_HERE)
             return t
         if not self._lift_constants and not tracked(t):
@@ -154,7 +158,9 @@ class FirstRun(Tracker):
             return t
         origin = t
         if region.outer is not None:
-            (origin,) = region.outer.operands(nested_capture, [t])
+            # At the levels of the outer region: ours are gone when its stand-in is still used.
+            with region.outer_levels():
+                (origin,) = region.outer.operands(nested_capture, [t])
         standin = self._lift(_torch.unwrap_if_dead(origin))
         position = self._register("capture", len(region.captured) - 1, t, standin)
         self._sources.append(position)
@@ -181,6 +187,11 @@ class FirstRun(Tracker):
         self._sources.append(REWRAPPED - source)
         return rewrap(t, self._depth, self._standins[source])
 
+    def returned(self, outs: Sequence[Tensor]) -> Any:
+        """The results of the body, with stand-ins for what it handed back as it was."""
+        self._returning = True
+        return self.operands(results, outs)
+
     def _lift(self, t: Tensor) -> Tensor:
         """Make ``t`` an input of the region while it runs."""
         region = self._region
@@ -206,8 +217,6 @@ class FirstRun(Tracker):
         """NOTE [made here or foreign]."""
         value = t
         while True:
-            if id(value) in self._index or self.knows(value):
-                return True
             node = value.grad_fn
             if (
                 node is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from functx import _torch
@@ -25,3 +27,16 @@ class at_level:  # noqa: N801  a context manager, used like a function
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
+
+
+def saved_levels() -> Callable[[], AbstractContextManager[None]]:
+    """A context that runs with the levels that are active now, and no others."""
+    with _torch.cleared_interpreter_stack() as levels:
+        pass
+
+    @contextmanager
+    def restored() -> Iterator[None]:
+        with _torch.cleared_interpreter_stack(), _torch.restored_interpreter_stack(levels):
+            yield
+
+    return restored

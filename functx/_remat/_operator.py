@@ -14,6 +14,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._levels import saved_levels
 from functx._remat._region import Flat, Options, Region
 from functx._remat._tracker import SILENT, active_tracker, nested_region, tracking
 
@@ -53,6 +54,8 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     if outer is not None and not made_here:
         inputs = outer.operands(nested_region, inputs)
     region.inputs, region.outer = inputs, outer
+    if outer is not None:
+        region.outer_levels = saved_levels()
     with tracking(SILENT):
         try:
             outs = _lower(region, inputs, region)

@@ -52,7 +52,10 @@ class Pullback:
         if tracker is not None:
             tracker.note(inputs)
         # On plain autograd the tape of the replay is part of what a second derivative needs.
-        return _pull_back(outs, inputs, cotangents, retain_graph=plain and recording)
+        gradients = _pull_back(outs, inputs, cotangents, retain_graph=plain and recording)
+        if tracker is not None:
+            tracker.note(gradients)
+        return gradients
 
 
 Tape = tuple[list[Tensor], list[Any]]

@@ -103,6 +103,7 @@ class Region:
         inputs: the explicit inputs, until the call has ended.
         options: what the caller asked for.
         outer: the tracker of the region that this one is called in, until the call has ended.
+        outer_levels: a context with the levels that were active at the call.
         frames: one a transform level that was peeled off, outermost level first.
         captured: tensors found while the first run is under way, as the body met them.
         constants: tensors read that are no inputs.
@@ -125,6 +126,7 @@ class Region:
         "options",
         "origins",
         "outer",
+        "outer_levels",
     )
 
     def __init__(self, body: Flat, inputs: Sequence[Tensor], options: Options) -> None:
@@ -137,6 +139,7 @@ class Region:
         self.entries: list[Any] = []
         self.origins: list[tuple[str, int]] = []
         self.outer: Any = None
+        self.outer_levels: Any = None
         self.first_run: Any = None
         self.environment: Any = None
         # For each result of the body: its place among the distinct tensors it computed, or the
@@ -156,9 +159,15 @@ class Region:
             "constant": lambda i: self.constants[i].for_replay(name),
         }
         replay = Replay(self.entries, [given[kind](i) for kind, i in self.origins], name)
-        with self.environment.restored(), tracking(replay):
-            outs = replay.operands(results, self.body(*explicit))
-        replay.complete()
+        try:
+            with self.environment.restored(), tracking(replay):
+                outs = replay.operands(results, self.body(*explicit))
+            replay.complete()
+        except ReplayError:
+            raise
+        except Exception as error:
+            error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
+            raise
         return self._distinct(outs)
 
     def _n_captured(self) -> int:
@@ -169,7 +178,7 @@ class Region:
         first.bind(self.inputs, tensors)
         with tracking(first):
             # What was handed back without an operation on it is met here.
-            outs = first.operands(results, self.body(*tensors))
+            outs = first.returned(self.body(*tensors))
         places: dict[int, int] = {}
         for out in outs:
             if out is None:
@@ -198,11 +207,12 @@ class Region:
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
         self.inputs = ()
-        self.outer = None
+        self.outer = self.outer_levels = None
         self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         for frame in self.frames:
             frame.captured = []
+        self.frames = []  # frames know their region; knowing them too would be a cycle
 
 
 def version(t: Tensor) -> int:

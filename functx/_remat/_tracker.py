@@ -145,7 +145,8 @@ class Tracker:
 
     def operands(self, func: Any, values: Sequence[Any]) -> Any:
         """Resolve the arguments of something that torch-function modes do not see."""
-        swapped = self.swap(values)
+        with tracking(SILENT):  # what finding stand-ins takes is no operation of the body
+            swapped = self.swap(values)
         self.close(func)
         return swapped
 

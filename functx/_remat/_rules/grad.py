@@ -61,8 +61,10 @@ class GradFrame(Frame):
         """The results on the real tape, behind a node that keeps the inputs."""
         wrapped = [None if o is None else _torch.wrap_for_grad(o, self.level) for o in outs]
         # A tensor of an outer level must not show that level's tape or tangents to this node.
-        tensors = [
-            _torch.wrap_for_grad(t, self.level) if _torch.unwrap_for_grad(t, self.level) is t else t
-            for t in (*inputs, *self.captured)
-        ]
+        tensors = [self._own(_torch.unwrap_if_dead(t)) for t in (*inputs, *self.captured)]
         return attach(self.region, self.fn, tensors, wrapped, self.out_requires, level=self.level)
+
+    def _own(self, t: Tensor) -> Tensor:
+        """``t`` as a tensor of this level."""
+        outer = _torch.unwrap_for_grad(t, self.level) is t
+        return _torch.wrap_for_grad(t, self.level) if outer else t

@@ -1,0 +1,167 @@
+"""One level of reverse-mode differentiation: record a function, pull cotangents back afterwards.
+
+NOTE [lean]
+``torch.func.grad`` runs the backward pass *inside* the level that recorded the forward, with
+``create_graph=True``: the level records its own backward, and every gradient that flows through it
+stays alive until the level ends. Nobody can ever read that record. Here the level ends first, and
+the backward pass runs after it:
+
+- the level is dead, so it records nothing: each saved tensor goes as soon as its node has run
+  (``retain_graph=False``);
+- the levels around it are alive, and so is plain autograd below them. They record the backward pass
+  if grad mode is on where the transform was called (``create_graph=torch.is_grad_enabled()``), and
+  what none of them tracks costs nothing.
+
+``create_graph`` must not be read off the tensors at hand ("does the output require grad outside?"):
+a hook or the backward of a custom Function may bring in a variable of an outer level that the
+forward pass never saw, and its derivative would be silently zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from functx import _torch, _tree, _validate
+
+_HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
+_HOOKS_NOTE = (
+    "torch.utils.checkpoint, torch.autograd.graph.save_on_cpu and saved_tensors_hooks work through "
+    "saved tensor hooks, which can't follow tensors through functorch levels. functx needs none: "
+    "use functx.remat(f)(*args), or functx.checkpoint(f, *args) in place of "
+    "torch.utils.checkpoint.checkpoint(f, *args)."
+)
+
+
+class Pullback:
+    """A recorded function, ready to take cotangents of its outputs to those of its inputs.
+
+    What :func:`functx.vjp` returns as ``vjp_fn``. It keeps the residuals of the recorded function
+    until it is dropped, or called with ``retain_graph=False``.
+    """
+
+    def __init__(self, inputs: Any, outputs: Any, spec: _tree.TreeSpec) -> None:
+        self._inputs, self._inputs_spec = _tree.flatten(inputs)
+        self._outputs: list[torch.Tensor] | None = outputs
+        self._outputs_spec = spec
+
+    def __call__(
+        self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
+    ) -> Any:
+        """The cotangents of the inputs, for the cotangents of the outputs.
+
+        Args:
+            cotangents: A pytree like the function's output, of tensors of the same shapes.
+            retain_graph: Keep the residuals, so that the pullback can be called again. With
+                ``False`` each goes as soon as it has been read.
+            create_graph: Let the levels around the transform, and plain autograd, record the
+                pullback, so that it can itself be differentiated. By default they do if grad mode
+                is on.
+
+        Returns:
+            A pytree like the primals.
+
+        Raises:
+            RuntimeError: ``cotangents`` has another structure than the output, or the residuals
+                are gone.
+        """
+        flat_cotangents, spec = _tree.flatten(cotangents)
+        if spec != self._outputs_spec:
+            raise RuntimeError(
+                "Expected pytree structure of cotangents to be the same as pytree structure of "
+                f"outputs to the function. cotangents: {spec}, primal output: {self._outputs_spec}"
+            )
+        if self._outputs is None:
+            raise RuntimeError(
+                "vjp_fn: the residuals are gone, because an earlier call passed "
+                "retain_graph=False; leave it out in all calls but the last"
+            )
+        outputs = self._outputs
+        if not retain_graph:
+            self._outputs = None
+        with _no_inference_mode():
+            gradients = _torch.autograd_grad(
+                outputs,
+                self._inputs,
+                flat_cotangents,
+                retain_graph=retain_graph,
+                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+            )
+        # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
+        flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
+        return _tree.unflatten(self._inputs_spec, flat_gradients)
+
+
+def record(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: tuple[int, ...],
+    *,
+    has_aux: bool,
+    check_output: Callable[[Any], None],
+    api: str,
+) -> tuple[Any, Any, Pullback]:
+    """Runs ``func`` in a grad level of its own, which has ended when this returns.
+
+    Args:
+        func: The function.
+        args: Its positional arguments, pytrees of tensors and anything else.
+        kwargs: Its keyword arguments, likewise.
+        argnums: Positions of the arguments to differentiate, none negative.
+        has_aux: Whether ``func`` returns ``(output, aux)``.
+        check_output: Called with the output inside the level; raises if it will not do.
+        api: The transform's name, for error messages.
+
+    Returns:
+        The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
+        inputs are the tuple of the differentiated arguments.
+    """
+    _validate.check_inputs(args, argnums, api)
+    with _hooks_disabled(), _torch.grad_level() as level, torch.enable_grad():
+
+        def enter(leaf: Any) -> Any:
+            return _torch.wrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
+
+        def leave(leaf: Any) -> Any:
+            return _torch.unwrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = _tree.map_(enter, (args, kwargs))
+        inputs = tuple(args[position] for position in argnums)
+        for leaf in _tree.leaves(inputs):
+            _torch.require_grad(leaf)
+        output, aux = func(*args, **kwargs), None
+        if has_aux:
+            output, aux = _validate.split_aux(output, api)
+        check_output(output)
+        flat_output, spec = _tree.flatten(output)
+        pullback = Pullback(inputs, flat_output, spec)
+        return _tree.map_(leave, output), _tree.map_(leave, aux), pullback
+
+
+@contextmanager
+def _hooks_disabled() -> Iterator[None]:
+    """No saved-tensor hooks inside; who needs them is told what to use instead."""
+    try:
+        with disable_saved_tensors_hooks(_HOOKS_MESSAGE):
+            yield
+    except RuntimeError as error:
+        notes = getattr(error, "__notes__", ())
+        if "support saved tensor hooks" in str(error) and _HOOKS_NOTE not in notes:
+            error.add_note(_HOOKS_NOTE)
+        raise
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """Leaves inference mode, and grad mode as it is: a backward pass has to be able to record."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    grad_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
+        yield

@@ -1,0 +1,206 @@
+"""Follow every storage that a program allocates, from the operation that made it to its death.
+
+The invariant: at any moment, ``LiveStorages.live`` is the number of bytes of the storages that were
+created under the mode and still exist. It holds because three things are seen exactly:
+
+- *births*, in a dispatch mode, which sits below autograd and functorch: what the autograd engine
+  allocates in a backward pass, what a factory function makes, and the base tensor behind any
+  stack of functorch wrappers all pass through it, once;
+- *deaths*, by a weak reference to the storage (not to a tensor: views share their storage and
+  outlive each other), so there is nothing to poll and a free between two operations counts at once;
+- *resizes*, by reading the size again whenever an operation touches the storage.
+
+What it can't see: workspace that a kernel allocates and frees within one operation, and memory
+that reaches torch from elsewhere (a numpy array) until something copies it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from functx._torch import (
+    TorchDispatchMode,
+    get_unwrapped,
+    is_traceable_wrapper_subclass,
+    is_wrapped,
+    sparse_coo_parts,
+)
+
+
+class Event(NamedTuple):
+    """One operation, and the bytes live when it had run.
+
+    Attributes:
+        position: Its place among the operations, from 0.
+        operation: Its name, as in ``LiveStorages.operations``.
+        live: Bytes of the followed storages, the operation's own outputs among them.
+    """
+
+    position: int
+    operation: str
+    live: int
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to one storage, which also says what is counted for it."""
+
+    __slots__ = ("base", "counted", "key", "origin")
+
+    key: int  # id of the storage, which torch keeps for the life of the storage
+    origin: str  # the operation that made it, or met it first
+    base: int  # bytes it had before the context
+    counted: int  # bytes that are in `live` on its behalf
+
+
+class LiveStorages(TorchDispatchMode):
+    """A context that counts live bytes and operations below autograd and functorch.
+
+    A storage that existed before the context was entered is not counted, but by how much it grows
+    is. After the context, ``live`` still goes down as storages die, and nothing is added.
+
+    Attributes:
+        live: Bytes of the storages created in the context that exist now.
+        peak: The highest ``live`` so far.
+        operations: How often each operation ran; ATen operations under their bare name
+            (``"mm"``, ``"add_"``), others with their namespace (``"prims::sum"``).
+        timeline: One `Event` an operation.
+        at_peak: Bytes live at the peak, by the operation that created them.
+
+    Example:
+        >>> x = torch.ones(100, dtype=torch.float64)
+        >>> with LiveStorages() as storages:
+        ...     y = x + 1
+        >>> storages.live, storages.operations["add"]
+        (800, 1)
+        >>> del y
+        >>> storages.live, storages.peak
+        (0, 800)
+    """
+
+    # A higher-order operator that asks the mode is run as it is; what it runs inside is seen.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.operations: Counter[str] = Counter()
+        self.timeline: list[Event] = []
+        self.at_peak: Counter[str] = Counter()
+        self._by_origin: Counter[str] = Counter()
+        self._blocks: dict[int, _Block] = {}
+        # The callback must not keep the mode alive: blocks -> callback -> mode would be a cycle.
+        me = weakref.ref(self)
+
+        def forget(block: weakref.ref[torch.UntypedStorage]) -> None:
+            mode = me()
+            if mode is not None and isinstance(block, _Block):
+                mode._blocks.pop(block.key, None)
+                mode._add(block.origin, -block.counted)
+
+        self._forget = forget
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes counted for the storages that ``tensors`` use, each storage once."""
+        keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
+        return sum(self._blocks[key].counted for key in keys if key in self._blocks)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(_tensors((args, kwargs)))
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
+            return NotImplemented  # the subclass first: the mode then sees its inner tensors
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            # No layer above the mode takes composite operations apart there, so it does.
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        name = operation_name(func)
+        # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
+        fresh = name == "lift_fresh"
+        for tensor in inputs:
+            self._meet(tensor, name, fresh)
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            self._meet(tensor, name, True)
+        self.operations[name] += 1
+        self.timeline.append(Event(len(self.timeline), name, self.live))
+        return out
+
+    def _meet(self, tensor: torch.Tensor, name: str, fresh: bool) -> None:
+        """Count the storages of ``tensor`` that are fresh, and what the others have grown by."""
+        for storage in storages_of(tensor):
+            key, nbytes = id(storage), storage.nbytes()
+            block = self._blocks.get(key)
+            if block is None:
+                block = _Block(storage, self._forget)
+                block.key, block.origin = key, name
+                block.base, block.counted = 0 if fresh else nbytes, 0
+                self._blocks[key] = block
+            counted = max(0, nbytes - block.base)
+            self._add(block.origin, counted - block.counted)
+            block.counted = counted
+
+    def _add(self, origin: str, nbytes: int) -> None:
+        self.live += nbytes
+        self._by_origin[origin] += nbytes
+        if self.live > self.peak:
+            self.peak = self.live
+            self.at_peak = +self._by_origin
+
+
+def operation_name(func: Any) -> str:
+    """``"mm"`` for ``aten.mm.default``; outside ATen the namespace stays: ``"prims::sum"``."""
+    name: str = func.name()
+    return name.partition(".")[0].removeprefix("aten::")
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages behind a tensor: several for some kinds, none for those without memory."""
+    inner = _inner(tensor)
+    if inner is not None:
+        for part in inner:
+            yield from storages_of(part)
+    elif tensor.layout == torch.strided:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta":  # a FakeTensor says it is elsewhere
+            yield storage
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The tensors that hold the numbers of one that is only a wrapper of them."""
+    if is_traceable_wrapper_subclass(tensor):
+        attributes, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in attributes]
+    if is_wrapped(tensor):
+        return [get_unwrapped(tensor)]
+    if tensor.layout == torch.sparse_coo:
+        return sparse_coo_parts(tensor)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what an operation takes or returns: lists, tuples and dictionaries."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for branch in tree:
+            yield from _tensors(branch)
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))

@@ -1,0 +1,145 @@
+"""Checks of what a caller hands over: each names the transform, the value it got and the remedy.
+
+Error types follow :mod:`torch.func`, so that code which catches torch's errors catches these too.
+The one difference is *when*: what can be seen as the transform is made (a function that can't be
+called, ``argnums`` of a wrong type) raises there, not at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from functx import _tree
+
+Argnums = int | tuple[int, ...]
+
+
+def check_callable(func: Any, api: str) -> None:
+    """Raises ``TypeError`` unless ``func`` can be called."""
+    if not callable(func):
+        hint = "; pass the function, not its result" if isinstance(func, torch.Tensor) else ""
+        raise TypeError(
+            f"{api}: expected a callable, got {describe(func)} of type {type(func).__name__}{hint}"
+        )
+
+
+def check_argnums(argnums: Any, api: str) -> None:
+    """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of different ints."""
+    if isinstance(argnums, int):
+        return
+    if not isinstance(argnums, tuple) or not all(isinstance(i, int) for i in argnums):
+        raise RuntimeError(f"{api}: argnums must be int or tuple[int, ...], got {argnums!r}")
+    if not argnums:
+        raise RuntimeError(f"{api}: argnums must be non-empty, got ()")
+    if len(set(argnums)) != len(argnums):
+        raise RuntimeError(f"{api}: argnums elements must be unique, got {argnums}")
+
+
+def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...]:
+    """The positions ``argnums`` names among ``num_args`` arguments, none of them negative."""
+    positions = []
+    for argnum in (argnums,) if isinstance(argnums, int) else argnums:
+        if not -num_args <= argnum < num_args:
+            raise RuntimeError(
+                f"{api}: got argnum={argnum}, but only {num_args} positional inputs; "
+                "arguments passed by keyword can't be differentiated"
+            )
+        positions.append(argnum % num_args)
+    if len(set(positions)) != len(positions):
+        raise RuntimeError(
+            f"{api}: argnums elements must be unique, got {argnums}, which names one of "
+            f"{num_args} positional inputs twice"
+        )
+    return tuple(positions)
+
+
+def check_differentiable(leaf: Any, position: int, api: str) -> None:
+    """Raises unless ``leaf``, found in argument ``position``, is a tensor with derivatives."""
+    if not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"{api}: everything differentiated must be a Tensor, got {describe(leaf)} of type "
+            f"{type(leaf).__name__} in argument {position}; convert it with torch.as_tensor, or "
+            "leave it out of argnums"
+        )
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        raise RuntimeError(
+            f"{api}: only Tensors of floating point and complex dtype can require gradients, got "
+            f"dtype {leaf.dtype} in argument {position}; convert it with .float(), or leave it "
+            "out of argnums"
+        )
+
+
+def split_aux(result: Any, api: str) -> tuple[Any, Any]:
+    """The two parts of what a function called with ``has_aux=True`` returned."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
+        raise RuntimeError(
+            f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True, "
+            f"got {got}"
+        )
+    return result
+
+
+def check_scalar(output: Any, api: str) -> None:
+    """Raises ``RuntimeError`` unless ``output`` is a real tensor of no dimensions."""
+    if not isinstance(output, torch.Tensor):
+        hint = (
+            "; to return more than the value, use has_aux=True" if isinstance(output, tuple) else ""
+        )
+        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(output)}{hint}")
+    if output.dim() != 0:
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.dim()} "
+            f"dims, shape {tuple(output.shape)}. Maybe you wanted to use the vjp or jacrev APIs "
+            "instead?"
+        )
+    if output.is_complex() and output.requires_grad:
+        raise RuntimeError(
+            f"{api}: grad can be implicitly created only for real scalar outputs but got "
+            f"{output.dtype}; return output.real or output.abs(), or use vjp"
+        )
+
+
+def check_outputs(outputs: Sequence[Any], api: str) -> None:
+    """Raises ``RuntimeError`` unless ``outputs`` are tensors that can have derivatives."""
+    if not outputs:
+        raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got [])")
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            raise RuntimeError(
+                f"{api}: expected f(*primals) to return only tensors, got unsupported type "
+                f"{type(output)}; return what isn't differentiated as aux, with has_aux=True"
+            )
+        if not (output.is_floating_point() or output.is_complex()):
+            raise RuntimeError(
+                f"{api}: All outputs of f must be floating-point or complex Tensors, got Tensor "
+                f"with dtype {output.dtype}; return it as aux, with has_aux=True"
+            )
+
+
+def check_inputs(args: Sequence[Any], positions: Sequence[int], api: str) -> None:
+    """Raises unless every leaf of ``args`` at ``positions`` is a tensor with derivatives."""
+    for position in positions:
+        for leaf in _tree.leaves(args[position]):
+            check_differentiable(leaf, position, api)
+
+
+def check_real(leaves: Sequence[Any], api: str, what: str) -> None:
+    """Raises ``RuntimeError`` if one of ``leaves`` is complex."""
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+            raise RuntimeError(
+                f"{api}: Expected all {what} to be real but received complex tensor at flattened "
+                f"input idx: {index}"
+            )
+
+
+def describe(value: Any) -> str:
+    """A short text for ``value``: tensors by dtype and shape, all else by a cut ``repr``."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

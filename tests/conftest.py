@@ -1,0 +1,31 @@
+"""Shared fixtures: fixed seeds, and a run of each engine test without saved-tensor hooks."""
+
+import contextlib
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["hooks allowed", "hooks disabled"])
+def hooks(request):
+    """Run the test twice: as it is, and where any saved-tensor hook raises.
+
+    Engine test files ask for it with ``pytestmark = pytest.mark.usefixtures("hooks")``.
+    """
+    with contextlib.ExitStack() as stack:
+        if request.param == "hooks disabled":
+            message = "functx uses no hooks"
+            stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
+        yield
+
+
+@pytest.fixture
+def no_hooks():
+    """Run the test only where any saved-tensor hook raises: for large generated tests."""
+    with torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"):
+        yield

@@ -1,0 +1,101 @@
+"""Lean reverse mode takes no more memory than torch.autograd.grad."""
+
+import pytest
+import torch
+from cases import DTYPE, deep_mlp
+from references import count, peak
+from torch import func as torch_func
+
+import functx._transforms as transforms
+
+WEIGHTS, X, LOSS = deep_mlp()
+
+
+def network(x):
+    for w in WEIGHTS:
+        x = torch.tanh(x @ w)
+    return x
+
+
+def autograd(weights, x, **options):
+    weights = [w.detach().requires_grad_() for w in weights]
+    return torch.autograd.grad(LOSS(weights, x), weights, **options)
+
+
+class TestPeak:
+    @pytest.mark.parametrize("name", ["grad", "grad_and_value", "value_and_grad"])
+    def test_grad(self, name):
+        lean = peak(getattr(transforms, name)(LOSS), WEIGHTS, X)
+        assert lean <= peak(autograd, WEIGHTS, X)
+        assert 2.8 * lean < peak(torch_func.grad(LOSS), WEIGHTS, X)  # the measure can fail
+
+    def test_grad_where_grad_mode_is_off(self):
+        assert peak(torch.no_grad()(transforms.grad(LOSS)), WEIGHTS, X) <= peak(
+            autograd, WEIGHTS, X
+        )
+
+    def test_vjp_keeps_what_retain_graph_keeps(self):
+        def lean(weights, x, **options):
+            value, pullback = transforms.vjp(lambda w: LOSS(w, x), weights)
+            return pullback(torch.ones_like(value), **options)
+
+        retained = peak(autograd, WEIGHTS, X, retain_graph=True)
+        freed = peak(autograd, WEIGHTS, X)
+        assert peak(lean, WEIGHTS, X) <= retained
+        assert peak(lean, WEIGHTS, X, retain_graph=False) <= freed < retained
+
+    def test_vmap_of_grad(self):
+        def per_example(library):
+            return transforms.vmap(library.grad(LOSS), (None, 0))
+
+        x = X[:16, None]
+        assert peak(per_example(transforms), WEIGHTS, x) < 0.9 * peak(
+            per_example(torch_func), WEIGHTS, x
+        )
+
+    def test_jacrev(self):
+        def batched(x):
+            x = x.detach().requires_grad_()
+            out = network(x)
+            basis = torch.eye(out.numel(), dtype=DTYPE).view(-1, *out.shape)
+            return torch.autograd.grad(out, x, basis, is_grads_batched=True)
+
+        assert peak(transforms.jacrev(network), X[:4]) <= peak(batched, X[:4])
+
+    @pytest.mark.parametrize("chunk_size", [1, 8])
+    def test_jacrev_in_chunks_frees_at_the_last(self, chunk_size):
+        ours, theirs = (
+            peak(library.jacrev(network, chunk_size=chunk_size), X[:4])
+            for library in (transforms, torch_func)
+        )
+        assert ours < 0.9 * theirs
+
+    def test_hessian(self):
+        def energy(x):
+            return LOSS(WEIGHTS, x)
+
+        lean = peak(transforms.hessian(energy), X[:2])
+        assert lean <= peak(transforms.jacfwd(transforms.grad(energy)), X[:2])
+        assert lean <= peak(torch_func.hessian(energy), X[:2])
+
+    def test_nested_grad(self):
+        def nested(library):
+            return library.grad(lambda x: library.grad(lambda x: LOSS(WEIGHTS, x))(x).sum())
+
+        def autograd_twice(x):
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(LOSS(WEIGHTS, x), x, create_graph=True)
+            return torch.autograd.grad(gradient.sum(), x)
+
+        assert peak(nested(transforms), X) <= peak(autograd_twice, X)
+        assert 2.5 * peak(nested(transforms), X) < peak(nested(torch_func), X)
+
+    def test_no_operation_runs_twice(self):
+        for name in ("grad", "jacrev", "hessian"):
+            ours, theirs = (
+                count(getattr(library, name)(lambda x: LOSS(WEIGHTS[:3], x)), X[:2])
+                for library in (transforms, torch_func)
+            )
+            assert {op: ours[op] for op in ("mm", "bmm", "tanh")} == {
+                op: theirs[op] for op in ("mm", "bmm", "tanh")
+            }
