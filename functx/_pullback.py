@@ -27,6 +27,7 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from functx import _torch, _tree, _validate
+from functx._remat._tracker import enter_transform, leave_transform
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
 _HOOKS_NOTE = (
@@ -93,7 +94,7 @@ class Pullback:
             )
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, flat_gradients)
+        return _tree.unflatten(self._inputs_spec, leave_transform(flat_gradients))
 
 
 def record(
@@ -130,7 +131,7 @@ def record(
         def leave(leaf: Any) -> Any:
             return _torch.unwrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
 
-        args, kwargs = _tree.map_(enter, (args, kwargs))
+        args, kwargs = _tree.map_(enter, enter_transform((args, kwargs)))
         inputs = tuple(args[position] for position in argnums)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
@@ -140,7 +141,8 @@ def record(
         check_output(output)
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
-        return _tree.map_(leave, output), _tree.map_(leave, aux), pullback
+        output, aux = leave_transform((_tree.map_(leave, output), _tree.map_(leave, aux)))
+        return output, aux, pullback
 
 
 @contextmanager

@@ -8,6 +8,8 @@ moves one fails there, by name, and not somewhere inside the engine.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -250,3 +252,25 @@ def trace_subgraph(fn: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
 def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:
     """``values`` as what ``proxy`` stands for in the graph."""
     return _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+
+
+_wrapping = threading.Lock()
+_observing = 0
+
+
+def observe_wrapping(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Until `stop_observing_wrapping`, ask ``resolve`` what torch.func is to wrap for a level."""
+    global _observing
+    with _wrapping:
+        _observing += 1
+        if _observing == 1:
+            _eager_transforms._wrap_for_grad = lambda t, level: wrap_for_grad(resolve(t), level)
+
+
+def stop_observing_wrapping() -> None:
+    """End one `observe_wrapping`."""
+    global _observing
+    with _wrapping:
+        _observing -= 1
+        if _observing == 0:
+            _eager_transforms._wrap_for_grad = wrap_for_grad

@@ -179,10 +179,10 @@ class FirstRun(Tracker):
             return t
         if t.requires_grad:
             raise RematError(
-                f"remat: inside the region {self._region.options.name!r}, torch.func "
-                "differentiates with respect to a tensor of shape "
-                f"{tuple(t.shape)} that the region closes over. Use functx's transform of the same "
-                "name there, or pass the tensor to the region as an argument."
+                f"remat: inside the region {self._region.options.name!r}, something differentiates "
+                f"with respect to a tensor of shape {tuple(t.shape)} that the region closes over, "
+                "in a way functx can't see. Use functx's transforms there, or pass the tensor to "
+                "the region as an argument."
             )
         self._sources.append(REWRAPPED - source)
         return rewrap(t, self._depth, self._standins[source])

@@ -5,6 +5,11 @@ While a body runs, a torch-function mode shows every operation to the *tracker* 
 region's tracker takes the outer one's place until it ends, and the outer sees the inner region as
 a single operation.
 
+NOTE [transforms of torch.func]
+A transform that is called inside a region wraps its arguments in C++. While a region runs, the one
+function it wraps them with asks for stand-ins first; other threads, and code outside of regions,
+get the plain function.
+
 NOTE [custom functions]
 ``Function.apply`` does not pass through torch-function modes. ``SingleLevelFunction``, the Python
 class below it, is given an ``apply`` that asks the running region for stand-ins and does nothing
@@ -21,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch
+from functx import _torch, _tree
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
 _TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
@@ -63,6 +68,10 @@ def nested_region() -> None:
 
 def results() -> None:
     """Stands in a trace where the body returned."""
+
+
+def nested_transform() -> None:
+    """Stands in a trace where a transform of functx took its arguments."""
 
 
 def custom_function() -> None:
@@ -227,6 +236,26 @@ def active_tracker() -> Tracker | None:
     return None if mode is None or mode.tracker is SILENT else mode.tracker
 
 
+def enter_transform(tree: Any) -> Any:
+    """The arguments of a transform that is called inside a region: foreign tensors as stand-ins.
+
+    functorch wraps them in C++, where no mode sees it; a wrapper can't be exchanged afterwards.
+    """
+    tracker = active_tracker()
+    if tracker is None:
+        return tree
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten(spec, tracker.operands(nested_transform, flat))
+
+
+def leave_transform(tree: Any) -> Any:
+    """The results of a transform that is called inside a region: they were made there."""
+    tracker = active_tracker()
+    if tracker is not None:
+        tracker.note(_tree.leaves(tree))
+    return tree
+
+
 class tracking:  # noqa: N801  a context manager, used like a function
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
@@ -246,14 +275,22 @@ class tracking:  # noqa: N801  a context manager, used like a function
             self._mode = RegionMode()
             self._mode.tracker = self._tracker
             self._mode.__enter__()
+            _torch.observe_wrapping(_wrapped)
 
     def __exit__(self, *exc: Any) -> None:
         if self._mode is None:
             return
         if self._pushed:
+            _torch.stop_observing_wrapping()
             self._mode.__exit__(*exc)
         else:
             self._mode.tracker = self._outer
+
+
+def _wrapped(t: Any) -> Any:
+    """What a transform of torch.func wraps for its level: never a foreign tensor itself."""
+    tracker = active_tracker()
+    return t if tracker is None else tracker.operands(nested_transform, [t])[0]
 
 
 def _observe_custom_functions() -> None:
