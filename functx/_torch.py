@@ -30,6 +30,10 @@ from torch._C import (
     _len_torch_dispatch_stack as dispatch_mode_depth,
 )
 from torch._C import (
+    # How many tensors (and Python objects) hold a piece of memory.
+    _storage_Use_Count as storage_use_count,
+)
+from torch._C import (
     _len_torch_function_stack as function_mode_depth,
 )
 from torch._C._functorch import (
@@ -145,6 +149,10 @@ from torch.autograd import (
     _get_sequence_nr as next_sequence_number,
 )
 from torch.autograd import forward_ad as _forward_ad
+from torch.multiprocessing.reductions import (
+    # A weak reference to the memory behind tensors, whichever tensors they are.
+    StorageWeakRef as StorageWeakRef,
+)
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_grad_enabled
 from torch.autograd.function import (
     # A Function that makes one node, at one level, without functorch's per-call class.
@@ -274,3 +282,12 @@ def stop_observing_wrapping() -> None:
         _observing -= 1
         if _observing == 0:
             _eager_transforms._wrap_for_grad = wrap_for_grad
+
+
+def tracing() -> bool:
+    """Whether operations are traced or run on fake tensors: nothing has memory then."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(
+        torch._C._get_dispatch_mode(key) is not None
+        for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    )

@@ -14,7 +14,8 @@ reaches a stand-in of this region if and only if it was made here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._ledger import Holders, Ledger
 from functx._remat._region import Constant, Region
 from functx._remat._tracker import (
     MADE_HERE,
@@ -76,7 +78,9 @@ class FirstRun(Tracker):
         "_standins",
         "_start",
         "entries",
+        "holders",
         "leaves",
+        "ledger",
         "origins",
     )
 
@@ -84,6 +88,8 @@ class FirstRun(Tracker):
         super().__init__()
         self._region = region
         self._lift_constants = lift_constants
+        self.holders: list[Holders] = []
+        self.ledger = None if _torch.tracing() else Ledger()
         self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
@@ -99,6 +105,7 @@ class FirstRun(Tracker):
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
+        self.holders = [Holders(t) for t in standins]
         self._depth = _torch.interpreter_depth()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
             self._register("input", i, original, standin)
@@ -116,7 +123,8 @@ class FirstRun(Tracker):
         touched = {id(a) for a in (*args, *kwargs.values())}
         for constant in self._region.constants:
             if id(constant.value) in touched:
-                constant.about_to_be_written()
+                with self._unrecorded():
+                    constant.about_to_be_written()
 
     def resolve(self, t: Tensor) -> Tensor:
         """The stand-in of a foreign tensor, anything made here as it is."""
@@ -197,12 +205,27 @@ class FirstRun(Tracker):
         region = self._region
         region.captured.append(t)
         values = [t]
-        for frame in reversed(region.frames):
-            values = frame.capture(values)
-        for frame in region.frames:
-            values = frame.admit(values)
+        with self._unrecorded():
+            for frame in reversed(region.frames):
+                values = frame.capture(values)
+            for frame in region.frames:
+                values = frame.admit(values)
         (standin,) = values
+        self.holders.append(Holders(standin))
         return standin
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """The engine's own operations are none of the body."""
+        ledger = self.ledger
+        if ledger is None:
+            yield
+            return
+        ledger.paused = True
+        try:
+            yield
+        finally:
+            ledger.paused = False
 
     def _register(self, kind: str, number: int, original: Tensor, standin: Tensor) -> int:
         position = len(self.origins)
@@ -228,24 +251,41 @@ class FirstRun(Tracker):
                 return False
             value = _torch.get_unwrapped(value)
 
+    def captured_originals(self) -> list[Tensor]:
+        """The captured tensors, as the body met them."""
+        return [
+            t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"
+        ]
+
     def original_of(self, out: Tensor) -> Tensor | None:
         """The foreign tensor that ``out`` stands for, if it does."""
         found = self._index.get(id(out))
         return None if found is None else self._originals[found[2]]
 
-    def check_tape(self, outs: Sequence[Tensor | None]) -> None:
-        """Refuse a tape that reaches a tensor no mode saw (one that an extension used, say)."""
+    def check_tape(self, outs: Sequence[Tensor | None]) -> set[int]:
+        """Refuse a tape that reaches a tensor no mode saw (one that an extension used, say).
+
+        Returns:
+            Ids of the leaf tensors that the tapes of all levels end in.
+        """
+        nodes = []
         for out in outs:
-            if out is None or out.grad_fn is None:
-                continue
-            for variable in _leaves_below(out.grad_fn):
-                if id(variable) not in self.leaves and not self.knows(variable):
-                    raise RematError(
-                        f"remat: the region {self._region.options.name!r} used a tensor of shape "
-                        f"{tuple(variable.shape)} that requires grad where functx can't see it "
-                        "(in an extension that is called past torch's Python API, most likely), "
-                        "so its gradient would be lost. Pass it to the region as an argument."
-                    )
+            value = out
+            while value is not None:
+                if value.grad_fn is not None:
+                    nodes.append(value.grad_fn)
+                value = _torch.get_unwrapped(value) if _torch.is_wrapped(value) else None
+        reached = set()
+        for variable in _leaves_below(*nodes):
+            reached.add(id(variable))
+            if id(variable) not in self.leaves and not self.knows(variable):
+                raise RematError(
+                    f"remat: the region {self._region.options.name!r} used a tensor of shape "
+                    f"{tuple(variable.shape)} that requires grad where functx can't see it "
+                    "(in an extension that is called past torch's Python API, most likely), "
+                    "so its gradient would be lost. Pass it to the region as an argument."
+                )
+        return reached
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""
@@ -253,9 +293,9 @@ class FirstRun(Tracker):
             constant.seal(self._region.options.name)
 
 
-def _leaves_below(node: Any) -> list[Tensor]:
-    """The leaf tensors that the tape below ``node`` ends in."""
-    seen, stack, found = {node}, [node], []
+def _leaves_below(*nodes: Any) -> list[Tensor]:
+    """The leaf tensors that the tape below some nodes ends in."""
+    seen, stack, found = set(nodes), list(nodes), []
     while stack:
         current = stack.pop()
         if type(current).__name__ == "AccumulateGrad":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import ReplayError
+from functx._remat._ledger import placeholder
 from functx._remat._operator import call
 from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Options, Region, notify
@@ -18,13 +19,27 @@ from functx._remat._region import Flat, Options, Region, notify
 class _Payload:
     """What a node needs beside tensors."""
 
-    __slots__ = ("fn", "level", "outs", "region")
+    __slots__ = ("absent", "fn", "frames", "level", "needed", "outs", "places", "region")
 
-    def __init__(self, region: Region, fn: Flat, outs: Sequence[Tensor], level: int) -> None:
-        self.level = level
-        self.region = region
-        self.fn = fn
+    def __init__(self, frame: Any, outs: Sequence[Tensor], places: Sequence[int]) -> None:
+        self.level: int = frame.level
+        self.region: Region = frame.region
+        self.fn: Flat = frame.fn
+        self.needed: list[bool] = frame.needed()
+        # Frames of inner levels, outermost first: what a result here is a result of there.
+        self.frames = self.region.frames[self.region.frames.index(frame) + 1 :]
+        self.absent: list[Any] = []
         self.outs: Sequence[Tensor] | None = outs
+        self.places = places
+
+    def want(self, wanted: Sequence[int]) -> list[int]:
+        """Results of the function for results of the node; the region is told."""
+        places = [self.places[i] for i in wanted]
+        own = places
+        for frame in self.frames:
+            own = frame.wanted_above(own)
+        self.region.want(own)
+        return places
 
 
 class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
@@ -38,7 +53,14 @@ class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
         payload.outs = None
         ctx.payload = payload
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        kept = []
+        for t, need in zip(tensors, payload.needed):
+            if need:
+                kept.append(t)
+            else:
+                value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
+                payload.absent.append(placeholder(value))
+        ctx.save_for_backward(*kept)
         return tuple(outs)
 
     @staticmethod
@@ -60,8 +82,10 @@ class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
                 f"between its forward and its replay ({error}). Modify it after the backward, or "
                 "give the region a clone."
             ) from error
-        pullback = Pullback(payload.fn, needs, wanted, payload.level)
-        tensors = [*saved, *(c for c in cotangents if c is not None)]
+        pullback = Pullback(payload.fn, needs, wanted, payload.level, payload.want)
+        kept, absent = iter(saved), iter(payload.absent)
+        primals = [next(kept) if need else next(absent)() for need in payload.needed]
+        tensors = [*primals, *(c for c in cotangents if c is not None)]
         tensors = [_torch.unwrap_if_dead(t) for t in tensors]
         if not torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
             grads = pullback(*tensors)
@@ -77,47 +101,32 @@ class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
 
 
 def attach(
-    region: Region,
-    fn: Flat,
+    frame: Any,
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor | None],
     requires: Sequence[bool],
-    *,
-    level: int,
 ) -> list[Tensor | None]:
-    """Put those results that require grad behind a node that keeps ``tensors``.
+    """Put those results that require grad behind a node that keeps what its pullback reads.
 
     Args:
-        region: what is replayed.
-        fn: the region's function as the level of the node sees it, of ``tensors``.
+        frame: the level of the node: its function, of ``tensors``, is what is replayed.
         tensors: explicit inputs, then captures.
         outs: the results, not on the tape yet.
         requires: which of them require grad.
-        level: of the node; 0 is plain autograd, below all transforms.
     """
     differentiable = [o for o, r in zip(outs, requires) if r and o is not None]
     if not differentiable:
         return list(outs)
+    region: Region = frame.region
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
     try:
-        payload = _Payload(region, _selected(fn, requires), differentiable, level)
+        payload = _Payload(frame, differentiable, [i for i, r in enumerate(requires) if r])
         # Past the `apply` that regions observe: this node is the engine's own.
         results = super(_torch.SingleLevelFunction, RegionNode).apply(payload, *tensors)
     finally:
         _torch.set_single_level_function_allowed(allowed)
-    notify(tensors, region.options.name)
+    kept = [t for t, need in zip(tensors, frame.needed()) if need]
+    notify(kept, region.options.name)
     taped = iter(results)
     return [next(taped) if r else o for o, r in zip(outs, requires)]
-
-
-def _selected(fn: Flat, requires: Sequence[bool]) -> Flat:
-    """``fn``, giving only the results that require grad."""
-    if all(requires):
-        return fn
-    keep = tuple(requires)
-
-    def selected(*tensors: Tensor) -> list[Tensor | None]:
-        return [o for o, r in zip(fn(*tensors), keep) if r]
-
-    return selected

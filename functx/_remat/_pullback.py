@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,21 @@ class Pullback:
     Args:
         fn: the function to replay.
         needs: which inputs get a gradient.
-        wanted: the results that have a cotangent.
+        wanted: the results of the node that have a cotangent.
+        want: tells the region which results will be read, and which results of ``fn`` they are.
         level: the level of the node; 0 is plain autograd, on which replays then run too: that
             keeps old-style Functions, hooks and ``.numpy()`` working.
     """
 
-    def __init__(self, fn: Flat, needs: Sequence[bool], wanted: Sequence[int], level: int) -> None:
+    def __init__(
+        self,
+        fn: Flat,
+        needs: Sequence[bool],
+        wanted: Sequence[int],
+        level: int,
+        want: Callable[[Sequence[int]], list[int]],
+    ) -> None:
+        self.want = want
         self.fn = fn
         self.needs = tuple(needs)
         self.wanted = tuple(wanted)
@@ -69,7 +78,8 @@ def _plain(pullback: Pullback, primals: Sequence[Tensor], recording: bool) -> Ta
         t if not need or (recording and t.requires_grad) else t.detach().requires_grad_()
         for t, need in zip(primals, pullback.needs)
     ]
-    return _tape(pullback, inputs, pullback.fn(*inputs))
+    wanted = pullback.want(pullback.wanted)
+    return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
 
 
 def _fresh_level(pullback: Pullback, primals: Sequence[Tensor], recording: bool) -> Tape:
@@ -80,13 +90,19 @@ def _fresh_level(pullback: Pullback, primals: Sequence[Tensor], recording: bool)
         for t, need in zip(inputs, pullback.needs):
             if need:
                 _torch.require_grad(t)
-        return _tape(pullback, inputs, pullback.fn(*inputs))
+        wanted = pullback.want(pullback.wanted)
+        return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
     finally:
         _torch.exit_grad_level()
 
 
-def _tape(pullback: Pullback, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Tape:
-    wanted = [outs[i] for i in pullback.wanted]
+def _tape(
+    pullback: Pullback,
+    inputs: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    places: Sequence[int],
+) -> Tape:
+    wanted = [outs[i] for i in places]
     return (
         [t for t, need in zip(inputs, pullback.needs) if need],
         # An edge, not the result: results that the pullback does not read can go.

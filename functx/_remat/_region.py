@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
-from functx._remat._replay import Replay
+from functx._remat._ledger import Departed, Ledger, Pruned
+from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import results, tracking
 
 Flat = Callable[..., "list[Tensor | None]"]
@@ -111,6 +112,8 @@ class Region:
         entries: the operations that the first run recorded.
         origins: kind and number of each external.
         environment: the surroundings that a replay restores.
+        ledger: what ran below all transforms; ``None`` if that is not known.
+        needed: for each input, explicit and captured, whether a pullback reads it.
     """
 
     __slots__ = (
@@ -123,7 +126,10 @@ class Region:
         "first_run",
         "frames",
         "inputs",
+        "ledger",
+        "needed",
         "options",
+        "originals",
         "origins",
         "outer",
         "outer_levels",
@@ -142,6 +148,10 @@ class Region:
         self.outer_levels: Any = None
         self.first_run: Any = None
         self.environment: Any = None
+        # What was captured, where replays are not compared and know it by identity.
+        self.originals: list[Tensor] | None = None
+        self.ledger: Ledger | None = None
+        self.needed: list[bool] = []
         # For each result of the body: its place among the distinct tensors it computed, or the
         # foreign tensor that it handed back.
         self._results: list[int | Tensor | None] = []
@@ -150,6 +160,21 @@ class Region:
         """Run the body: the first time to find out what it needs, later to do the same again."""
         if self.first_run is not None:
             return self._find_out(tensors)
+        steps = None if self.ledger is None else self.ledger.replay_of(self._take_wanted())
+        if steps is None or _torch.tracing():
+            return self._again(tensors, nullcontext())
+        try:
+            return self._again(tensors, Pruned(steps))
+        except Departed as departure:
+            if all(self.needed):
+                # Perhaps only the kernels differ (a cache was warm); what matters is compared.
+                return self._again(tensors, nullcontext())
+            raise ReplayError(
+                f"remat: the replay of the region {self.options.name!r} departed from its forward:"
+                f" {departure}. A region must do the same each time it runs."
+            ) from None
+
+    def _again(self, tensors: Sequence[Tensor], pruning: Any) -> list[Tensor | None]:
         explicit = tensors[: len(tensors) - self._n_captured()]
         late = tensors[len(explicit) :]
         name = self.options.name
@@ -158,10 +183,16 @@ class Region:
             "capture": late.__getitem__,
             "constant": lambda i: self.constants[i].for_replay(name),
         }
-        replay = Replay(self.entries, [given[kind](i) for kind, i in self.origins], name)
+        replay: Replay | Lenient
+        if self.originals is not None:
+            replay = Lenient(self.originals, late)
+        else:
+            replay = Replay(self.entries, [given[kind](i) for kind, i in self.origins], name)
         try:
             with self.environment.restored(), tracking(replay):
-                outs = replay.operands(results, self.body(*explicit))
+                with pruning:
+                    outs = self.body(*explicit)
+                outs = replay.operands(results, outs)
             replay.complete()
         except ReplayError:
             raise
@@ -170,15 +201,27 @@ class Region:
             raise
         return self._distinct(outs)
 
+    def want(self, wanted: Sequence[int]) -> None:
+        """Only these of the distinct results of the next replay on this thread are read."""
+        _wanted.of = (self, tuple(wanted))
+
+    def _take_wanted(self) -> tuple[int, ...] | None:
+        of, _wanted.of = _wanted.of, None
+        return of[1] if of is not None and of[0] is self else None
+
     def _n_captured(self) -> int:
         return sum(kind == "capture" for kind, _ in self.origins)
 
     def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         first = self.first_run
+        lenient = self.options.replay or self.options.determinism_check == "none"
         first.bind(self.inputs, tensors)
+        ledger = first.ledger
         with tracking(first):
+            with ledger or nullcontext():
+                outs = self.body(*tensors)
             # What was handed back without an operation on it is met here.
-            outs = first.returned(self.body(*tensors))
+            outs = first.returned(outs)
         places: dict[int, int] = {}
         for out in outs:
             if out is None:
@@ -188,7 +231,17 @@ class Region:
             self._results.append(
                 places.setdefault(id(out), len(places)) if original is None else original
             )
-        return self._distinct(outs)
+        outs = self._distinct(outs)
+        leaves = first.check_tape(outs)
+        self.needed = [True] * len(first.holders)
+        if ledger is not None and ledger.reliable:
+            ledger.settle(outs)
+            self.ledger = ledger
+            if not lenient:
+                self.needed = [h.grown(leaves) or ledger.needs(h.storage) for h in first.holders]
+        if lenient:
+            self.originals = first.captured_originals()
+        return outs
 
     def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:
         distinct: list[Tensor | None] = []
@@ -218,6 +271,13 @@ class Region:
 def version(t: Tensor) -> int:
     """How often ``t`` was written to; 0 where torch does not count (inference tensors)."""
     return 0 if t.is_inference() else t._version
+
+
+class _Wanted(threading.local):
+    of: tuple[Region, tuple[int, ...]] | None = None
+
+
+_wanted = _Wanted()
 
 
 class _Observers(threading.local):

@@ -51,6 +51,19 @@ class Frame(ABC):
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Results of the level below as results of this level; attaches a node if it must."""
 
+    def needed(self) -> list[bool]:
+        """Which inputs of this level, captures included, a pullback reads."""
+        flags = self.region.needed
+        for frame in reversed(self.region.frames):
+            if frame is self:
+                break
+            flags = [f for f, slot in zip(flags, frame.slots) for _ in range(frame.width(slot))]
+        return flags
+
+    def wanted_above(self, wanted: Sequence[int]) -> list[int]:
+        """The results of this level that some results of the level below belong to."""
+        return list(wanted)
+
     def width(self, slot: Any) -> int:
         """How many values of the level below an input becomes."""
         return 1

@@ -51,14 +51,12 @@ class EagerFrame(Frame):
         """NOTE [run first, make the node after]."""
         outs = self.fn(*self.lift_all(values, self.slots, 0))
         self.out_requires = [o is not None and o.requires_grad for o in outs]
-        if any(self.out_requires):
-            self.region.first_run.check_tape(outs)
         return [o.detach() if r else o for o, r in zip(outs, self.out_requires)]  # type: ignore[union-attr]
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
         tensors = [*inputs, *self.captured]
-        return attach(self.region, self.fn, tensors, outs, self.out_requires, level=0)
+        return attach(self, tensors, outs, self.out_requires)
 
 
 @base_rule

@@ -50,8 +50,6 @@ class GradFrame(Frame):
         try:
             with torch.set_grad_enabled(self.grad_mode):
                 outs = self.fn(*self.lift_all(values, self.slots, level))
-            if self.region.first_run is not None:
-                self.region.first_run.check_tape(outs)
             self.out_requires = [o is not None and o.requires_grad for o in outs]
             return [None if o is None else _torch.unwrap_for_grad(o, level) for o in outs]
         finally:
@@ -62,7 +60,7 @@ class GradFrame(Frame):
         wrapped = [None if o is None else _torch.wrap_for_grad(o, self.level) for o in outs]
         # A tensor of an outer level must not show that level's tape or tangents to this node.
         tensors = [self._own(_torch.unwrap_if_dead(t)) for t in (*inputs, *self.captured)]
-        return attach(self.region, self.fn, tensors, wrapped, self.out_requires, level=self.level)
+        return attach(self, tensors, wrapped, self.out_requires)
 
     def _own(self, t: Tensor) -> Tensor:
         """``t`` as a tensor of this level."""

@@ -51,6 +51,11 @@ class DualFrame(Frame):
         primal = self.unwrap(t if self.unwrap(t) is not t else primal)
         return [primal] if tangent is None else [primal, self.unwrap(tangent)]
 
+    def wanted_above(self, wanted: Sequence[int]) -> list[int]:
+        """A primal and its tangent belong to one result."""
+        owner = [i for i, slot in enumerate(self.out_slots) for _ in range(2 if slot else 1)]
+        return sorted({owner[i] for i in wanted})
+
     def width(self, slot: Any) -> int:
         """A primal, or a primal and a tangent."""
         return 2 if slot else 1

@@ -1,0 +1,295 @@
+"""What a body ran below all transforms, and what of it a pullback reads.
+
+A dispatch mode under the first run writes down every ATen operation: which earlier ones wrote what
+it reads. When the body has returned, the results of operations that are still alive, results of
+the body aside, are what some tape has saved. These are what a pullback reads, and the operations
+they come from are *live*; so are those whose results Python looked at. Nothing has to be traced or
+cached for that, so it can't be stale: it is known anew for each call.
+
+NOTE [alive]
+A saved tensor may be the tensor itself, an alias that shares its storage, or a wrapper of some
+transform around it. So what counts is storages, by weak references, and, for tensors that the
+engine itself holds (results and inputs), how many more holders each has than it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functx import _torch
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+class Step:
+    """One ATen operation.
+
+    Attributes:
+        func: the overload.
+        reads: the steps that wrote what it reads.
+        externals: storages it reads that the body did not make.
+        layouts: of its results, if they could be handed out empty; ``None`` if it must run: it
+            makes a view, writes, or gives something that is no dense tensor.
+    """
+
+    __slots__ = ("externals", "func", "layouts", "reads")
+
+    def __init__(self, func: Any, reads: set[int], externals: set[int]) -> None:
+        self.func = func
+        self.reads = reads
+        self.externals = externals
+        self.layouts: list[Layout] | None = None
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down what runs. Afterwards, `settle` says which steps are live.
+
+    Attributes:
+        steps: what ran, in order.
+        paused: whether what runs is the engine's own.
+        reliable: whether the record is complete; if not, nothing may be left out of a replay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.reliable = True
+        self.paused = False
+        self._writers: dict[int, list[int]] = {}
+        self._external: set[int] = set()
+        self._made: list[tuple[int, Any, int]] = []  # step, weak reference, storage
+        self._roots: set[int] = set()
+        self._live: set[int] = set()
+        self._sources: list[set[int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, and write down what it read and made."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.reliable and not self.paused:
+            try:
+                self._write_down(func, args, kwargs, out)
+            except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
+                self.reliable = False
+        return out
+
+    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        number = len(self.steps)
+        read: set[int] = set()
+        for t in _tensors((args, kwargs)):
+            if type(t) not in _PLAIN:
+                self.reliable = False
+                return
+            read.add(t.untyped_storage()._cdata)
+        reads: set[int] = set()
+        externals: set[int] = set()
+        for storage in read:
+            writers = self._writers.get(storage)
+            if writers is None:
+                self._external.add(storage)
+            else:
+                reads.update(writers)
+            if storage in self._external:
+                externals.add(storage)
+        step = Step(func, reads, externals)
+        self.steps.append(step)
+        results = list(_tensors(out))
+        layouts: list[Layout] | None = []
+        for t in results:
+            storage = t.untyped_storage()
+            key = storage._cdata
+            if key in read or type(t) is not Tensor or t.layout is not torch.strided:
+                layouts = None  # a view, or written in place
+                continue
+            self._writers[key] = [number]
+            self._external.discard(key)
+            self._made.append((number, _torch.StorageWeakRef(storage), key))
+            if layouts is not None:
+                layouts.append((t.shape, t.stride(), t.dtype, t.device))
+        tags = func.tags
+        if func._schema.is_mutable:
+            layouts = None
+            for storage in read:
+                self._writers[storage] = [*self._writers.get(storage, ()), number]
+        if not results or not isinstance(out, (Tensor, tuple, list)):
+            layouts = None
+            self._roots.add(number)  # Python looks at the result
+        if torch.Tag.nondeterministic_seeded in tags:
+            layouts = None  # later draws must find the generator where it was
+        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+            self._roots.add(number)
+        step.layouts = layouts
+
+    def settle(self, results: Sequence[Tensor | None]) -> None:
+        """Decide which steps are live.
+
+        Args:
+            results: of the body; the engine holds them, which makes them alive, but not live.
+        """
+        spared = set()
+        for t in results:
+            storage = None if t is None else base_of(t).untyped_storage()._cdata
+            self._sources.append(set(self._writers.get(storage, ())))
+            if t is not None and not held_by_a_tape(t):
+                spared.add(storage)
+        live = set(self._roots)
+        for number, ref, key in self._made:
+            if key not in spared and not ref.expired():
+                live.add(number)
+        self._made.clear()
+        self._writers.clear()
+        self._live = self._closed(live)
+
+    def _closed(self, numbers: set[int]) -> set[int]:
+        """Steps, and the steps they read from."""
+        closed = set(numbers)
+        for number in range(len(self.steps) - 1, -1, -1):
+            if number in closed:
+                closed |= self.steps[number].reads
+        return closed
+
+    def replay_of(self, wanted: Sequence[int] | None) -> list[tuple[Step, bool]]:
+        """Every step, and whether a replay runs it.
+
+        Args:
+            wanted: the results that are pulled back; ``None`` for all.
+        """
+        live = self._live
+        if wanted is not None and len(wanted) < len(self._sources):
+            # What a tape saved belongs to the results that come after it. What none comes after
+            # was made for the tape alone (the value before an in-place operation, say).
+            for_some = self._closed(set().union(*self._sources))
+            for_these = self._closed({n for i in wanted for n in self._sources[i]})
+            live = self._closed(self._roots | (live - (for_some - for_these)))
+        return [(s, s.layouts is None or n in live) for n, s in enumerate(self.steps)]
+
+    def needs(self, storage: int) -> bool:
+        """Whether a live step reads a storage that the body did not make."""
+        return any(storage in self.steps[number].externals for number in self._live)
+
+
+class Pruned(TorchDispatchMode):
+    """Runs what is live; in place of everything else, hands out memory nobody wrote to."""
+
+    def __init__(self, steps: Sequence[tuple[Step, bool]]) -> None:
+        super().__init__()
+        self._steps = steps
+        self._at = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One operation of the replay."""
+        at = self._at
+        step, runs = self._steps[at] if at < len(self._steps) else (None, False)
+        if step is None or step.func is not func:
+            was = "had ended" if step is None else f"ran {step.func}"
+            raise Departed(f"it runs {func} where the forward {was}")
+        self._at = at + 1
+        if runs:
+            return func(*args, **(kwargs or {}))
+        assert step.layouts is not None
+        outs = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype, device in step.layouts
+        ]
+        returns = func._schema.returns
+        if len(returns) == 1:
+            return outs if returns[0].type.kind() == "ListType" else outs[0]
+        return tuple(outs)
+
+
+class Departed(BaseException):
+    """A replay runs other ATen operations than its forward; no body may swallow this."""
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _tensors(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from _tensors(x)
+
+
+class Holders:
+    """How many holders a tensor has, at every level of its wrappers. ``NOTE [alive]``."""
+
+    __slots__ = ("_before", "_tensor", "storage")
+
+    def __init__(self, t: Tensor) -> None:
+        self._tensor = t
+        self._before = _holders(t)
+        self.storage = base_of(t).untyped_storage()._cdata
+
+    def grown(self, accumulators: set[int]) -> bool:
+        """Whether anything but the tape's leaf nodes has come to hold the tensor since.
+
+        Args:
+            accumulators: ids of leaf tensors that have a node that accumulates their gradient,
+                which holds the leaf.
+        """
+        for (key, now), (_, before) in zip(_holders(self._tensor), self._before, strict=True):
+            if now - before > (1 if key in accumulators else 0):
+                return True
+        return False
+
+
+def _holders(t: Tensor) -> list[tuple[int, int]]:
+    counts = [(id(t), t._use_count())]
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+        counts.append((id(t), t._use_count()))
+    counts.append((0, _torch.storage_use_count(t.untyped_storage()._cdata)))
+    return counts
+
+
+def base_of(t: Tensor) -> Tensor:
+    """The plain tensor inside all wrappers."""
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    return t
+
+
+def held_by_a_tape(t: Tensor) -> bool:
+    """Whether a result of the body, which Python holds once, is held by anything else."""
+    if t._use_count() > 1:
+        return True
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+        if t._use_count() > 2:  # its wrapper and this very look at it
+            return True
+    # The tensor, and this very look at its storage.
+    return bool(_torch.storage_use_count(t.untyped_storage()._cdata) > 2)
+
+
+def placeholder(t: Tensor) -> Callable[[], Tensor]:
+    """What makes a tensor like ``t``, at the same levels, in memory nobody wrote to.
+
+    It stands for an input that a pullback does not read: its shape and layout still decide which
+    operations run.
+    """
+    if _torch.is_wrapped(t):
+        level = _torch.wrapper_level(t)
+        inner = placeholder(_torch.get_unwrapped(t))
+        if _torch.is_batched(t):
+            dim = _torch.unwrap_batched(t, level)[1]
+            return lambda: _torch.add_batch_dim(inner(), dim, level)
+        return lambda: _torch.wrap_for_grad(inner(), level)
+    shape, stride, dtype, device = t.shape, t.stride(), t.dtype, t.device
+
+    def make() -> Tensor:
+        with _torch.cleared_interpreter_stack():
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    return make
