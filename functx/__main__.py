@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         help="folder for the picture, the figures as JSON and the printout (default: functx-demo)",
     )
     demo.add_argument("--epochs", type=_positive, help="passes over the training images")
-    demo.add_argument("--quick", action="store_true", help="a toy size, in a few seconds")
+    demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
     demo.set_defaults(run=_demo)
     return top
 

@@ -1,0 +1,66 @@
+# Everything starts from a bare Python >= 3.11: the targets make their own environment, .venv,
+# and make it again when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --quiet --disable-pip-version-check
+
+# One thread a worker: times are never asserted, and two workers then fill two cores.
+WORKERS ?= auto
+ARGS    ?=
+
+# The benches that take --device cuda.
+GPU_BENCHES := deep_network overhead
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench sweep gpu clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+
+demo: $(VENV)/installed  ## train, cross-check with JAX, and write figures to functx-demo/
+	$(PY) -m functx demo $(ARGS)
+
+test: $(VENV)/installed  ## the whole test suite
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS)
+
+sweep: $(VENV)/installed  ## the long sweeps, left out of `make test`
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 -m sweep $(ARGS)
+
+bench: $(VENV)/installed  ## run the demo and every bench, and write their figures into README.md
+	$(PY) -m functx demo --out docs/demo
+	$(PY) -m bench $(ARGS)
+
+# A checker can't follow the mapping of compat/ to functx.compat, so it reads an installed wheel;
+# its messages are turned back to the paths of this tree.
+lint: $(VENV)/linters  ## ruff, formatting, and types of the wheel that users install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	rm -rf build
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(PIP) install --no-deps --target build/lint build/wheel/*.whl
+	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml \
+	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) -p functx \
+	  | sed -e 's,^functx/compat/,compat/,'; exit $${PIPESTATUS[0]}
+
+gpu:  ## the tests and benches that need a CUDA device, with the Python at hand (no .venv)
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m bench --device cuda $(GPU_BENCHES)
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'functx needs Python >= 3.11: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/linters: $(VENV)/installed
+	$(PIP) install -c constraints.txt -e '.[dev]' 'setuptools>=77'
+	@touch $@
+
+lint: SHELL := bash

@@ -1,0 +1,163 @@
+"""What every bench shares: the clock, the environment, tables from rows, JSON.
+
+A result is rows of plain numbers with columns that say how to print them, so that the table on the
+screen, the JSON and the README can't differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one figure of a row is printed.
+
+    Attributes:
+        key: Its name in the row.
+        title: The head of the column, with the unit.
+        format: A format specification for the number.
+        scale: What the number is divided by first.
+    """
+
+    key: str
+    title: str
+    format: str = ""
+    scale: float = 1.0
+
+    def text(self, row: dict[str, Any]) -> str:
+        """The cell: a number as told, words as they are, a dash where there is nothing."""
+        value = row.get(self.key)
+        if value is None:
+            return "error" if row.get("error") and self.key != "error" else "-"
+        return value if isinstance(value, str) else format(value / self.scale, self.format)
+
+
+@dataclass
+class Result:
+    """What a bench found.
+
+    Attributes:
+        bench: Its name, and that of the JSON file.
+        claim: What it shows, in a sentence.
+        columns: How to print the rows.
+        rows: Plain numbers and words by key; ``error`` says why numbers are missing.
+        notes: Sentences to print below the table.
+        environment: Versions and machine.
+    """
+
+    bench: str
+    claim: str
+    columns: list[Column]
+    rows: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path = RESULTS) -> Path:
+        """Write ``folder/<bench>.json``."""
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{self.bench}.json"
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """The result that `write` wrote."""
+        figures = json.loads(path.read_text())
+        figures["columns"] = [Column(**column) for column in figures["columns"]]
+        return cls(**figures)
+
+    def markdown(self) -> str:
+        """The claim, the table and the notes, for README.md."""
+        lines = [self.claim, ""]
+        lines.append("| " + " | ".join(column.title for column in self.columns) + " |")
+        numbers = [not isinstance(self.rows[0].get(c.key), str) for c in self.columns]
+        lines.append("|" + "|".join("---:" if n else "---" for n in numbers) + "|")
+        lines += [
+            "| " + " | ".join(column.text(row) for column in self.columns) + " |"
+            for row in self.rows
+        ]
+        where = ", ".join(f"{name} {version}" for name, version in self.environment.items())
+        return "\n".join([*lines, "", " ".join([*self.notes, f"({where})"])])
+
+    def show(self) -> None:
+        """Print the table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.claim, title_justify="left")
+        for column in self.columns:
+            number = not isinstance(self.rows[0].get(column.key), str)
+            table.add_column(column.title, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*(column.text(row) for column in self.columns))
+        console = Console(highlight=False)
+        console.width = max(console.width, 110)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False)
+
+
+def device_argument(bench: str, claim: str) -> torch.device:
+    """The device that the command line of a bench asks for."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{bench}", description=claim)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    # JAX would take most of the GPU's memory at its first use.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return torch.device(parser.parse_args().device)
+
+
+def environment(device: torch.device, *packages: str) -> dict[str, str]:
+    """Versions of what was measured, and on what."""
+    found = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return found | {"on": machine, "threads": str(torch.get_num_threads())}
+
+
+def median_seconds(
+    runs: Sequence[Callable[[], Any]],
+    repeats: int = 9,
+    clock: Callable[[], float] = time.perf_counter,
+    device: torch.device | None = None,
+) -> list[float]:
+    """Median times of calls, taken in turns, so that a slow moment of the machine hits all alike.
+
+    Args:
+        runs: What to time.
+        repeats: How many rounds count; one more goes before, to warm up.
+        clock: ``time.process_time`` for CPU time, all threads together.
+        device: Waited for after each call if it is CUDA.
+
+    Returns:
+        Seconds, one a run.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats + 1):
+        for run, own in zip(runs, times):
+            start = clock()
+            run()
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+            own.append(clock() - start)
+    return [statistics.median(own[1:]) for own in times]
+
+
+def ratios(rows: Sequence[dict[str, Any]], key: str, base: dict[str, Any]) -> None:
+    """Add ``<key>_ratio`` to each row: its figure over that of ``base``."""
+    for row in rows:
+        if row.get(key) is not None and base.get(key):
+            row[f"{key}_ratio"] = row[key] / base[key]

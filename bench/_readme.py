@@ -1,0 +1,34 @@
+"""README.md's figures: whatever stands between two markers is made from a file of results.
+
+``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, ``<!-- file:PATH -->`` the
+text of a file in this repository; ``<!-- end -->`` closes either.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bench._common import RESULTS, Result
+
+ROOT = Path(__file__).parent.parent
+MARKERS = re.compile(r"<!-- (bench|file):(\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """``text`` with every marked part made anew.
+
+    Raises:
+        FileNotFoundError: There are no results of that name.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        kind, name = match.groups()
+        if kind == "bench":
+            body = Result.read(RESULTS / f"{name}.json").markdown()
+        else:
+            lines = (ROOT / name).read_text().splitlines()
+            body = "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
+        return f"<!-- {kind}:{name} -->\n{body}\n<!-- end -->"
+
+    return MARKERS.sub(fill, text)

@@ -1,0 +1,88 @@
+"""Claim: a remat region costs little by itself.
+
+20 regions around one ``sin`` of 8 numbers, one thread: CPU time a region above what the same
+program takes without regions is what the machinery costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import functx
+from bench._common import Column, Result, device_argument, environment, median_seconds
+
+NAME = "overhead"
+CLAIM = "CPU time of one region around one sin, microseconds (20 regions, one thread)"
+REGIONS, REPEATS = 20, 60
+
+
+def chain(region: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(REGIONS):
+            x = region(x)
+        return x.sum()
+
+    return f
+
+
+def base(f: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(f(leaf), leaf)
+
+
+def programs(library: Any) -> dict[str, Callable[..., Any]]:
+    return {
+        "autograd.grad": base,
+        "grad": lambda f, x: library.grad(f)(x),
+        "vmap(grad)": lambda f, x: library.vmap(library.grad(f))(x[None]),
+    }
+
+
+def run(device: torch.device) -> Result:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x = torch.linspace(0, 1, 8, device=device)
+    regions: dict[str, tuple[Any, Any]] = {
+        "none": (torch.func, torch.sin),
+        "torch.utils.checkpoint": (
+            torch.func,
+            lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+        ),
+        "functx.remat": (functx, functx.remat(torch.sin)),
+    }
+    rows: dict[str, dict[str, Any]] = {name: {"region": name} for name in regions}
+    errors = set()
+    runs = {}
+    for name, (library, region) in regions.items():
+        for program, transform in programs(library).items():
+            call = functools.partial(transform, chain(region), x)
+            try:
+                call()
+            except RuntimeError as error:
+                rows[name]["error"] = str(error).partition(". ")[0]
+                errors.add(rows[name]["error"])
+            else:
+                runs[name, program] = call
+    seconds = median_seconds(list(runs.values()), REPEATS, time.process_time)
+    for (name, program), one in zip(runs, seconds):
+        rows[name][program] = one / REGIONS * 1e6
+    columns = [Column("region", "region")]
+    columns += [Column(program, program, ".0f") for program in programs(functx)]
+    result = Result(
+        NAME, CLAIM + ".", columns, list(rows.values()), environment=environment(device)
+    )
+    result.notes = [f'error: "{error}".' for error in sorted(errors)]
+    torch.set_num_threads(threads)
+    return result
+
+
+if __name__ == "__main__":
+    result = run(device_argument(NAME, CLAIM))
+    result.show()
+    result.write()

@@ -1,0 +1,157 @@
+"""The house rules: layers, private names, optional JAX, short files. Every check can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import house
+import pytest
+
+# Lowest first. A module imports from its own layer and those below it. The longest entry counts: a
+# package alone is its `__init__.py` and every module of it without an entry of its own.
+LAYERS = [
+    ("functx._errors", "functx._torch"),
+    ("functx._tree", "functx._validate", "functx._policies"),
+    ("functx._storages", "functx.memory"),
+    ("functx._remat._tracker", "functx._remat._levels", "functx._remat._ledger"),
+    ("functx._pullback", "functx._jacobian", "functx._transforms"),
+    ("functx._remat._replay",),
+    ("functx._remat._region",),
+    ("functx._remat._environment", "functx._remat._operator"),
+    ("functx._remat._capture", "functx._remat._pullback"),
+    ("functx._remat._node",),
+    ("functx._remat._rules",),
+    ("functx._remat._function",),
+    ("functx._remat._module",),
+    ("functx._remat",),
+    ("functx",),
+    ("functx.compat._torch", "functx.compat._jax", "functx.compat._environment"),
+    ("functx.compat._lowering",),
+    ("functx.compat",),
+    ("functx._demo",),
+    ("functx.__main__",),
+]
+
+# Who may use private torch names, and why.
+PRIVATE_TORCH = {
+    "functx._torch": "the one place for them",
+    "functx._tree": "torch's pytrees have no public name; this file is their one place",
+    "functx.compat._torch": "the one place for them on the JAX side",
+}
+PRIVATE_JAX = {"functx.compat._jax": "the one place for them"}
+
+MAY_IMPORT_JAX = ("functx.compat", "functx._demo")
+
+SOURCES = {name: path.read_text() for name, path in house.sources().items()}
+PACKAGES = {name for name, path in house.sources().items() if path.name == "__init__.py"}
+OWN = set().union(*(house.own_names(source) for source in SOURCES.values()))
+
+
+def test_nothing_imports_from_above():
+    assert not house.upward_imports(SOURCES, LAYERS, PACKAGES)
+
+
+@pytest.mark.parametrize("statement", ["import b", "from b import x", "def f():\n    import b.c"])
+def test_upward_import_is_found(statement):
+    found = house.upward_imports({"a": statement, "b": "import a"}, [("a",), ("b",)], {"a", "b"})
+    assert found == ["a -> b"]
+
+
+def test_relative_upward_import_is_found():
+    sources = {"p": "", "p.a": "from . import b\nfrom .b import x", "p.b": ""}
+    assert house.upward_imports(sources, [("p", "p.a"), ("p.b",)], {"p"}) == ["p.a -> p.b"] * 2
+
+
+def test_imports_for_the_type_checker_do_not_count():
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b"
+    assert not house.upward_imports({"a": source, "b": ""}, [("a",), ("b",)], set())
+
+
+def test_a_module_without_layer_is_an_error():
+    with pytest.raises(LookupError, match="stranger"):
+        house.upward_imports({"stranger": ""}, LAYERS, set())
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_private_names_are_in_one_place(module):
+    if module not in PRIVATE_TORCH:
+        assert not house.private_names(SOURCES[module], "torch")
+    if module not in PRIVATE_JAX:
+        assert not house.private_names(SOURCES[module], "jax")
+        assert not house.private_names(SOURCES[module], "jaxlib")
+    if module not in PRIVATE_TORCH and module not in PRIVATE_JAX:
+        assert not house.foreign_private_attributes(SOURCES[module], OWN)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._C",
+        "from torch._C import x",
+        "from torch.utils import _pytree",
+        "from torch.autograd.graph import _engine_run_backward as run",
+        "import torch\nx = torch._C._functorch.peek_interpreter_stack()",
+        "def f():\n    from torch.utils._python_dispatch import TorchDispatchMode",
+    ],
+)
+def test_private_name_is_found(source):
+    assert house.private_names(source, "torch")
+
+
+def test_private_attribute_is_found():
+    assert house.foreign_private_attributes("node._sequence_nr()", {"_mine"}) == {"_sequence_nr"}
+    assert not house.foreign_private_attributes("self._mine; type(x).__name__", {"_mine"})
+
+
+def test_every_exception_is_needed():
+    for module in PRIVATE_TORCH:
+        assert house.private_names(SOURCES[module], "torch"), f"{module} needs no exception"
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_jax_is_imported_where_it_may(module):
+    if not module.startswith(MAY_IMPORT_JAX):
+        used = {name for name in house.imports(SOURCES[module]) if name.split(".")[0] == "jax"}
+        assert not used
+
+
+def loaded_by(statements: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after ``statements``."""
+    code = f"{statements}\nimport sys\nprint('\\n'.join(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in run.stdout.split()}
+
+
+@pytest.mark.parametrize("module", ["functx", "functx.compat", "functx.memory", "functx.__main__"])
+def test_import_loads_no_optional_package(module):
+    optional = {"jax", "jaxlib", "sklearn", "matplotlib", "rich"}
+    assert not loaded_by(f"import {module}") & optional
+
+
+def test_the_check_for_jax_can_fail():
+    assert "jax" in loaded_by("import functx, jax")
+
+
+def test_packages_are_all_installed():
+    listed = tomllib.loads((house.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(listed["packages"]) == PACKAGES
+
+
+@pytest.mark.parametrize("folder", ["functx", "compat", "tests", "bench"])
+def test_files_are_short(folder):
+    long = {
+        str(path.relative_to(house.ROOT)): lines
+        for path in (house.ROOT / folder).rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert not long
+
+
+def test_makefile():
+    makefile = (house.ROOT / "Makefile").read_text()
+    for target in ("demo", "test", "lint", "bench", "sweep", "gpu", "help"):
+        assert f"\n{target}:" in makefile
+    assert "://" not in makefile  # where packages come from is the machine's business
+    assert "\nmake test\n" in (house.ROOT / ".ci" / "run").read_text()
