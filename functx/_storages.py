@@ -85,6 +85,8 @@ class LiveStorages(TorchDispatchMode):
     # A higher-order operator that asks the mode is run as it is; what it runs inside is seen.
     supports_higher_order_operators = True
 
+    only_observes = True  # a replay need not run under it
+
     def __init__(self) -> None:
         super().__init__()
         self.live = 0

@@ -291,3 +291,32 @@ def tracing() -> bool:
         torch._C._get_dispatch_mode(key) is not None
         for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
     )
+
+
+def version(t: torch.Tensor) -> int:
+    """How often ``t`` was written to; 0 where torch does not count (inference tensors)."""
+    return 0 if t.is_inference() else t._version
+
+
+def sync(t: torch.Tensor) -> None:
+    """Apply the pending writes of a functional tensor."""
+    torch._sync(t)
+
+
+def user_modes() -> list[Any]:
+    """The active function and dispatch modes that may change what operations do."""
+    return [
+        mode
+        for depth, mode_at in (
+            (function_mode_depth(), get_function_mode_at),
+            (dispatch_mode_depth(), torch._C._get_dispatch_stack_at),
+        )
+        for mode in map(mode_at, range(depth))
+        if not getattr(mode, "only_observes", False)
+    ]
+
+
+def missing_modes(modes: list[Any]) -> list[Any]:
+    """Which of some modes are not active now, nor another of their kind."""
+    active = {type(mode) for mode in user_modes()} if modes else set()
+    return [mode for mode in modes if type(mode) not in active]

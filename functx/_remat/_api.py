@@ -11,7 +11,7 @@ from torch import nn
 from functx import _policies
 from functx._remat import _function
 from functx._remat._module import remat_module
-from functx._remat._region import Options
+from functx._remat._options import Options
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -116,6 +116,11 @@ class FirstRun(Tracker):
         self._sources.clear()
         self._scalars.clear()
 
+    def drawn_from(self, generator: torch.Generator) -> None:
+        """A replay must find the generator as it is now."""
+        if self._region.options.preserve_rng_state:
+            self._region.environment.given(generator)
+
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
         if not self._region.constants or not _writes(func, args, kwargs):

@@ -1,22 +1,30 @@
-"""The surroundings of a region that a replay restores: random numbers and autocast.
+"""The surroundings of a region that a replay restores, and puts back afterwards.
 
-A replay leaves the global state as it found it. Default generators belong to the process, so
-replays that restore one hold a process-wide lock; what other threads draw from it meanwhile is
-not reproducible.
+Random numbers, autocast, the default dtype and device, deterministic algorithms, and modes that the
+user had pushed. A replay leaves the global state as it found it.
+
+NOTE [generators]
+States are read when the region starts (default generators) or when an operation is given a
+generator, and kept only if the region drew from them. Default generators belong to the process, so
+replays that restore one hold a process-wide lock; what other threads draw from it meanwhile is not
+reproducible.
 """
 
 from __future__ import annotations
 
 import ctypes
+import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx._remat._region import Options
+from functx import _torch
+from functx._remat import _python_random
+from functx._remat._options import Options
 
 _generators = threading.RLock()
 
@@ -24,27 +32,42 @@ _generators = threading.RLock()
 class Environment:
     """What a region found around it when it ran first."""
 
-    __slots__ = ("_autocast", "_random")
+    __slots__ = ("_autocast", "_modes", "_random", "_settings")
 
-    def __init__(self, options: Options, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, options: Options, inputs: Sequence[Tensor], body: Any) -> None:
         devices = {t.device for t in inputs}
-        types = {"cpu", *(d.type for d in devices)}
+        kinds = {"cpu", *(d.type for d in devices)}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            types.add("cuda")
-        self._autocast = [(kind, *_autocast_state(kind)) for kind in types if _has_autocast(kind)]
-        self._random: dict[torch.device, Tensor] = {}
+            kinds.add("cuda")
+        self._autocast = [
+            (kind, *_autocast(kind)) for kind in kinds if torch.amp.is_autocast_available(kind)
+        ]
+        self._settings = _settings()
+        self._modes = _torch.user_modes()
+        # How to read and set each generator, and what it was.
+        self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
         if options.preserve_rng_state:
-            self._random[torch.device("cpu")] = torch.get_rng_state()
+            self._keep("cpu", torch.get_rng_state, torch.set_rng_state)
             for device in devices:
                 if device.type == "cuda":
-                    self._random[device] = torch.cuda.get_rng_state(device)
+                    self._keep(device, *_of_device(device))
+            for name, read, write in _python_random.reachable(body, options.preserve_rng_state):
+                self._keep(name, read, write)
+
+    def _keep(self, key: Any, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        if key not in self._random:
+            self._random[key] = (read, write, read())
+
+    def given(self, generator: torch.Generator) -> None:
+        """An operation of the first run is about to draw from a generator."""
+        self._keep(generator, generator.get_state, generator.set_state)
 
     def seal(self) -> None:
         """The first run ended: states that it did not draw from need not be kept."""
         self._random = {
-            device: state
-            for device, state in self._random.items()
-            if not _equal(state, _rng_state(device))
+            key: (read, write, state)
+            for key, (read, write, state) in self._random.items()
+            if not _equal(state, read())
         }
 
     @contextmanager
@@ -52,19 +75,31 @@ class Environment:
         """The same surroundings, for a replay."""
         with ExitStack() as stack:
             for kind, enabled, dtype, cache in self._autocast:
-                if (enabled, dtype, cache) != _autocast_state(kind):
+                if (enabled, dtype, cache) != _autocast(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
+            if self._settings != (now := _settings()):
+                stack.callback(_apply, now)
+                _apply(self._settings)
+            for mode in _torch.missing_modes(self._modes):
+                stack.enter_context(mode)
             if self._random:
                 stack.enter_context(_generators)
-                for device, state in self._random.items():
-                    stack.callback(_set_rng_state, device, _rng_state(device))
-                    _set_rng_state(device, state)
+                for read, write, state in self._random.values():
+                    stack.callback(write, read())
+                    write(state)
             yield
 
 
-def _autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:
+def _of_device(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+    return (
+        lambda: torch.cuda.get_rng_state(device),
+        lambda state: torch.cuda.set_rng_state(state, device),
+    )
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return (
         torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
@@ -72,21 +107,22 @@ def _autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:
     )
 
 
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
+def _settings() -> tuple[torch.dtype, bool, bool]:
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
-def _rng_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+def _apply(settings: tuple[torch.dtype, bool, bool]) -> None:
+    dtype, deterministic, warn_only = settings
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
-def _set_rng_state(device: torch.device, state: Any) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state, device)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return pickle.dumps(a) == pickle.dumps(b)
     # Not torch.equal: reading the state must be no operation that a mode could see.
     return ctypes.string_at(a.data_ptr(), a.numel()) == ctypes.string_at(b.data_ptr(), b.numel())

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from functx import _tree
 from functx._remat._operator import call, differentiating
-from functx._remat._region import Options, Region
+from functx._remat._options import Options
+from functx._remat._region import Region
 from functx._remat._rules.proxy import keeping
 
 _EMPTY = object()
@@ -37,12 +38,12 @@ def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o:
             inputs.append(leaf)
     where = [places[id(x)] if isinstance(x, Tensor) else None for x in leaves]
     statics = [None if isinstance(x, Tensor) else x for x in leaves]
-    body = _Body(f, spec, where, statics)
+    body = Body(f, spec, where, statics)
     outs = call(Region(body, inputs, o))
     return body.result(outs)
 
 
-class _Body:
+class Body:
     """Flat tensors in, flat tensors out; the structure of the result is kept for the caller."""
 
     def __init__(
@@ -52,7 +53,7 @@ class _Body:
         where: Sequence[int | None],
         statics: Sequence[Any],
     ) -> None:
-        self._f = f
+        self.function = f
         self._spec = spec
         self._where = where
         self._statics = statics
@@ -61,7 +62,7 @@ class _Body:
         self._out: Any = None
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
-        f = self._f if self._fresh else rebound(self._f, self._cells)
+        f = self.function if self._fresh else rebound(self.function, self._cells)
         leaves = [
             static if place is None else tensors[place]
             for place, static in zip(self._where, self._statics)

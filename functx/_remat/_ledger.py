@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functx import _torch
 
@@ -47,7 +46,7 @@ class Step:
         self.layouts: list[Layout] | None = None
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(_torch.TorchDispatchMode):
     """Writes down what runs. Afterwards, `settle` says which steps are live.
 
     Attributes:
@@ -55,6 +54,8 @@ class Ledger(TorchDispatchMode):
         paused: whether what runs is the engine's own.
         reliable: whether the record is complete; if not, nothing may be left out of a replay.
     """
+
+    only_observes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,8 +177,10 @@ class Ledger(TorchDispatchMode):
         return any(storage in self.steps[number].externals for number in self._live)
 
 
-class Pruned(TorchDispatchMode):
+class Pruned(_torch.TorchDispatchMode):
     """Runs what is live; in place of everything else, hands out memory nobody wrote to."""
+
+    only_observes = True
 
     def __init__(self, steps: Sequence[tuple[Step, bool]]) -> None:
         super().__init__()
@@ -229,8 +232,11 @@ class Holders:
 
     def __init__(self, t: Tensor) -> None:
         self._tensor = t
-        self._before = _holders(t)
-        self.storage = base_of(t).untyped_storage()._cdata
+        try:
+            self._before = _holders(t)
+            self.storage: int | None = base_of(t).untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
+            self.storage = None
 
     def grown(self, accumulators: set[int]) -> bool:
         """Whether anything but the tape's leaf nodes has come to hold the tensor since.
@@ -239,6 +245,8 @@ class Holders:
             accumulators: ids of leaf tensors that have a node that accumulates their gradient,
                 which holds the leaf.
         """
+        if self.storage is None:
+            return True
         for (key, now), (_, before) in zip(_holders(self._tensor), self._before, strict=True):
             if now - before > (1 if key in accumulators else 0):
                 return True

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from functx._remat import _function
-from functx._remat._region import Options
+from functx._remat._options import Options
 
 
 class RematModule:

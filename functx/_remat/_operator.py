@@ -15,7 +15,8 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError
 from functx._remat._levels import saved_levels
-from functx._remat._region import Flat, Options, Region
+from functx._remat._options import Options
+from functx._remat._region import Flat, Region
 from functx._remat._tracker import SILENT, active_tracker, nested_region, tracking
 
 _RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}

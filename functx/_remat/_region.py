@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -33,22 +32,12 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError, ReplayError
 from functx._remat._ledger import Departed, Ledger, Pruned
+from functx._remat._options import Options
 from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import results, tracking
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the caller asked of a region."""
-
-    name: str = "region"
-    policy: Any = None
-    preserve_rng_state: bool = True
-    determinism_check: str = "default"
-    replay: bool = False
 
 
 class Constant:
@@ -62,7 +51,7 @@ class Constant:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-        self.version = version(value)
+        self.version = _torch.version(value)
         self.before: Tensor | None = None
 
     def about_to_be_written(self) -> None:
@@ -75,7 +64,7 @@ class Constant:
         """The first run ended: a write nobody announced can't be undone for a replay."""
         if self.before is not None:
             self.value = self.before
-        elif version(self.value) != self.version:
+        elif _torch.version(self.value) != self.version:
             raise RematError(
                 f"remat: the region {name!r} wrote to a tensor of shape {tuple(self.value.shape)} "
                 "that it did not make, in a way functx can't see beforehand, so a replay could "
@@ -87,7 +76,7 @@ class Constant:
         if self.before is not None:
             with _torch.cleared_interpreter_stack():
                 return self.before.clone()
-        if version(self.value) != self.version:
+        if _torch.version(self.value) != self.version:
             raise ReplayError(
                 f"remat: a tensor of shape {tuple(self.value.shape)} that the region {name!r} "
                 "reads was modified in place between its forward and its replay. Modify it after "
@@ -191,7 +180,9 @@ class Region:
         try:
             with self.environment.restored(), tracking(replay):
                 with pruning:
+                    replay.modes = _torch.dispatch_mode_depth()
                     outs = self.body(*explicit)
+                replay.modes = 0
                 outs = replay.operands(results, outs)
             replay.complete()
         except ReplayError:
@@ -219,7 +210,9 @@ class Region:
         ledger = first.ledger
         with tracking(first):
             with ledger or nullcontext():
+                first.modes = _torch.dispatch_mode_depth()
                 outs = self.body(*tensors)
+            first.modes = 0
             # What was handed back without an operation on it is met here.
             outs = first.returned(outs)
         places: dict[int, int] = {}
@@ -266,11 +259,6 @@ class Region:
         for frame in self.frames:
             frame.captured = []
         self.frames = []  # frames know their region; knowing them too would be a cycle
-
-
-def version(t: Tensor) -> int:
-    """How often ``t`` was written to; 0 where torch does not count (inference tensors)."""
-    return 0 if t.is_inference() else t._version
 
 
 class _Wanted(threading.local):

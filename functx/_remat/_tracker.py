@@ -117,6 +117,9 @@ class Tracker:
         """The arguments of an operation are complete."""
         raise NotImplementedError
 
+    def drawn_from(self, generator: torch.Generator) -> None:
+        """An operation is given a generator."""
+
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run on resolved arguments."""
 
@@ -148,6 +151,9 @@ class Tracker:
             return a
         if isinstance(a, dict):
             return {k: self.swap(v) for k, v in a.items()}
+        if isinstance(a, torch.Generator):
+            self.drawn_from(a)
+            return a
         if isinstance(a, slice):
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
         return a
@@ -202,6 +208,7 @@ class RegionMode(TorchFunctionMode):
     """Shows every operation of this thread to the region that is running."""
 
     tracker: Tracker
+    only_observes = True
 
     def __torch_function__(
         self,
@@ -212,11 +219,11 @@ class RegionMode(TorchFunctionMode):
     ) -> Any:
         """Hand the operation to the tracker.
 
-        While the engine runs, operators and dispatch modes written in Python come by here with
+        Dispatch modes, and operators written in Python that the engine runs, come by here with
         what they work on; only their callers' operations count.
         """
-        if _torch.current_graph_task_id() != -1 and (
-            _torch.inside_dispatcher() or _torch.dispatch_mode_depth() < self.tracker.modes
+        if _torch.dispatch_mode_depth() < self.tracker.modes or (
+            _torch.current_graph_task_id() != -1 and _torch.inside_dispatcher()
         ):
             return func(*args, **(kwargs or {}))
         return self.tracker.run(func, args, kwargs or {})
@@ -259,32 +266,34 @@ def leave_transform(tree: Any) -> Any:
 class tracking:  # noqa: N801  a context manager, used like a function
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
-    __slots__ = ("_mode", "_outer", "_pushed", "_tracker")
+    __slots__ = ("_lower", "_outer", "_pushed", "_tracker")
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
     def __enter__(self) -> None:
-        self._mode = _active_mode()
-        self._pushed = self._mode is None
-        if self._mode is not None:
-            self._outer = self._mode.tracker
-            self._mode.tracker = self._tracker
-        elif self._tracker is not SILENT:
+        lower = _active_mode()
+        depth = _torch.function_mode_depth()
+        on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
+        self._pushed: RegionMode | None = None
+        self._lower = lower
+        if lower is not None:
+            self._outer = lower.tracker
+            # Under a mode of the user's, which works on what it is shown: that is not for `lower`.
+            lower.tracker = self._tracker if on_top else SILENT
+        if not on_top and self._tracker is not SILENT:
             _observe_custom_functions()
-            self._mode = RegionMode()
-            self._mode.tracker = self._tracker
-            self._mode.__enter__()
+            self._pushed = RegionMode()
+            self._pushed.tracker = self._tracker
+            self._pushed.__enter__()
             _torch.observe_wrapping(_wrapped)
 
     def __exit__(self, *exc: Any) -> None:
-        if self._mode is None:
-            return
-        if self._pushed:
+        if self._pushed is not None:
             _torch.stop_observing_wrapping()
-            self._mode.__exit__(*exc)
-        else:
-            self._mode.tracker = self._outer
+            self._pushed.__exit__(*exc)
+        if self._lower is not None:
+            self._lower.tracker = self._outer
 
 
 def _wrapped(t: Any) -> Any:

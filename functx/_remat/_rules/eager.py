@@ -79,7 +79,7 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
 def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """Run the body and find out what it needs."""
     first = FirstRun(region, lift_constants=proxy.keeping())
-    region.environment = environment = Environment(region.options, inputs)
+    region.environment = environment = Environment(region.options, inputs, getattr(region.body, "function", None))
     region.first_run = first
     try:
         outs = fn(*inputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functx import _torch
@@ -30,7 +29,7 @@ class FunctionalizeFrame(Frame):
     def _unwrap(self, t: Tensor) -> Tensor:
         if not _torch.is_functional(t):
             return t
-        torch._sync(t)
+        _torch.sync(t)
         return _torch.unwrap_functional_tensor(t, self.reapply_views)
 
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
@@ -45,7 +44,7 @@ class FunctionalizeFrame(Frame):
             outs = self.fn(*wrapped)
             results = [None if o is None else self._unwrap(o) for o in outs]
             for value, w in zip(values, wrapped):
-                torch._sync(w)
+                _torch.sync(w)
                 _torch.propagate_functional_input_mutation(value, w)
             return results
         finally:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._operator import call
-from functx._remat._region import Flat, Options, Region
+from functx._remat._options import Options
+from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
 
 
