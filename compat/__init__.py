@@ -1,0 +1,45 @@
+"""The JAX half of functx: functions and arrays across frameworks.
+
+Importing this package imports no JAX and changes nothing in torch; using a name of it without JAX
+raises an ``ImportError`` that says what to install.
+
+Example:
+    >>> import torch, jax, jax.numpy as jnp
+    >>> from functx.compat import to_jax
+    >>> jax.grad(to_jax(lambda x: torch.sin(x).sum()))(jnp.zeros(2)).tolist()
+    [1.0, 1.0]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functx.compat._crosscheck import Crosscheck as Crosscheck
+    from functx.compat._crosscheck import crosscheck as crosscheck
+    from functx.compat._to_jax import to_jax as to_jax
+
+_WHERE = {
+    "Crosscheck": "_crosscheck",
+    "crosscheck": "_crosscheck",
+    "to_jax": "_to_jax",
+}
+
+__all__ = ["Crosscheck", "crosscheck", "to_jax"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    from functx.compat import _jax
+
+    _jax.require(name)
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -1,0 +1,114 @@
+"""Guarded conversion of arrays between torch and JAX.
+
+Invariant: the result has exactly the values of the argument, and neither framework can see the
+other's later writes.  Conversions copy: a tensor that torch may still write to must not share
+memory with an immutable JAX array.  Lazily negated or conjugated tensors are resolved first
+(exported as they are, the sign is lost silently), strided ones are made contiguous, and values that
+JAX would narrow with 64-bit types off are refused (see ``_lowering/_dtypes.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+from functx._errors import LoweringError
+from functx.compat._lowering._dtypes import check_fits, to_jax_dtype
+from functx.compat._torch import FakeTensor, is_functorch_wrapped
+
+# numpy has no such types of its own: their bits travel as integers of the same width.
+_AS_BITS = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+_FROM_BITS = {np.dtype(np_dtype): (dtype, bits) for dtype, (bits, np_dtype) in _AS_BITS.items()}
+
+
+def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
+    """Copy a torch tensor into a JAX array.
+
+    Args:
+        x: a dense tensor of any shape, dtype, device and layout of strides.
+        what: names the tensor in messages.
+
+    Returns:
+        An array of the same shape and values; ``int64`` becomes ``int32`` with x64 off, if the
+        values fit.
+
+    Raises:
+        LoweringError: for tensors without plain data (fake, meta, sparse, quantized, inside a
+            functorch transform), and for values that JAX would narrow.
+
+    Example:
+        >>> import torch
+        >>> array_from_torch(torch.arange(3.0)).tolist()
+        [0.0, 1.0, 2.0]
+    """
+    _has_plain_data(x, what)
+    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if x.dtype in _AS_BITS:
+        bits, np_dtype = _AS_BITS[x.dtype]
+        values = x.view(bits).numpy().view(np_dtype)
+    else:
+        values = x.numpy(force=True)
+    check_fits(values, what)
+    # Also while a function is being traced by JAX, the result is an array, not a tracer.
+    with jax.ensure_compile_time_eval():
+        return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
+
+
+def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:
+    """Copy a JAX array into a torch tensor.
+
+    Args:
+        x: a concrete JAX or numpy array.
+        device: where the tensor shall live; the CPU by default.
+
+    Returns:
+        A tensor of the same shape, dtype and values, which torch may write to.
+
+    Raises:
+        LoweringError: for a traced array, which has no values yet, or a dtype that torch lacks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tensor_from_jax(jnp.ones(2))
+        tensor([1., 1.])
+    """
+    if isinstance(x, jax.core.Tracer):
+        raise LoweringError(
+            "a traced JAX array has no values to convert: convert before the JAX transform, or"
+            " lower the torch function with functx.compat.to_jax"
+        )
+    try:
+        values = np.array(x, copy=True, order="C")
+    except TypeError as err:
+        raise LoweringError(f"can't be converted to a torch tensor: {err}") from err
+    if values.dtype in _FROM_BITS:
+        dtype, bits = _FROM_BITS[values.dtype]
+        width = np.int16 if bits is torch.int16 else np.uint8
+        return torch.from_numpy(values.view(width)).view(dtype).to(device)
+    try:
+        return torch.from_numpy(values).to(device)
+    except TypeError as err:
+        raise LoweringError(f"torch has no counterpart of the dtype {values.dtype}") from err
+
+
+def _has_plain_data(x: torch.Tensor, what: str) -> None:
+    problem = None
+    if isinstance(x, FakeTensor) or x.is_meta:
+        problem = "has a shape but no data"
+    elif is_functorch_wrapped(x):
+        problem = "belongs to a functorch transform that is still running"
+    elif x.layout is not torch.strided:
+        problem = f"has the layout {x.layout}; call .to_dense() first"
+    elif x.is_quantized:
+        problem = "is quantized; call .dequantize() first"
+    if problem:
+        raise LoweringError(f"{what} can't be converted to a JAX array: it {problem}")

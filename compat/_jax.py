@@ -1,0 +1,72 @@
+"""Every touch of JAX that could break: one import point, and the private names with reasons.
+
+Invariant: no other module of ``compat`` imports ``jax`` at module level except those that are only
+ever imported after :func:`require` has succeeded.  Importing ``functx.compat`` therefore works
+without JAX, and using it without JAX says what to install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+INSTALL = (
+    "needs JAX, which is not installed: pip install 'functx[jax]' "
+    "(or, for CUDA, pip install 'functx[cuda]')"
+)
+
+
+def require(what: str) -> None:
+    """Raise an ImportError that says how to install JAX, unless it is there.
+
+    Args:
+        what: the public name that was used, for the message.
+
+    Raises:
+        ImportError: if JAX can't be found.
+    """
+    if importlib.util.find_spec("jax") is None:
+        raise ImportError(f"functx.compat.{what} {INSTALL}", name="jax")
+
+
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on for the calling thread."""
+    import jax
+
+    # ``jax.config.jax_enable_x64`` is public but reads the process-wide flag through the thread's
+    # context, which is what ``jax.enable_x64(...)`` changes.
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+
+def is_jax_array(x: Any) -> bool:
+    """Whether ``x`` is a JAX array or tracer."""
+    import jax
+
+    return isinstance(x, jax.Array)
+
+
+def concrete(x: Any) -> Any:
+    """The array behind a batching tracer of an eager ``jax.vmap``.
+
+    ``BatchTracer.val`` is private; a custom derivative rule inside ``vmap`` gets such tracers, and
+    ``crosscheck`` wants the buffer that really enters a region.
+    """
+    import jax
+
+    while isinstance(x, jax.core.Tracer) and hasattr(x, "val"):
+        x = x.val
+    return x
+
+
+def buffer_pointer(x: Any) -> int:
+    """The address of a committed single-device array's buffer.
+
+    ``unsafe_buffer_pointer`` is the only way to tell two ``jax.Array`` objects that share one
+    buffer from two that don't; bytes kept are counted once a buffer.
+    """
+    return int(x.unsafe_buffer_pointer())
+
+
+# Passed to XLA so that its CPU compiler keeps the barriers that make ``jax.checkpoint`` recompute;
+# without it the recomputation is merged with the forward pass again.
+KEEP_RECOMPUTE = {"xla_disable_hlo_passes": "cse_barrier_expander"}

@@ -1,0 +1,113 @@
+"""Before a graph is interpreted: everything that JAX can't say, in one error.
+
+Invariant: a program that passes has a rule for every operation, and 64-bit floats only if x64 is
+on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from functx._errors import LoweringError
+from functx.compat._jax import x64_enabled
+from functx.compat._lowering._dtypes import ENABLE_X64, WIDE_FLOATS
+from functx.compat._lowering._interpret import NEEDS_KEY
+from functx.compat._lowering._table import lookup, refusal
+from functx.compat._lowering._trace import Program, body_of, is_region, modules_of
+from functx.compat._torch import OpOverload
+
+
+def check(program: Program, rng: bool = False) -> None:
+    """Raise one error that lists every reason why a program can't be lowered.
+
+    Args:
+        program: the traced program.
+        rng: whether a random key will be there.
+
+    Raises:
+        LoweringError: naming all operations without a rule, all refused ones, and the rest.
+    """
+    problems = [*_operations(program), *_random(program, rng), *_wide(program)]
+    if problems:
+        raise LoweringError("can't be lowered to JAX:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _calls(program: Program) -> list[Node]:
+    graphs = [m.graph for m in modules_of(program.module)]
+    return [n for g in graphs for n in g.nodes if n.op == "call_function"]
+
+
+def _operations(program: Program) -> list[str]:
+    missing: Counter[str] = Counter()
+    refused: dict[str, str] = {}
+    for node in _calls(program):
+        if node.target is operator.getitem or is_region(node):
+            continue
+        op = node.target
+        if not isinstance(op, OpOverload):
+            missing[str(op)] += 1
+        elif (reason := refusal(op)) is not None:
+            refused[str(op)] = reason
+        elif lookup(op) is None:
+            missing[str(op)] += 1
+    out = [f"{op} {reason}" for op, reason in sorted(refused.items())]
+    if missing:
+        counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
+        out.append(f"{len(missing)} operations have no rule: {counts}")
+    return out
+
+
+def _random(program: Program, rng: bool) -> list[str]:
+    draws: Counter[str] = Counter()
+    replayed: Counter[str] = Counter()
+    for module in modules_of(program.module):
+        for node in module.graph.nodes:
+            if is_region(node) and getattr(node.meta.get("functx_region"), "replay", False):
+                replayed.update(_drawing(body_of(node)))
+        draws.update(_drawing(module))
+    if draws and not rng:
+        return [f"random operations ({', '.join(sorted(draws))}) need a key: {NEEDS_KEY}"]
+    if replayed:
+        return [
+            f"random operations ({', '.join(sorted(replayed))}) in a region that is differentiated"
+            " inside the function would draw anew in its recompute; differentiate in JAX instead:"
+            " jax.grad(to_jax(f, rng=True), argnums=1)"
+        ]
+    return []
+
+
+def _drawing(module: GraphModule) -> list[str]:
+    found = []
+    for node in module.graph.nodes:
+        known = lookup(node.target) if isinstance(node.target, OpOverload) else None
+        if known is not None and known.random:
+            found.append(str(node.target))
+    return found
+
+
+def _values(node: Node) -> list[torch.Tensor]:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _wide(program: Program) -> list[str]:
+    if x64_enabled():
+        return []
+    wide = sorted(
+        {
+            f"{node.target} ({v.dtype})"
+            for node in _calls(program)
+            if node.target is not operator.getitem
+            for v in _values(node)
+            if v.dtype in WIDE_FLOATS
+        }
+    )
+    if not wide:
+        return []
+    return [f"64-bit values, which JAX would narrow silently: {', '.join(wide)}; {ENABLE_X64}"]

@@ -1,0 +1,102 @@
+"""Dtypes across the two frameworks, and what 64 bits mean when JAX has them off.
+
+Invariant: nothing is narrowed silently.  With x64 off JAX's one integer is ``int32``, so an
+``int32`` array is traced as torch's default ``int64`` (labels and indices work as in torch) and
+comes back as ``int32``; a concrete ``int64`` value must fit.  ``float64`` and ``complex128`` are
+always refused then, because precision was asked for that JAX would not give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from functx._errors import LoweringError
+from functx.compat._jax import x64_enabled
+
+_TO_JAX: dict[torch.dtype, Any] = {
+    torch.bool: jnp.bool_,
+    torch.uint8: jnp.uint8,
+    torch.uint16: jnp.uint16,
+    torch.uint32: jnp.uint32,
+    torch.uint64: jnp.uint64,
+    torch.int8: jnp.int8,
+    torch.int16: jnp.int16,
+    torch.int32: jnp.int32,
+    torch.int64: jnp.int64,
+    torch.float16: jnp.float16,
+    torch.bfloat16: jnp.bfloat16,
+    torch.float32: jnp.float32,
+    torch.float64: jnp.float64,
+    torch.complex64: jnp.complex64,
+    torch.complex128: jnp.complex128,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+}
+_TO_TORCH = {np.dtype(v): k for k, v in _TO_JAX.items()}
+_NARROW = {
+    torch.int64: torch.int32,
+    torch.uint64: torch.uint32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
+WIDE_FLOATS = (torch.float64, torch.complex128)
+ENABLE_X64 = "turn 64-bit types on with `with jax.enable_x64(True):` or the flag JAX_ENABLE_X64=1"
+
+
+def to_jax_dtype(dtype: torch.dtype) -> Any:
+    """The JAX dtype in which values of a torch dtype live right now (64 bits only if x64 is on).
+
+    Raises:
+        LoweringError: if JAX has no such dtype.
+    """
+    if not x64_enabled():
+        dtype = _NARROW.get(dtype, dtype)
+    try:
+        return np.dtype(_TO_JAX[dtype])
+    except KeyError:
+        raise LoweringError(f"JAX has no counterpart of {dtype}") from None
+
+
+def to_torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype as which a JAX array is traced.
+
+    Raises:
+        LoweringError: if torch has no such dtype (typed PRNG keys, 4-bit integers).
+    """
+    try:
+        out = _TO_TORCH[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        raise LoweringError(f"torch has no counterpart of the JAX dtype {dtype}") from None
+    return torch.int64 if out is torch.int32 and not x64_enabled() else out
+
+
+def check_fits(values: np.ndarray[Any, Any], what: str) -> None:
+    """Refuse concrete values that x64 off would change.
+
+    Args:
+        values: the concrete values.
+        what: names them in the message.
+
+    Raises:
+        LoweringError: for ``float64`` or ``complex128`` values, and for integers beyond 32 bits,
+            while x64 is off.
+    """
+    if x64_enabled():
+        return
+    if values.dtype in (np.float64, np.complex128):
+        raise LoweringError(
+            f"{what} is {values.dtype}, which JAX would narrow silently: {ENABLE_X64}, or convert"
+            " it to float32 first"
+        )
+    if values.dtype in (np.int64, np.uint64) and values.size:
+        info = np.iinfo(np.int32 if values.dtype == np.int64 else np.uint32)
+        low, high = values.min(), values.max()
+        if low < info.min or high > info.max:
+            raise LoweringError(
+                f"{what} is {values.dtype} with values in [{low}, {high}], which do not fit"
+                f" {info.dtype}: {ENABLE_X64}"
+            )

@@ -1,0 +1,227 @@
+"""Run a functional ATen graph on JAX arrays.
+
+Invariant: each value has the shape and (up to :func:`to_jax_dtype`) the dtype that torch's trace
+recorded for it, whatever JAX's own promotion would have made of it.  A region becomes a
+``jax.checkpoint`` at the same cut; see NOTE [replays].
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch.fx import GraphModule, Node
+
+from functx._errors import LoweringError
+from functx.compat._lowering._dtypes import to_jax_dtype
+from functx.compat._lowering._table import lookup
+from functx.compat._lowering._trace import body_of, is_region
+
+# NOTE [replays]
+# A region that comes from a ``functx.grad`` inside the lowered function has a twin: "replay, then
+# pull back".  JAX does not differentiate the pair, so nothing tells XLA to keep them apart, and it
+# would merge the twin's recomputation with the forward pass (same operations, same operands),
+# keeping every activation.  ``optimization_barrier`` on the twin's operands makes them different
+# values; and because the cotangent is among them, the recomputation can't be scheduled before it.
+
+NEEDS_KEY = "lower with to_jax(f, rng=True) and call with a jax.random key as first argument"
+Observe = Callable[[Sequence[Any], str], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule may ask about its node.
+
+    Attributes:
+        shape: shape of the (first) result.
+        dtype: JAX dtype of the (first) result.
+        node: the graph node.
+        rng: the node's own random key, if the function was given one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    node: Node
+    rng: Any = None
+
+    def key(self) -> Any:
+        """The random key of this node.
+
+        Raises:
+            LoweringError: if the function was lowered without one.
+        """
+        if self.rng is None:
+            raise LoweringError(f"{self.node.target} draws random numbers; {NEEDS_KEY}")
+        return self.rng
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Evaluates graphs.
+
+    Attributes:
+        observe: called with the operands of each outermost forward region and its name; what it
+            returns is used in their place (``crosscheck`` records them there).
+        depth: how many regions enclose the graph being run.
+        rng: the random key of the graph being run, if any.
+    """
+
+    observe: Observe | None = None
+    depth: int = field(default=0)
+    rng: Any = None
+
+    def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Evaluate a graph.
+
+        Args:
+            module: the functional graph.
+            inputs: one JAX array per placeholder.
+
+        Returns:
+            One JAX array per output.
+        """
+        env: dict[Node, Any] = {}
+        feed = iter(inputs)
+        last_use = _last_uses(module)
+        for number, node in enumerate(module.graph.nodes):
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            elif node.op == "call_function":
+                env[node] = self._call(node, env, number)
+            elif node.op == "output":
+                outputs = torch.fx.map_arg(node.args[0], env.__getitem__)
+                return list(outputs)
+            for dead in last_use.get(node, ()):
+                env.pop(dead, None)
+        raise AssertionError("a graph without an output")
+
+    def _call(self, node: Node, env: dict[Node, Any], number: int) -> Any:
+        if is_region(node):
+            operands = [env[n] if isinstance(n, Node) else n for n in node.args[1:]]
+            return self._region(node, operands, number)
+        args: Any = torch.fx.map_arg(node.args, env.__getitem__)
+        kwargs: Any = torch.fx.map_arg(node.kwargs, env.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        return apply_rule(node, args, kwargs, self._key(number))
+
+    def _key(self, number: int) -> Any:
+        # By the node's place in its graph: a region that runs again draws the same.
+        return None if self.rng is None else partial(jax.random.fold_in, self.rng, number)
+
+    def _region(self, node: Node, operands: list[Any], number: int) -> tuple[Any, ...]:
+        body = body_of(node)
+        region = node.meta.get("functx_region")
+        replay = bool(getattr(region, "replay", False))
+        name = str(getattr(region, "name", "region"))
+        key = self._key(number)
+        inner = Interpreter(self.observe, self.depth + 1, None if key is None else key())
+
+        def run(*xs: Any) -> tuple[Any, ...]:
+            return tuple(inner.run(body, xs))
+
+        if replay:
+            operands = list(lax.optimization_barrier(tuple(operands)))
+        elif self.observe is not None and self.depth == 0:
+            operands = list(self.observe(operands, name))
+        return jax.checkpoint(run)(*operands)
+
+
+def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:
+    seen: set[Node] = set()
+    last: dict[Node, list[Node]] = {}
+    for node in reversed(module.graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last
+
+
+def apply_rule(
+    node: Node, args: Any, kwargs: dict[str, Any], key: Callable[[], Any] | None = None
+) -> Any:
+    """Apply the rule of a node to JAX arrays and give the result its traced dtypes.
+
+    Raises:
+        LoweringError: if there is no rule, or the rule gave another shape than torch.
+    """
+    rule = lookup(node.target)  # type: ignore[arg-type]
+    if rule is None:
+        raise LoweringError(f"{node.target} has no rule")
+    value = node.meta.get("val")
+    first = _first_tensor(value)
+    if rule.cast and first is not None:
+        dtype = to_jax_dtype(first.dtype)
+        args, kwargs = _cast_all((args, kwargs), dtype)
+    if rule.context:
+        shape = tuple(first.shape) if first is not None else ()
+        dtype = to_jax_dtype(first.dtype) if first is not None else None
+        kwargs = {
+            **kwargs,
+            "ctx": Context(shape, dtype, node, key() if key and rule.random else None),
+        }
+    return _conform(rule.fn(*args, **kwargs), value, node)
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return next((v for v in values if isinstance(v, torch.Tensor)), None)
+
+
+def _cast_all(tree: Any, dtype: Any) -> Any:
+    def cast(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return x if x.dtype == dtype else x.astype(dtype)
+        if isinstance(x, bool | int | float | complex):
+            return _number(x, dtype)
+        return x
+
+    args, kwargs = tree
+    return tuple(cast(a) for a in args), {k: cast(v) for k, v in kwargs.items()}
+
+
+def _number(x: complex, dtype: Any) -> Any:
+    """A Python number in an array's dtype; it stays one (weakly typed) where that is the same."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return x
+    if jnp.issubdtype(dtype, jnp.floating):
+        return x if isinstance(x, complex) else float(x)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return bool(x)
+    return int(x.real) if isinstance(x, complex) else int(x)
+
+
+def _conform(out: Any, value: Any, node: Node) -> Any:
+    if isinstance(value, tuple | list):
+        assert len(out) == len(value), f"{node.target}: {len(out)} results for {len(value)}"
+        return tuple(_conform(o, v, node) for o, v in zip(out, value))
+    if not isinstance(value, torch.Tensor):
+        return out
+    if out is None:
+        return None
+    dtype = to_jax_dtype(value.dtype)
+    if not isinstance(out, jax.Array) or out.dtype != dtype or out.weak_type:
+        out = _convert(out, dtype)
+    if out.shape != tuple(value.shape):
+        raise LoweringError(
+            f"the rule for {node.target} gave shape {out.shape} where torch has"
+            f" {tuple(value.shape)}; please report this"
+        )
+    return out
+
+
+def _convert(x: Any, dtype: Any) -> Any:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
+        x = x.real
+    return lax.convert_element_type(x, dtype)

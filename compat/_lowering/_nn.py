@@ -1,0 +1,123 @@
+"""Losses and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from functx._errors import LoweringError
+from functx.compat._lowering._linalg import matmul
+from functx.compat._lowering._table import rule
+
+_NONE, _MEAN = 0, 1
+
+
+def _reduce(loss: Any, reduction: int) -> Any:
+    if reduction == _NONE:
+        return loss
+    return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
+
+
+@rule("mse_loss")
+def _mse(x: Any, y: Any, reduction: int = _MEAN) -> Any:
+    return _reduce(jnp.square(x - y), reduction)
+
+
+@rule("binary_cross_entropy")
+def _bce(x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
+    # torch clamps the logarithms at -100, and their derivatives by an epsilon.
+    loss = -(y * _log_clamped(x) + (1 - y) * _log_clamped(1 - x))
+    return _reduce(loss if weight is None else loss * weight, reduction)
+
+
+@jax.custom_jvp
+def _log_clamped(x: Any) -> Any:
+    return jnp.maximum(jnp.log(x), -100)
+
+
+@_log_clamped.defjvp
+def _log_clamped_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (t,) = primals, tangents
+    return _log_clamped(x), t / jnp.maximum(x, 1e-12)
+
+
+def _weights(target: Any, weight: Any, classes: int, ignore: int, dtype: Any) -> Any:
+    valid = target != ignore
+    safe = jnp.where(valid, target, 0)
+    w = jnp.ones(target.shape, dtype) if weight is None else weight[safe]
+    return safe, jnp.where(valid, w, 0).astype(dtype)
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def _nll(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+    axis = 0 if x.ndim == 1 else 1
+    safe, w = _weights(target, weight, x.shape[axis], ignore, x.dtype)
+    picked = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(safe, axis), axis), axis)
+    # Not picked * w: an ignored -inf times zero is NaN.
+    loss = jnp.where(w != 0, -picked * w, 0)
+    if reduction == _NONE:
+        return loss, jnp.zeros((), x.dtype)
+    total = jnp.sum(w)
+    summed = jnp.sum(loss)
+    return (summed / total if reduction == _MEAN else summed), total
+
+
+@rule("nll_loss_backward", "nll_loss2d_backward")
+def _nll_backward(
+    g: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
+) -> Any:
+    axis = 0 if x.ndim == 1 else 1
+    safe, w = _weights(target, weight, x.shape[axis], ignore, x.dtype)
+    factor = g / total if reduction == _MEAN else g
+    rows = jnp.expand_dims(jnp.broadcast_to(-w * factor, target.shape), axis)
+    hot = jnp.expand_dims(safe, axis) == lax.broadcasted_iota(safe.dtype, x.shape, axis)
+    return jnp.where(hot, rows, 0)
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None
+) -> tuple[Any, Any]:
+    """Softmax attention over the last two axes, and its log normaliser."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = matmul(q, jnp.swapaxes(k, -1, -2)) * scale
+    if causal:
+        keep = np.tril(np.ones(scores.shape[-2:], bool))
+        scores = jnp.where(keep, scores, -jnp.inf)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
+    top = jnp.max(lax.stop_gradient(scores), -1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    e = jnp.exp(scores - top)
+    total = jnp.sum(e, -1, keepdims=True)
+    # A row without any key gives zeros, not NaN, as torch's kernels do.
+    weights = jnp.where(total == 0, 0, e / jnp.where(total == 0, 1, total))
+    log_total = jnp.log(jnp.where(total == 0, 1, total)) + top
+    return matmul(weights, v), log_total[..., 0]
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu")
+def _flash(
+    q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False,
+    *, attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    _no_dropout(dropout_p)
+    return _attention(q, k, v, attn_mask, is_causal, scale)
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu_backward")
+def _flash_backward(
+    g: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool,
+    *, attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    _no_dropout(dropout_p)
+    run = lambda q, k, v: _attention(q, k, v, attn_mask, is_causal, scale)[0]  # noqa: E731
+    return jax.vjp(run, q, k, v)[1](g)
+
+
+def _no_dropout(p: float) -> None:
+    if p:
+        raise LoweringError(f"attention with dropout_p={p} draws random numbers; use dropout_p=0")

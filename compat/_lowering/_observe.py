@@ -1,0 +1,173 @@
+"""What autograd means at each operation of a trace, recorded into the graph.
+
+A trace below autograd sees values only.  Three facts decide what a later ``jax.grad`` may
+differentiate, and each is written into the graph while the function runs:
+
+- outputs of operations that ran with grad mode off (``no_grad`` blocks, pullbacks without
+  ``create_graph``) pass through ``aten.detach``, which lowers to ``lax.stop_gradient``;
+- a ``detach`` that the user wrote stays; one that autograd itself makes when it saves an output
+  is only an alias, or second derivatives would be cut;
+- a write in a ``no_grad`` block changes the value and leaves the derivative: ``straight_through``.
+
+A custom ``autograd.Function`` would lose its backward here and is refused; so is an operation
+whose result shape or Python value depends on data.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from functx._errors import LoweringError
+from functx.compat._torch import (
+    LOCAL_SCALAR,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    function_being_applied,
+    is_mutable,
+    map_tensors,
+)
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("functx", "FRAGMENT")
+_library.define("straight_through(Tensor value, Tensor gradient_of) -> Tensor")
+_library.impl("straight_through", lambda value, _: value.clone(), "CompositeExplicitAutograd")
+
+_SAYS_DETACH = {
+    torch.Tensor.detach,
+    torch.Tensor.detach_,
+    torch.detach,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+}
+_READS_VALUE = (LOCAL_SCALAR, aten.item.default)
+
+
+class _State(threading.local):
+    user_detach = 0
+
+
+_state = _State()
+
+
+class UserDetach(TorchFunctionMode):
+    """Marks the time in which a ``detach`` was asked for by name (see the module docstring)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _SAYS_DETACH:
+            return func(*args, **(kwargs or {}))
+        _state.user_detach += 1
+        try:
+            if func is torch.Tensor.detach_:
+                # Autograd does this one alone, without an operation that a trace could see.
+                args[0].copy_(args[0].detach())
+            return func(*args, **(kwargs or {}))
+        finally:
+            _state.user_detach -= 1
+
+
+def _differentiable(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+class Observer(TorchDispatchMode):
+    """Runs inside the traced function, next to the tracer; see the module docstring.
+
+    Attributes:
+        seen: ids of the tensors that operations took as arguments; the traced function used them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
+        # to the first must write through the second, whose derivative is still attached.
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*[self._inside(a) for a in args], **kwargs)
+        if func.namespace == "prim":  # asks for the device, say; reads no values
+            return func(*args, **kwargs)
+        map_tensors(lambda t: self.seen.add(id(t)), (args, kwargs))
+        if func is aten.detach.default and not _state.user_detach and torch.is_grad_enabled():
+            return aten.alias.default(*args)
+        if torch.is_grad_enabled():
+            return _run(func, args, kwargs)
+        applied = function_being_applied()
+        if applied is not None:
+            raise LoweringError(
+                f"{applied.__name__} is a custom autograd.Function: its backward would be lost in"
+                " JAX. Write its forward with torch operations that JAX can differentiate, or"
+                " lower functions that do not call it"
+            )
+        if is_mutable(func):
+            return self._write_without_grad(func, args, kwargs)
+        out = _run(func, args, kwargs)
+        return map_tensors(lambda t: self._stop(func, t), out)
+
+    def _inside(self, arg: Any) -> Any:
+        # A region's body runs with this mode popped; it has to be observed too.
+        if isinstance(arg, torch.Tensor | torch.fx.GraphModule) or not callable(arg):
+            return arg
+
+        def observed(*operands: Any) -> Any:
+            with self:
+                return arg(*operands)
+
+        return observed
+
+    def _stop(self, func: OpOverload, out: torch.Tensor) -> torch.Tensor:
+        if not _differentiable(out):
+            return out
+        stopped: torch.Tensor = aten.detach.default(out)
+        if func.is_view:
+            self._views[id(stopped)] = (stopped, out)
+        return stopped
+
+    def _write_without_grad(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        target = args[0] if args else None
+        if not isinstance(target, torch.Tensor) or not _differentiable(target):
+            return _run(func, args, kwargs)
+        attached = self._views.get(id(target), (target, target))[1]
+        before = aten.clone.default(attached)
+        out = _run(func, (attached, *args[1:]), kwargs)
+        after = torch.ops.functx.straight_through.default(attached, before)
+        aten.copy_.default(attached, after)
+        return target if out is attached else out
+
+
+def _run(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as err:
+        raise _data_dependent(func) from err
+    except RuntimeError as err:
+        if func in _READS_VALUE and "tracing tensor" in str(err):
+            raise _data_dependent(func) from err
+        raise
+
+
+def _data_dependent(func: OpOverload) -> LoweringError:
+    how = (
+        "needs the value of a tensor as a Python number (item(), float(x), bool(x), tolist())"
+        if func in _READS_VALUE
+        else "has a result whose shape or value depends on data"
+    )
+    return LoweringError(
+        f"{func} {how}; JAX compiles a function before it sees data. Use torch.where, masks or"
+        " fixed sizes, or pass the value as a static Python argument"
+    )

@@ -1,0 +1,138 @@
+"""Every private torch name that ``compat`` uses, each with its reason.
+
+Invariant: no other module of ``compat`` reaches into ``torch._*`` or ``torch.fx.experimental``.
+``tests/compat/test_private_names.py`` holds each name to existing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# A tensor that a functorch level wraps has no data of its own to export; what it wraps has.
+from torch._C._functorch import get_unwrapped
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
+
+# The global table has decompositions beyond core ATen (through torch's reference implementations);
+# an operation without a rule of ours is tried there before it counts as missing.
+from torch._decomp import core_aten_decompositions, decomposition_table
+
+# Overloads are what a graph calls; the class tells them from ``operator.getitem`` and regions.
+from torch._ops import HigherOrderOperator, OpOverload
+
+# Shapes and dtypes without data: a traced value that leaks can't be baked in as a number.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+# The tracer.  ``torch.export`` would do too, but refuses functorch levels and custom pytrees.
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# Sees each ATen operation below autograd and functorch; the only place where grad mode can be read
+# per operation.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The pytrees of operations' arguments (lists of tensors) have no public mapping.
+from torch.utils._pytree import tree_map_only
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "base_of",
+    "core_aten_decompositions",
+    "decomposition_table",
+    "function_being_applied",
+    "is_functorch_wrapped",
+    "is_mutable",
+    "make_fx",
+    "map_tensors",
+    "name_of",
+    "own_tensors",
+    "storage_key",
+    "version_of",
+]
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def function_being_applied() -> type | None:
+    """The custom ``autograd.Function`` whose ``apply`` is on this thread's stack, if any.
+
+    Reads the frames of ``torch.autograd.Function.apply``: an operation that a custom forward runs
+    is otherwise indistinguishable from one in a ``no_grad`` block.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return frame.f_locals.get("cls")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind the wrappers of functorch levels; its storage holds the data."""
+    while is_functorch_wrapped(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an operation writes to one of its arguments, by its schema."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def name_of(op: OpOverload) -> str:
+    """``"aten::sum.dim_IntList"``; the first overload of a packet is called ``default``."""
+    return f"{op._schema.name}.{op._overloadname}"
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """Which storage a tensor is a view of, as long as it lives."""
+    return int(x.untyped_storage()._cdata)
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    """Parameters and buffers of a module itself, without the walk that ``parameters()`` makes."""
+    yield from module._parameters.values()
+    yield from module._buffers.values()
+
+
+def version_of(x: torch.Tensor) -> int:
+    """The in-place version counter: equal versions of one tensor hold equal values."""
+    return -1 if x.is_inference() else x._version
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor in the arguments or results of an operation."""
+    return tree_map_only(torch.Tensor, fn, tree)
+
+
+# Reads a tensor as a Python number; what ``item()``, ``float()`` and ``bool()`` call.
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+Decompositions = dict[Any, Callable[..., Any]]
+
+
+def decompositions_without(has_rule: Callable[[OpOverload], bool]) -> Decompositions:
+    """All known decompositions of operations for which ``has_rule`` is false.
+
+    Args:
+        has_rule: tells whether an overload has a rule of its own, which always goes first.
+
+    Returns:
+        A decomposition table for :func:`make_fx`.
+    """
+    table: Decompositions = dict(decomposition_table)
+    table.update(core_aten_decompositions().items())
+    return {op: fn for op, fn in table.items() if isinstance(op, OpOverload) and not has_rule(op)}

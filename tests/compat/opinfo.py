@@ -1,0 +1,267 @@
+"""Sweep torch's own operator database: is each operation lowered, with torch's values?
+
+Run as a program it prints a table and can write JSON; ``make sweep`` runs the test on top of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import types
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from functx._errors import LoweringError
+from functx.compat import to_jax
+from functx.compat._dlpack import array_from_torch
+
+_RTOL = 2e-3
+_DRAWS = 400
+_KS = 0.1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one entry: its name, the outcome, and why."""
+
+    name: str
+    outcome: str
+    detail: str = ""
+    gradient: str = ""
+
+
+def entries() -> list[Any]:
+    """The entries that can run in float32 on a CPU."""
+    # torch's test utilities import a package that only their own assertions need.
+    stand_in = types.ModuleType("expecttest")
+    stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    sys.modules.setdefault("expecttest", stand_in)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
+
+
+def name_of(op: Any) -> str:
+    """The name of an entry, with that of its variant."""
+    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+
+
+def judge(op: Any, most: int = 4) -> Verdict:
+    """Compare up to ``most`` samples of one entry in value and, where it has one, in gradient."""
+    name = name_of(op)
+    try:
+        samples = _samples(op, most)
+    except Exception as err:
+        return Verdict(name, "no samples", _line(err))
+    gradient = ""
+    for sample in samples:
+        try:
+            call, leaves = _function(op, sample)
+            expected = call(*[x.clone() for x in leaves])
+        except Exception as err:
+            return Verdict(name, "torch fails", _line(err))
+        try:
+            arrays = [array_from_torch(x) for x in leaves]
+            lowered = to_jax(call, rng=True)
+            got = jax.jit(lowered)(jax.random.key(0), *arrays)
+        except LoweringError as err:
+            kind = "missing" if "no rule" in str(err) else "refused"
+            return Verdict(name, kind, _line(err))
+        except Exception as err:
+            return Verdict(name, "error", f"{type(err).__name__}: {_line(err)}")
+        if (wrong := _compare(expected, got)) is not None:
+            if op.name.startswith(("empty", "new_empty")):
+                return Verdict(name, "match", "undefined values")
+            if _draws(call, arrays):
+                apart = _distance(call, lowered, leaves, arrays)
+                return Verdict(
+                    name, "match in distribution" if apart < _KS else "mismatch", f"KS {apart:.3f}"
+                )
+            return Verdict(name, "mismatch", wrong)
+        if op.supports_autograd and not gradient:
+            gradient = _gradient(call, leaves)
+    return Verdict(name, "match", "", gradient)
+
+
+def _samples(op: Any, most: int) -> list[Any]:
+    out = []
+    torch.manual_seed(0)
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
+        out.append(sample)
+        if len(out) == most:
+            break
+    return out
+
+
+def _function(op: Any, sample: Any) -> tuple[Any, list[torch.Tensor]]:
+    everything = (sample.input, sample.args, sample.kwargs)
+    flat, tree = jax.tree_util.tree_flatten(everything)
+    where = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        full = list(flat)
+        for i, t in zip(where, tensors):
+            full[i] = t
+        first, args, kwargs = jax.tree_util.tree_unflatten(tree, full)
+        out = op.op(first, *args, **kwargs)
+        out = sample.output_process_fn_grad(out) if op.supports_autograd else out
+        return _plain(out)
+
+    return call, [flat[i].detach() for i in where]
+
+
+def _plain(out: Any) -> Any:
+    # torch's named results (torch.return_types.max) are tuples, but not to JAX.
+    if isinstance(out, tuple | list):
+        return tuple(_plain(x) for x in out)
+    return out
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, torch.Tensor | jax.Array)]
+
+
+def _compare(expected: Any, got: Any) -> str | None:
+    a, b = _tensors(expected), _tensors(got)
+    if not a:
+        same = [int(x) for x in jax.tree_util.tree_leaves(got)] == jax.tree_util.tree_leaves(
+            expected
+        )
+        return None if same else "other numbers"
+    if len(a) != len(b):
+        return f"{len(a)} results against {len(b)}"
+    for x, y in zip(a, b):
+        x = x.detach().resolve_conj().resolve_neg()
+        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
+        y = np.asarray(y)
+        if x.shape != y.shape:
+            return f"shape {x.shape} against {y.shape}"
+        if not x.size:
+            continue
+        wide = np.complex128 if np.iscomplexobj(x) else np.float64
+        x, y = x.astype(wide), y.astype(wide)
+        finite = x[np.isfinite(x)]
+        scale = max(float(np.abs(finite).max(initial=0.0)), 1e-3)
+        if not np.allclose(x, y, rtol=_RTOL, atol=_RTOL * scale, equal_nan=True):
+            with np.errstate(invalid="ignore"):
+                worst = np.nanmax(np.abs(x - y))
+            return f"differs by {worst:.3g} at scale {scale:.3g}"
+    return None
+
+
+def _draws(call: Any, arrays: Any) -> bool:
+    try:
+        to_jax(call).program(*arrays)
+    except LoweringError as err:
+        return "need a key" in str(err)
+    return False
+
+
+@contextlib.contextmanager
+def _fresh_seeds() -> Iterator[None]:
+    """The database's wrappers seed before each call; let them seed differently each time."""
+    real, count = torch.manual_seed, itertools.count()
+    torch.manual_seed = lambda _: real(next(count))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.manual_seed = real
+
+
+def _distance(call: Any, lowered: Any, leaves: Any, arrays: Any) -> float:
+    """Kolmogorov-Smirnov distance between many draws in both frameworks."""
+    draw = jax.jit(jax.vmap(lambda key: lowered(key, *arrays)))
+    got = [np.asarray(x) for x in _tensors(draw(jax.random.split(jax.random.key(1), _DRAWS)))]
+    with _fresh_seeds():
+        runs = [_tensors(call(*[x.clone() for x in leaves])) for _ in range(_DRAWS)]
+    expected = [torch.stack(xs).numpy(force=True) for xs in zip(*runs)]
+    worst = 0.0
+    for a, b in zip(got, expected):
+        if a.shape != b.shape:
+            return 1.0
+        a, b = np.sort(a.ravel()), np.sort(b.ravel())
+        both = np.concatenate([a, b])
+        ranks = [np.searchsorted(x, both, side="right") / max(len(x), 1) for x in (a, b)]
+        worst = max(worst, float(np.abs(ranks[0] - ranks[1]).max(initial=0)))
+    return worst
+
+
+def _gradient(call: Any, leaves: list[torch.Tensor]) -> str:
+    at = [i for i, x in enumerate(leaves) if x.is_floating_point()]
+    inputs = [x.clone().requires_grad_() if i in at else x for i, x in enumerate(leaves)]
+    try:
+        outs = [o for o in _tensors(call(*inputs)) if o.requires_grad and o.is_floating_point()]
+        if not outs or not at:
+            return ""
+        weights = [torch.linspace(0.5, 1.5, o.numel()).reshape(o.shape) for o in outs]
+        total = sum((w * o).sum() for w, o in zip(weights, outs))
+        expected = torch.autograd.grad(total, [inputs[i] for i in at], allow_unused=True)
+    except Exception as err:
+        return f"torch fails: {_line(err)}"
+    expected = [torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(at, expected)]
+
+    def loss(*tensors: Any) -> Any:
+        full = list(leaves)
+        for i, t in zip(at, tensors):
+            full[i] = t
+        outs = [o for o in _tensors(call(*full)) if o.is_floating_point()]
+        return sum((w * o).sum() for w, o in zip(weights, outs))
+
+    try:
+        arrays = [array_from_torch(leaves[i]) for i in at]
+        got = jax.jit(jax.grad(to_jax(loss), tuple(range(len(at)))))(*arrays)
+    except Exception as err:
+        return f"{type(err).__name__}: {_line(err)}"
+    wrong = _compare(expected, got)
+    return "match" if wrong is None else wrong
+
+
+def _line(err: BaseException) -> str:
+    return " ".join(str(err).split())[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", nargs="*", help="only entries that start so")
+    parser.add_argument("--exact", nargs="*", help="only entries that are called so")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    jax.config.update("jax_enable_x64", True)
+    verdicts = []
+    for op in entries():
+        if options.names and not any(op.name.startswith(n) for n in options.names):
+            continue
+        if options.exact and name_of(op) not in options.exact:
+            continue
+        verdict = judge(op, options.samples)
+        verdicts.append(verdict)
+        if verdict.outcome != "match" or verdict.gradient not in ("", "match"):
+            print(verdict.name, "|", verdict.outcome, "|", verdict.detail, "|", verdict.gradient)
+            sys.stdout.flush()
+        jax.clear_caches()
+    print(len(verdicts), Counter(v.outcome for v in verdicts))
+    print(
+        "gradients",
+        Counter(v.gradient if v.gradient in ("", "match") else "wrong" for v in verdicts),
+    )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
+
+
+if __name__ == "__main__":
+    main()

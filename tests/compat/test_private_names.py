@@ -1,0 +1,101 @@
+"""Canaries: the private names that ``compat`` relies on exist and behave."""
+
+import ast
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import functx.compat
+from functx.compat import _jax, _torch
+
+HERE = pathlib.Path(functx.compat.__file__).parent
+FILES = sorted(HERE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", _torch.__all__)
+def test_torch_name_exists(name):
+    assert getattr(_torch, name) is not None
+
+
+def private_imports(source):
+    """Modules with a private part, of torch or JAX, that a file imports."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        for name in names:
+            root, *rest = name.split(".")
+            private = any(p.startswith("_") and p != "__future__" for p in rest)
+            if root in ("torch", "jax", "jaxlib") and (private or "experimental" in rest):
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_private_names_live_in_one_file(path):
+    if path.name != "_torch.py":
+        assert not private_imports(path.read_text())
+
+
+def test_the_check_can_fail():
+    assert private_imports("from torch._ops import OpOverload\nimport jax._src.core")
+
+
+def test_a_custom_function_is_seen_while_it_applies():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(_torch.function_being_applied())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    Probe.apply(torch.ones(1))
+    assert seen == [Probe]
+    assert _torch.function_being_applied() is None
+
+
+def test_mutability_and_version():
+    assert _torch.is_mutable(torch.ops.aten.add_.Tensor)
+    assert not _torch.is_mutable(torch.ops.aten.add.Tensor)
+    x = torch.zeros(1)
+    before = _torch.version_of(x)
+    x.add_(1)
+    assert _torch.version_of(x) > before
+    with torch.inference_mode():
+        assert _torch.version_of(torch.zeros(1)) == -1
+
+
+def test_base_of():
+    x = torch.ones(2, 2)
+    seen = []
+    torch.vmap(torch.func.grad(lambda t: seen.append(_torch.base_of(t)) or t.sum()))(x)
+    assert seen[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_batching_tracers_give_their_array():
+    seen = []
+
+    def f(x):
+        seen.append(_jax.concrete(x))
+        return x
+
+    a = jnp.ones((2, 3))
+    jax.vmap(f)(a)
+    assert _jax.buffer_pointer(seen[0]) == _jax.buffer_pointer(a)
+
+
+def test_x64_is_read_from_the_thread():
+    assert not _jax.x64_enabled()
+    with jax.enable_x64(True):
+        assert _jax.x64_enabled()
