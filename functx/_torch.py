@@ -320,3 +320,8 @@ def missing_modes(modes: list[Any]) -> list[Any]:
     """Which of some modes are not active now, nor another of their kind."""
     active = {type(mode) for mode in user_modes()} if modes else set()
     return [mode for mode in modes if type(mode) not in active]
+
+
+def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of ``base`` that ``view`` is of its own base."""
+    return view._view_func_unsafe(base)

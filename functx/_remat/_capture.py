@@ -24,7 +24,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
-from functx._remat._ledger import Holders, Ledger
+from functx._remat._ledger import Holders, Ledger, base_of
 from functx._remat._region import Constant, Region
 from functx._remat._tracker import (
     MADE_HERE,
@@ -123,13 +123,27 @@ class FirstRun(Tracker):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
-        if not self._region.constants or not _writes(func, args, kwargs):
+        if not _writes(func, args, kwargs):
             return
-        touched = {id(a) for a in (*args, *kwargs.values())}
+        touched = {id(t) for t in _tensors_of((args, kwargs))}
         for constant in self._region.constants:
             if id(constant.value) in touched:
                 with self._unrecorded():
                     constant.about_to_be_written()
+        for position, standin in enumerate(self._standins):
+            if id(standin) in touched and self.origins[position][0] != "constant":
+                self._input_about_to_be_written(position, standin)
+
+    def _input_about_to_be_written(self, position: int, standin: Tensor) -> None:
+        """Keep the value of an input that the body writes to: a replay must start from it."""
+        region = self._region
+        if requires_grad_anywhere(standin):
+            return  # torch itself says what it allows
+        base = base_of(standin)
+        if id(base) not in region.before:
+            with self._unrecorded(), _torch.cleared_interpreter_stack():
+                region.before[id(base)] = (base, base.detach().clone())
+        region.rewritten.add(position)
 
     def resolve(self, t: Tensor) -> Tensor:
         """The stand-in of a foreign tensor, anything made here as it is."""
@@ -262,6 +276,11 @@ class FirstRun(Tracker):
             t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"
         ]
 
+    def view_of(self, out: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The foreign tensor that ``out`` is a view of, if it is, and ``out``."""
+        found = None if out._base is None else self._index.get(id(out._base))
+        return None if found is None else (self._originals[found[2]], out)
+
     def original_of(self, out: Tensor) -> Tensor | None:
         """The foreign tensor that ``out`` stands for, if it does."""
         found = self._index.get(id(out))
@@ -311,6 +330,17 @@ def _leaves_below(*nodes: Any) -> list[Tensor]:
                 seen.add(following)
                 stack.append(following)
     return found
+
+
+def _tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _tensors_of(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from _tensors_of(x)
 
 
 def requires_grad_anywhere(t: Tensor) -> bool:

@@ -43,7 +43,7 @@ class Step:
         self.func = func
         self.reads = reads
         self.externals = externals
-        self.layouts: list[Layout] | None = None
+        self.layouts: list[Layout | None] | None = None
 
 
 class Ledger(_torch.TorchDispatchMode):
@@ -102,8 +102,12 @@ class Ledger(_torch.TorchDispatchMode):
                 externals.add(storage)
         step = Step(func, reads, externals)
         self.steps.append(step)
+        parts = out if isinstance(out, (tuple, list)) else [out]
         results = list(_tensors(out))
-        layouts: list[Layout] | None = []
+        layouts: list[Layout | None] | None = []
+        for part in parts:
+            if part is not None and not isinstance(part, Tensor):
+                layouts = None
         for t in results:
             storage = t.untyped_storage()
             key = storage._cdata
@@ -113,8 +117,8 @@ class Ledger(_torch.TorchDispatchMode):
             self._writers[key] = [number]
             self._external.discard(key)
             self._made.append((number, _torch.StorageWeakRef(storage), key))
-            if layouts is not None:
-                layouts.append((t.shape, t.stride(), t.dtype, t.device))
+        if layouts is not None:
+            layouts = [None if t is None else _layout(t) for t in parts]
         tags = func.tags
         if func._schema.is_mutable:
             layouts = None
@@ -201,8 +205,7 @@ class Pruned(_torch.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         assert step.layouts is not None
         outs = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype, device in step.layouts
+            None if layout is None else _empty(layout) for layout in step.layouts
         ]
         returns = func._schema.returns
         if len(returns) == 1:
@@ -294,10 +297,19 @@ def placeholder(t: Tensor) -> Callable[[], Tensor]:
             dim = _torch.unwrap_batched(t, level)[1]
             return lambda: _torch.add_batch_dim(inner(), dim, level)
         return lambda: _torch.wrap_for_grad(inner(), level)
-    shape, stride, dtype, device = t.shape, t.stride(), t.dtype, t.device
+    layout = _layout(t)
 
     def make() -> Tensor:
         with _torch.cleared_interpreter_stack():
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return _empty(layout)
 
     return make
+
+
+def _layout(t: Tensor) -> Layout:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def _empty(layout: Layout) -> Tensor:
+    shape, stride, dtype, device = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,9 +56,12 @@ class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
         ctx.payload = payload
         ctx.set_materialize_grads(False)
         kept = []
-        for t, need in zip(tensors, payload.needed):
-            if need:
-                kept.append(t)
+        for i, t in enumerate(tensors):
+            if payload.needed[i] and t.is_inference():
+                payload.needed[i] = False  # torch refuses to save it; it can't be written to
+                payload.absent.append(functools.partial(_same, t))
+            elif payload.needed[i]:
+                kept.append(payload.region.as_it_was(t))
             else:
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
@@ -99,6 +103,10 @@ class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
             grads = call(Region(pullback, tensors, options), made_here=True)
         results = iter(grads)
         return (None, *(next(results) if need else None for need in needs))
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def attach(

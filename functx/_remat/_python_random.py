@@ -52,7 +52,7 @@ class _Globals:
 @functools.lru_cache(maxsize=4096)
 def _named(code: types.CodeType, scope: _Globals) -> frozenset[str]:
     found = set()
-    for name in code.co_names:
+    for name in _names(code):
         value = scope.names.get(name)
         module = value.__name__ if isinstance(value, types.ModuleType) else None
         module = module or getattr(value, "__module__", None)
@@ -61,9 +61,6 @@ def _named(code: types.CodeType, scope: _Globals) -> frozenset[str]:
             found.add(top)
         if value is None and name in ("random", "numpy"):  # imported inside the function
             found.add(name)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _named(constant, scope)
     return frozenset(found)
 
 
@@ -85,7 +82,7 @@ def _functions(f: Any, seen: set[int]) -> Iterator[types.FunctionType]:
                 yield from _functions(forward, seen)
     elif isinstance(f, types.FunctionType):
         yield f
-        for name in f.__code__.co_names:
+        for name in _names(f.__code__):
             value = f.__globals__.get(name)
             if isinstance(value, types.FunctionType) and not _of_torch(value):
                 yield from _functions(value, seen)
@@ -100,3 +97,10 @@ def _functions(f: Any, seen: set[int]) -> Iterator[types.FunctionType]:
 
 def _of_torch(f: types.FunctionType) -> bool:
     return (f.__module__ or "").partition(".")[0] == "torch"
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code reads, that of nested functions and comprehensions included."""
+    nested = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in nested for name in names))))

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
-from functx._remat._ledger import Departed, Ledger, Pruned
+from functx._remat._ledger import Departed, Ledger, Pruned, base_of
 from functx._remat._options import Options
 from functx._remat._replay import Lenient, Replay
-from functx._remat._tracker import results, tracking
+from functx._remat._tracker import results, rewrap, tracking
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
@@ -97,6 +97,9 @@ class Region:
         frames: one a transform level that was peeled off, outermost level first.
         captured: tensors found while the first run is under way, as the body met them.
         constants: tensors read that are no inputs.
+        before: base tensors that the body wrote to though they are inputs, by id, each with a
+            copy of what it was.
+        rewritten: the externals that are such inputs.
         first_run: the tracker of the run that is finding out; ``None`` before and after.
         entries: the operations that the first run recorded.
         origins: kind and number of each external.
@@ -107,6 +110,7 @@ class Region:
 
     __slots__ = (
         "_results",
+        "before",
         "body",
         "captured",
         "constants",
@@ -122,6 +126,7 @@ class Region:
         "origins",
         "outer",
         "outer_levels",
+        "rewritten",
     )
 
     def __init__(self, body: Flat, inputs: Sequence[Tensor], options: Options) -> None:
@@ -131,6 +136,8 @@ class Region:
         self.frames: list[Any] = []
         self.captured: list[Tensor] = []
         self.constants: list[Constant] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rewritten: set[int] = set()
         self.entries: list[Any] = []
         self.origins: list[tuple[str, int]] = []
         self.outer: Any = None
@@ -143,7 +150,7 @@ class Region:
         self.needed: list[bool] = []
         # For each result of the body: its place among the distinct tensors it computed, or the
         # foreign tensor that it handed back.
-        self._results: list[int | Tensor | None] = []
+        self._results: list[int | Tensor | tuple[Tensor, Tensor] | None] = []
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Run the body: the first time to find out what it needs, later to do the same again."""
@@ -176,7 +183,11 @@ class Region:
         if self.originals is not None:
             replay = Lenient(self.originals, late)
         else:
-            replay = Replay(self.entries, [given[kind](i) for kind, i in self.origins], name)
+            externals = [given[kind](i) for kind, i in self.origins]
+            for position in self.rewritten:
+                externals[position] = _copy(externals[position])
+            explicit = (*externals[: len(explicit)],)
+            replay = Replay(self.entries, externals, name)
         try:
             with self.environment.restored(), tracking(replay):
                 with pruning:
@@ -220,9 +231,11 @@ class Region:
             if out is None:
                 self._results.append(None)
                 continue
-            original = first.original_of(out)
+            foreign = first.original_of(out)
+            if foreign is None:
+                foreign = first.view_of(out)
             self._results.append(
-                places.setdefault(id(out), len(places)) if original is None else original
+                places.setdefault(id(out), len(places)) if foreign is None else foreign
             )
         outs = self._distinct(outs)
         leaves = first.check_tape(outs)
@@ -246,9 +259,22 @@ class Region:
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results of the body, from its distinct ones at the level of the call.
 
-        A tensor that the body handed back is the caller's own tensor, as without remat.
+        A tensor that the body handed back is the caller's own tensor, as without remat; a view of
+        one is a view of the caller's.
         """
-        return [distinct[r] if isinstance(r, int) else r for r in self._results]
+        return [
+            distinct[r]
+            if isinstance(r, int)
+            else _torch.view_again(r[1], r[0])
+            if isinstance(r, tuple)
+            else r
+            for r in self._results
+        ]
+
+    def as_it_was(self, t: Tensor) -> Tensor:
+        """``t`` with the value it had when the region was called."""
+        found = self.before.get(id(base_of(t))) if self.before else None
+        return t if found is None else rewrap(t, 0, found[1])
 
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
@@ -259,6 +285,13 @@ class Region:
         for frame in self.frames:
             frame.captured = []
         self.frames = []  # frames know their region; knowing them too would be a cycle
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A tensor at the same levels, in memory of its own."""
+    with _torch.cleared_interpreter_stack():
+        value = base_of(t).detach().clone()
+    return rewrap(t, 0, value)
 
 
 class _Wanted(threading.local):
