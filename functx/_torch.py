@@ -325,3 +325,8 @@ def missing_modes(modes: list[Any]) -> list[Any]:
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """The view of ``base`` that ``view`` is of its own base."""
     return view._view_func_unsafe(base)
+
+
+def detachable(t: torch.Tensor) -> bool:
+    """Whether ``t.detach_()`` can take a tensor off its tape."""
+    return not t._is_view()

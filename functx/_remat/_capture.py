@@ -24,6 +24,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._escape import Birth, where
 from functx._remat._ledger import Holders, Ledger, base_of
 from functx._remat._region import Constant, Region
 from functx._remat._tracker import (
@@ -72,11 +73,13 @@ class FirstRun(Tracker):
         "_engine",
         "_lift_constants",
         "_index",
+        "_known",
         "_originals",
         "_region",
         "_returning",
         "_standins",
         "_start",
+        "births",
         "entries",
         "holders",
         "leaves",
@@ -97,6 +100,8 @@ class FirstRun(Tracker):
         self._index: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.entries: list[Entry] = []
         self.origins: list[tuple[str, int]] = []
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self.births: list[Birth] = []
         self._originals: list[Tensor] = []
         self._standins: list[Tensor] = []
         self._depth = 0
@@ -109,6 +114,25 @@ class FirstRun(Tracker):
         self._depth = _torch.interpreter_depth()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
             self._register("input", i, original, standin)
+
+    def made(self, t: Tensor) -> None:
+        """Remember that, and where, it was made."""
+        ref = self._known[id(t)] = weakref.ref(t)
+        self.births.append((len(self.births), ref, where()))
+
+    def standin_births(self) -> list[Birth]:
+        """Stand-ins that a gradient flows to, numbered by position from -1 down."""
+        here = where()
+        return [
+            (-1 - position, weakref.ref(standin), here)
+            for position, standin in enumerate(self._standins)
+            if id(standin) in self.leaves
+        ]
+
+    def knows(self, t: Tensor) -> bool:
+        """Whether ``t`` was seen being made in this run."""
+        ref = self._known.get(id(t))
+        return ref is not None and ref() is t
 
     def close(self, func: Any) -> None:
         """Record the operation."""

@@ -168,7 +168,8 @@ class Ledger(_torch.TorchDispatchMode):
             wanted: the results that are pulled back; ``None`` for all.
         """
         live = self._live
-        if wanted is not None and len(wanted) < len(self._sources):
+        known = len(self._sources)  # tensors that left otherwise than by return come after
+        if wanted is not None and len(wanted) < known and all(i < known for i in wanted):
             # What a tape saved belongs to the results that come after it. What none comes after
             # was made for the tape alone (the value before an in-place operation, say).
             for_some = self._closed(set().union(*self._sources))

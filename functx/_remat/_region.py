@@ -31,6 +31,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
+from functx._remat import _escape
 from functx._remat._ledger import Departed, Ledger, Pruned, base_of
 from functx._remat._options import Options
 from functx._remat._replay import Lenient, Replay
@@ -100,6 +101,8 @@ class Region:
         before: base tensors that the body wrote to though they are inputs, by id, each with a
             copy of what it was.
         rewritten: the externals that are such inputs.
+        births: what the first run made, until it is known what of that left the region.
+        left: numbers of the tensors that left the region otherwise than by return.
         first_run: the tracker of the run that is finding out; ``None`` before and after.
         entries: the operations that the first run recorded.
         origins: kind and number of each external.
@@ -111,6 +114,7 @@ class Region:
     __slots__ = (
         "_results",
         "before",
+        "births",
         "body",
         "captured",
         "constants",
@@ -120,6 +124,7 @@ class Region:
         "frames",
         "inputs",
         "ledger",
+        "left",
         "needed",
         "options",
         "originals",
@@ -138,6 +143,8 @@ class Region:
         self.constants: list[Constant] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.rewritten: set[int] = set()
+        self.births: list[Any] = []
+        self.left: list[int] = []
         self.entries: list[Any] = []
         self.origins: list[tuple[str, int]] = []
         self.outer: Any = None
@@ -179,6 +186,7 @@ class Region:
             "capture": late.__getitem__,
             "constant": lambda i: self.constants[i].for_replay(name),
         }
+        externals: list[Tensor] = []
         replay: Replay | Lenient
         if self.originals is not None:
             replay = Lenient(self.originals, late)
@@ -187,7 +195,7 @@ class Region:
             for position in self.rewritten:
                 externals[position] = _copy(externals[position])
             explicit = (*externals[: len(explicit)],)
-            replay = Replay(self.entries, externals, name)
+            replay = Replay(self.entries, externals, name, self.left)
         try:
             with self.environment.restored(), tracking(replay):
                 with pruning:
@@ -201,7 +209,8 @@ class Region:
         except Exception as error:
             error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
             raise
-        return self._distinct(outs)
+        left = [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
+        return [*self._distinct(outs), *left]
 
     def want(self, wanted: Sequence[int]) -> None:
         """Only these of the distinct results of the next replay on this thread are read."""
@@ -247,7 +256,20 @@ class Region:
                 self.needed = [h.grown(leaves) or ledger.needs(h.storage) for h in first.holders]
         if lenient:
             self.originals = first.captured_originals()
+        # Stand-ins are numbered from -1 down.
+        self.births = [*first.births, *first.standin_births()]
         return outs
+
+    def escaped(self, returned: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Tensors of the first run that are held though its tape is gone, by their number."""
+        births, self.births = self.births, []
+        views = [r[1] for r in self._results if isinstance(r, tuple)]
+        found = _escape.find(births, [*returned, *views])
+        convertible = len(self.frames) == 1 and self.originals is None
+        if found and not (convertible and all(_torch.detachable(t) for t in found.values())):
+            _escape.refuse(self.options.name, births, found)
+        self.left = list(found)
+        return found
 
     def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:
         distinct: list[Tensor | None] = []

@@ -23,19 +23,49 @@ class Replay(Tracker):
         entries: what the first run recorded.
         externals: the tensors to hand out.
         name: of the region, for messages.
+        left: numbers of the tensors that left the region in its forward, of those it made.
     """
 
-    __slots__ = ("_at", "_depth", "_entries", "_external_ids", "_externals", "_name", "_slot")
+    __slots__ = (
+        "_at",
+        "_depth",
+        "_engine",
+        "_entries",
+        "_external_ids",
+        "_externals",
+        "_made",
+        "_name",
+        "_slot",
+        "_start",
+        "left",
+    )
 
-    def __init__(self, entries: Sequence[Entry], externals: Sequence[Tensor], name: str) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        externals: Sequence[Tensor],
+        name: str,
+        left: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self._entries = entries
         self._externals = externals
         self._external_ids = {id(t) for t in externals}
         self._name = name
         self._depth = _torch.interpreter_depth()
+        self._start = _torch.next_sequence_number()
+        self._engine = _torch.current_graph_task_id()
         self._at = 0
         self._slot = 0
+        self._made = 0
+        self.left: dict[int, Tensor] = dict.fromkeys(left)  # type: ignore[arg-type]
+
+    def made(self, t: Tensor) -> None:
+        """Keep what left the region in its forward."""
+        if self.left:
+            if self._made in self.left:
+                self.left[self._made] = t
+            self._made += 1
 
     def resolve(self, t: Tensor) -> Tensor:
         """What the forward saw at this position."""
@@ -55,6 +85,16 @@ class Replay(Tracker):
             self._depart(
                 f"operation {self._at} ({describe(self._entries[self._at].func)}) reads an input "
                 "where the forward read a result of the region"
+            )
+        node = t.grad_fn
+        if (
+            node is not None
+            and _torch.sequence_number(node) < self._start
+            and _torch.current_graph_task_id() == self._engine
+        ):
+            self._depart(
+                f"operation {self._at} ({describe(self._entries[self._at].func)}) reads a tensor "
+                "from outside where the forward read a result of the region"
             )
         return t
 
@@ -108,10 +148,11 @@ class Lenient(Tracker):
         standins: what stands for them now.
     """
 
-    __slots__ = ("_standins",)
+    __slots__ = ("_standins", "left")
 
     def __init__(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         super().__init__()
+        self.left: dict[int, Tensor] = {}
         self._standins = {id(o): (o, s) for o, s in zip(originals, standins, strict=True)}
 
     def resolve(self, t: Tensor) -> Tensor:
@@ -122,6 +163,9 @@ class Lenient(Tracker):
     def close(self, func: Any) -> None:
         """Nothing is compared."""
         self._scalars.clear()
+
+    def made(self, t: Tensor) -> None:
+        """Nothing is kept."""
 
     def complete(self) -> None:
         """Nothing is compared."""

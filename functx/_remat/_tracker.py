@@ -18,7 +18,6 @@ else. It is installed when the first region runs, and is inert outside of region
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,12 +99,11 @@ def describe(func: Any) -> str:
 class Tracker:
     """What the first run and a replay do alike for each operation."""
 
-    __slots__ = ("_known", "_scalars", "_sources", "modes")
+    __slots__ = ("_scalars", "_sources", "modes")
 
     def __init__(self) -> None:
         # Fewer dispatch modes than at the start: this is the inside of one of them.
         self.modes = _torch.dispatch_mode_depth()
-        self._known: dict[int, weakref.ref[Tensor]] = {}
         self._sources: list[int] = []
         self._scalars: list[Any] = []
 
@@ -123,15 +121,14 @@ class Tracker:
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run on resolved arguments."""
 
-    def knows(self, t: Tensor) -> bool:
-        """Whether ``t`` was seen being made in this run."""
-        ref = self._known.get(id(t))
-        return ref is not None and ref() is t
+    def made(self, t: Tensor) -> None:
+        """A tensor was made here."""
+        raise NotImplementedError
 
     def note(self, out: Any) -> None:
         """Remember tensors as made here."""
         if isinstance(out, Tensor):
-            self._known[id(out)] = weakref.ref(out)
+            self.made(out)
         elif isinstance(out, (list, tuple)):
             for o in out:
                 self.note(o)
@@ -179,10 +176,7 @@ class Tracker:
         self.close(func)
         self.before(func, args, kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self._known[id(out)] = weakref.ref(out)
-        else:
-            self.note(out)
+        self.note(out)
         return out
 
 

@@ -50,13 +50,28 @@ class EagerFrame(Frame):
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """NOTE [run first, make the node after]."""
         outs = self.fn(*self.lift_all(values, self.slots, 0))
-        self.out_requires = [o is not None and o.requires_grad for o in outs]
-        return [o.detach() if r else o for o, r in zip(outs, self.out_requires)]  # type: ignore[union-attr]
+        # A leaf was made by the body itself, of nothing; it stays as it is.
+        self.out_requires = [o is not None and o.grad_fn is not None for o in outs]
+        for i, taped in enumerate(self.out_requires):
+            if taped:
+                outs[i] = _off_the_tape(outs[i])
+        return outs
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
-        tensors = [*inputs, *self.captured]
-        return attach(self, tensors, outs, self.out_requires)
+        left = self.region.escaped(outs)
+        results = [*outs, *map(_off_the_tape, left.values())]
+        requires = [*self.out_requires, *(True for _ in left)]
+        results = attach(self, [*inputs, *self.captured], results, requires)
+        if self.region.outer is not None:
+            self.region.outer.note(results[len(outs) :])
+        return results[: len(outs)]
+
+
+def _off_the_tape(t: Tensor | None) -> Tensor:
+    """``t`` without its history: the tensor itself, for whoever holds it, unless it is a view."""
+    assert t is not None
+    return t.detach_() if _torch.detachable(t) else t.detach()
 
 
 @base_rule
@@ -79,7 +94,8 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
 def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """Run the body and find out what it needs."""
     first = FirstRun(region, lift_constants=proxy.keeping())
-    region.environment = environment = Environment(region.options, inputs, getattr(region.body, "function", None))
+    function = getattr(region.body, "function", None)
+    region.environment = environment = Environment(region.options, inputs, function)
     region.first_run = first
     try:
         outs = fn(*inputs)
