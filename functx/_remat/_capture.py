@@ -126,7 +126,8 @@ class FirstRun(Tracker):
         return [
             (-1 - position, weakref.ref(standin), here)
             for position, standin in enumerate(self._standins)
-            if id(standin) in self.leaves
+            # A leaf somebody may hold; or what was written to from the tape.
+            if id(standin) in self.leaves or standin.grad_fn is not None
         ]
 
     def knows(self, t: Tensor) -> bool:
@@ -149,14 +150,23 @@ class FirstRun(Tracker):
         """Keep the value of constants that the operation may write to."""
         if not _writes(func, args, kwargs):
             return
-        touched = {id(t) for t in _tensors_of((args, kwargs))}
-        for constant in self._region.constants:
+        self.written(list(_tensors_of((args, kwargs))))
+
+    def written(self, tensors: Sequence[Tensor]) -> None:
+        """Some of these are about to be written to, here or in a region inside this one."""
+        touched = {id(t) for t in tensors}
+        region = self._region
+        for constant in region.constants:
             if id(constant.value) in touched:
                 with self._unrecorded():
                     constant.about_to_be_written()
         for position, standin in enumerate(self._standins):
-            if id(standin) in touched and self.origins[position][0] != "constant":
-                self._input_about_to_be_written(position, standin)
+            if id(standin) in touched:
+                if self.origins[position][0] != "constant":
+                    self._input_about_to_be_written(position, standin)
+                if region.outer is not None:
+                    with region.outer_levels():
+                        region.outer.written([self._originals[position], standin])
 
     def _input_about_to_be_written(self, position: int, standin: Tensor) -> None:
         """Keep the value of an input that the body writes to: a replay must start from it."""
@@ -199,23 +209,29 @@ class FirstRun(Tracker):
             self._sources.append(MADE_HERE)
             return t
         if not self._lift_constants and not tracked(t):
-            position = self._register("constant", len(region.constants), t, t)
-            region.constants.append(Constant(t))
+            value = self._from_outside(t)
+            position = self._register("constant", len(region.constants), t, value)
+            region.constants.append(Constant(value))
             self._sources.append(position)
-            return t
+            return value
         if self._made_here(t, in_engine):
             self._known[id(t)] = weakref.ref(t)
             self._sources.append(MADE_HERE)
             return t
-        origin = t
-        if region.outer is not None:
-            # At the levels of the outer region: ours are gone when its stand-in is still used.
-            with region.outer_levels():
-                (origin,) = region.outer.operands(nested_capture, [t])
-        standin = self._lift(_torch.unwrap_if_dead(origin))
+        standin = self._lift(_torch.unwrap_if_dead(self._from_outside(t)))
         position = self._register("capture", len(region.captured) - 1, t, standin)
         self._sources.append(position)
         return standin
+
+    def _from_outside(self, t: Tensor) -> Tensor:
+        """What a foreign tensor is for the region around this one."""
+        outer = self._region.outer
+        if outer is None:
+            return t
+        # At the levels of the outer region: ours are gone when its stand-in is still used.
+        with self._region.outer_levels(), self._unrecorded():
+            (origin,) = outer.operands(nested_capture, [t])
+        return origin
 
     def _meet_wrapper(self, t: Tensor) -> Tensor:
         """A wrapper of a transform inside the region: what it wraps may be foreign."""

@@ -24,17 +24,31 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import _python_random
+from functx._remat._module_state import ModuleState, reachable
 from functx._remat._options import Options
 
 _generators = threading.RLock()
 
 
 class Environment:
-    """What a region found around it when it ran first."""
+    """What a region found around it when it ran first.
 
-    __slots__ = ("_autocast", "_modes", "_random", "_settings")
+    Args:
+        options: what the caller asked for.
+        inputs: tensors whose devices have generators and autocast states.
+        body: the user's function, if there is one.
+        arguments: its arguments that are no tensors.
+    """
 
-    def __init__(self, options: Options, inputs: Sequence[Tensor], body: Any) -> None:
+    __slots__ = ("_autocast", "_modes", "_random", "_settings", "_state")
+
+    def __init__(
+        self,
+        options: Options,
+        inputs: Sequence[Tensor],
+        body: Any = None,
+        arguments: Sequence[Any] = (),
+    ) -> None:
         devices = {t.device for t in inputs}
         kinds = {"cpu", *(d.type for d in devices)}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -43,6 +57,7 @@ class Environment:
             (kind, *_autocast(kind)) for kind in kinds if torch.amp.is_autocast_available(kind)
         ]
         self._settings = _settings()
+        self._state = ModuleState(reachable(body, arguments))
         self._modes = _torch.user_modes()
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
@@ -63,7 +78,8 @@ class Environment:
         self._keep(generator, generator.get_state, generator.set_state)
 
     def seal(self) -> None:
-        """The first run ended: states that it did not draw from need not be kept."""
+        """The first run ended: what it did not change need not be kept."""
+        self._state.seal()
         self._random = {
             key: (read, write, state)
             for key, (read, write, state) in self._random.items()
@@ -89,6 +105,7 @@ class Environment:
                 for read, write, state in self._random.values():
                     stack.callback(write, read())
                     write(state)
+            stack.enter_context(self._state.restored())
             yield
 
 

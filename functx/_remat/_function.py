@@ -39,7 +39,7 @@ def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o:
     where = [places[id(x)] if isinstance(x, Tensor) else None for x in leaves]
     statics = [None if isinstance(x, Tensor) else x for x in leaves]
     body = Body(f, spec, where, statics)
-    outs = call(Region(body, inputs, o))
+    outs = call(Region(body, inputs, o, reaches=(f, statics)))
     return body.result(outs)
 
 

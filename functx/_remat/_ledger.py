@@ -122,6 +122,8 @@ class Ledger(_torch.TorchDispatchMode):
         tags = func.tags
         if func._schema.is_mutable:
             layouts = None
+            if externals:
+                self._roots.add(number)
             for storage in read:
                 self._writers[storage] = [*self._writers.get(storage, ()), number]
         if not results or not isinstance(out, (Tensor, tuple, list)):
@@ -146,9 +148,9 @@ class Ledger(_torch.TorchDispatchMode):
             if t is not None and not held_by_a_tape(t):
                 spared.add(storage)
         live = set(self._roots)
-        for number, ref, key in self._made:
+        for _, ref, key in self._made:
             if key not in spared and not ref.expired():
-                live.add(number)
+                live.update(self._writers[key])  # whoever made it, and whoever wrote to it since
         self._made.clear()
         self._writers.clear()
         self._live = self._closed(live)

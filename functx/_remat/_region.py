@@ -93,6 +93,7 @@ class Region:
         body: the innermost function, over flat tensors.
         inputs: the explicit inputs, until the call has ended.
         options: what the caller asked for.
+        reaches: the user's function, and its arguments that are no tensors.
         outer: the tracker of the region that this one is called in, until the call has ended.
         outer_levels: a context with the levels that were active at the call.
         frames: one a transform level that was peeled off, outermost level first.
@@ -131,11 +132,19 @@ class Region:
         "origins",
         "outer",
         "outer_levels",
+        "reaches",
         "rewritten",
     )
 
-    def __init__(self, body: Flat, inputs: Sequence[Tensor], options: Options) -> None:
+    def __init__(
+        self,
+        body: Flat,
+        inputs: Sequence[Tensor],
+        options: Options,
+        reaches: tuple[Any, Sequence[Any]] = (None, ()),
+    ) -> None:
         self.body = body
+        self.reaches = reaches
         self.inputs = inputs
         self.options = options
         self.frames: list[Any] = []
@@ -301,6 +310,7 @@ class Region:
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
         self.inputs = ()
+        self.reaches = (None, ())
         self.outer = self.outer_levels = None
         self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]

@@ -118,6 +118,9 @@ class Tracker:
     def drawn_from(self, generator: torch.Generator) -> None:
         """An operation is given a generator."""
 
+    def written(self, tensors: Sequence[Tensor]) -> None:
+        """Some of these are about to be written to in a region inside this one."""
+
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run on resolved arguments."""
 

@@ -94,8 +94,7 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
 def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """Run the body and find out what it needs."""
     first = FirstRun(region, lift_constants=proxy.keeping())
-    function = getattr(region.body, "function", None)
-    region.environment = environment = Environment(region.options, inputs, function)
+    region.environment = environment = Environment(region.options, inputs, *region.reaches)
     region.first_run = first
     try:
         outs = fn(*inputs)

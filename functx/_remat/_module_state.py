@@ -1,0 +1,94 @@
+"""Attributes of modules that a forward rebinds: ``self.u = u / u.norm()``, ``self.calls += 1``.
+
+What a region counts, it counts once. The first run notes which attributes and buffers of the
+modules it can reach it has rebound, and to what they were bound before. A replay starts from
+there, and puts back what it found.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+_MISSING = object()
+_replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
+
+# A dict of a module, its key, and what was bound there.
+Change = tuple[dict[str, Any], str, Any]
+
+
+def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
+    """Modules that a function reaches through its cells, as its method's owner, or as argument."""
+    found: dict[int, nn.Module] = {}
+    stack = [f, *arguments]
+    seen: set[int] = set()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, nn.Module):
+            for module in part.modules():
+                found[id(module)] = module
+        elif isinstance(part, functools.partial):
+            stack += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, types.MethodType):
+            stack += [part.__func__, part.__self__]
+        elif isinstance(part, types.FunctionType):
+            for cell in part.__closure__ or ():
+                try:
+                    stack.append(cell.cell_contents)
+                except ValueError:  # not bound yet
+                    continue
+    return list(found.values())
+
+
+class ModuleState:
+    """The bindings of some modules before a run, and what it changed."""
+
+    __slots__ = ("_before", "changes")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = [
+            (d, dict(d)) for m in modules for d in (m.__dict__, m._buffers)
+        ]
+        self.changes: list[Change] = []
+
+    def seal(self) -> None:
+        """The first run ended."""
+        for d, before in self._before:
+            for key in before.keys() | d.keys():
+                was, now = before.get(key, _MISSING), d.get(key, _MISSING)
+                if was is not now:
+                    # Its value only: a tape of the step before must not live on in this one.
+                    taped = isinstance(was, Tensor) and was.grad_fn is not None
+                    self.changes.append((d, key, was.detach() if taped else was))
+        self._before.clear()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As the first run found it; put back afterwards."""
+        if not self.changes:
+            yield
+            return
+        with _replaying:
+            now = [(d, key, d.get(key, _MISSING)) for d, key, _ in self.changes]
+            _bind(self.changes)
+            try:
+                yield
+            finally:
+                _bind(now)
+
+
+def _bind(changes: Iterable[Change]) -> None:
+    for d, key, value in changes:
+        if value is _MISSING:
+            d.pop(key, None)
+        else:
+            d[key] = value
