@@ -1,10 +1,8 @@
 """The only file of functx that touches private torch API: each name, with its reason.
 
-``tests/test_canary.py`` asserts that every name still exists, so that a torch release which
-moves one fails there, by name, and not somewhere inside the engine.
+``tests/test_canary.py`` asserts that every name still exists and does what it is used for, so that
+a torch release which moves one fails there, by name, and not somewhere inside the engine.
 """
-
-# ruff: noqa: F401 - the names are for the other modules
 
 from __future__ import annotations
 
@@ -13,168 +11,126 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import (
-    # Which run of the autograd engine is executing on this thread: tells whether code runs
-    # inside a backward that was started within a region.
-    _current_graph_task_id as current_graph_task_id,
-)
-from torch._C import (
-    # The base of every autograd.Function; its `apply` is the C++ entry point that makes a node.
-    _FunctionBase as FunctionBase,
-)
-from torch._C import (
-    # The stack of torch-function modes, to know whether ours is on top.
-    _get_function_stack_at as get_function_mode_at,
-)
-from torch._C import (
-    _len_torch_dispatch_stack as dispatch_mode_depth,
-)
-from torch._C import (
-    # How many tensors (and Python objects) hold a piece of memory.
-    _storage_Use_Count as storage_use_count,
-)
-from torch._C import (
-    _len_torch_function_stack as function_mode_depth,
-)
-from torch._C._functorch import (
-    # What transform an interpreter stands for.
-    TransformType as TransformType,
-)
-from torch._C._functorch import (
-    # Batch dimensions: given, taken away; levels of vmap entered and left.
-    _add_batch_dim as add_batch_dim,
-)
-from torch._C._functorch import (
-    # functionalize: levels entered and left, tensors wrapped and unwrapped.
-    _func_decrement_nesting as exit_functionalize_level,
-)
-from torch._C._functorch import (
-    _func_increment_nesting as enter_functionalize_level,
-)
-from torch._C._functorch import (
-    # grad: levels entered and left, tensors wrapped and unwrapped.
-    _grad_decrement_nesting as exit_grad_level,
-)
-from torch._C._functorch import (
-    _grad_increment_nesting as enter_grad_level,
-)
-from torch._C._functorch import (
-    # Written-through inputs of a functionalized function.
-    _propagate_functional_input_mutation as propagate_functional_input_mutation,
-)
-from torch._C._functorch import (
-    _unwrap_batched as unwrap_batched,
-)
-from torch._C._functorch import (
-    _unwrap_for_grad as unwrap_for_grad,
-)
-from torch._C._functorch import (
-    _unwrap_functional_tensor as unwrap_functional_tensor,
-)
-from torch._C._functorch import (
-    _vmap_decrement_nesting as exit_vmap_level,
-)
-from torch._C._functorch import (
-    _vmap_increment_nesting as enter_vmap_level,
-)
-from torch._C._functorch import (
-    _wrap_for_grad as wrap_for_grad,
-)
-from torch._C._functorch import (
-    _wrap_functional_tensor as wrap_functional_tensor,
-)
-from torch._C._functorch import (
-    # Making a wrapper require grad inside a transform is forbidden to users; the engine must.
-    get_inplace_requires_grad_allowed as get_inplace_requires_grad_allowed,
-)
-from torch._C._functorch import (
-    # An autograd.Function node on wrappers of one level must be allowed explicitly.
-    get_single_level_autograd_function_allowed as get_single_level_function_allowed,
-)
-from torch._C._functorch import (
-    get_unwrapped as get_unwrapped,
-)
-from torch._C._functorch import (
-    is_batchedtensor as is_batched,
-)
-from torch._C._functorch import (
-    is_functionaltensor as is_functional,
-)
-from torch._C._functorch import (
-    maybe_get_level as wrapper_level,
-)
-from torch._C._functorch import (
-    # Whether a tensor belongs to a living transform at all, and to which.
-    is_functorch_wrapped_tensor as is_wrapped,
-)
-from torch._C._functorch import (
-    peek_interpreter_stack as peek_interpreter_stack,
-)
-from torch._C._functorch import (
-    set_inplace_requires_grad_allowed as set_inplace_requires_grad_allowed,
-)
-from torch._C._functorch import (
-    set_single_level_autograd_function_allowed as set_single_level_function_allowed,
-)
-from torch._C._functorch import (
-    # Wrappers whose level has ended stand for the value inside.
-    unwrap_if_dead as unwrap_if_dead,
-)
+from torch._C import _functorch
 from torch._functorch import eager_transforms as _eager_transforms
-from torch._functorch.eager_transforms import (
-    # torch.autograd.grad with zeros for inputs that the outputs do not depend on, and with
-    # compiled autograd off.
-    _autograd_grad as autograd_grad,
-)
-from torch._functorch.eager_transforms import (
-    # A grad level as a context, counted as torch.func counts.
-    grad_increment_nesting as grad_level,
-)
-from torch._functorch.predispatch import (
-    # Batching rules written in Python are loaded by the first vmap; ours may be the first.
-    lazy_load_decompositions as load_batching_rules,
-)
-from torch._functorch.pyfunctorch import (
-    # Peeling a level off the stack, with the grad mode that the level below had.
-    retrieve_current_functorch_interpreter as current_interpreter,
-)
-from torch._functorch.pyfunctorch import (
-    temporarily_clear_interpreter_stack as cleared_interpreter_stack,
-)
-from torch._functorch.pyfunctorch import (
-    temporarily_restore_interpreter_stack as restored_interpreter_stack,
-)
-from torch.autograd import (
-    # Autograd nodes are numbered as they are made: tells nodes of a region from older ones.
-    _get_sequence_nr as next_sequence_number,
-)
+from torch._functorch import predispatch as _predispatch
+from torch._functorch import pyfunctorch as _pyfunctorch
 from torch.autograd import forward_ad as _forward_ad
-from torch.multiprocessing.reductions import (
-    # A weak reference to the memory behind tensors, whichever tensors they are.
-    StorageWeakRef as StorageWeakRef,
-)
-from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_grad_enabled
-from torch.autograd.function import (
-    # A Function that makes one node, at one level, without functorch's per-call class.
-    _SingleLevelFunction as SingleLevelFunction,
-)
+from torch.autograd import graph as _graph
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
-from torch.autograd.graph import GradientEdge
-from torch.autograd.graph import (
-    # torch.autograd.grad without its torch-function check: a backward the engine starts must
-    # not hide the operations of its hooks from the region's own mode.
-    _engine_run_backward as run_backward,
-)
-from torch.utils._python_dispatch import (
-    # Sees every operation below autograd and functorch: what functx.memory counts with.
-    TorchDispatchMode as TorchDispatchMode,
-)
-from torch.utils._python_dispatch import (
-    # Whether a tensor is made of others, whose storages are the real ones.
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils import _python_dispatch
 
-__all__ = [name for name in globals() if not name.startswith("_")]
+# --- the stack of transforms -------------------------------------------------------------------
+
+# What transform an interpreter stands for, and the innermost one.
+TransformType = _functorch.TransformType
+peek_interpreter_stack = _functorch.peek_interpreter_stack
+# Peeling levels off the stack, with the grad mode that the level below had, and putting them back.
+current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
+cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
+restored_interpreter_stack = _pyfunctorch.temporarily_restore_interpreter_stack
+# Levels entered and left.
+enter_grad_level = _functorch._grad_increment_nesting
+exit_grad_level = _functorch._grad_decrement_nesting
+enter_vmap_level = _functorch._vmap_increment_nesting
+exit_vmap_level = _functorch._vmap_decrement_nesting
+enter_functionalize_level = _functorch._func_increment_nesting
+exit_functionalize_level = _functorch._func_decrement_nesting
+grad_level = _eager_transforms.grad_increment_nesting
+# Batching rules written in Python are loaded by the first vmap; ours may be the first.
+load_batching_rules = _predispatch.lazy_load_decompositions
+
+# --- tensors of a level ------------------------------------------------------------------------
+
+wrap_for_grad = _functorch._wrap_for_grad
+unwrap_for_grad = _functorch._unwrap_for_grad
+add_batch_dim = _functorch._add_batch_dim
+unwrap_batched = _functorch._unwrap_batched
+wrap_functional_tensor = _functorch._wrap_functional_tensor
+unwrap_functional_tensor = _functorch._unwrap_functional_tensor
+propagate_functional_input_mutation = _functorch._propagate_functional_input_mutation
+# Whether a tensor belongs to a transform at all, to which, and what is inside.
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+is_batched = _functorch.is_batchedtensor
+is_functional = _functorch.is_functionaltensor
+wrapper_level = _functorch.maybe_get_level
+get_unwrapped = _functorch.get_unwrapped
+# Wrappers whose level has ended stand for the value inside.
+unwrap_if_dead = _functorch.unwrap_if_dead
+# Whether a tensor is made of others, whose storages are the real ones.
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+
+# --- autograd ----------------------------------------------------------------------------------
+
+# A Function that makes one node, at one level, without functorch's per-call class; it has to be
+# allowed explicitly.
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+get_single_level_function_allowed = _functorch.get_single_level_autograd_function_allowed
+set_single_level_function_allowed = _functorch.set_single_level_autograd_function_allowed
+# Nodes are numbered as they are made: tells nodes of a region from older ones.
+next_sequence_number = torch.autograd._get_sequence_nr
+# Which run of the engine is executing on this thread: tells whether code runs inside a backward
+# that was started within a region.
+current_graph_task_id = torch._C._current_graph_task_id
+# torch.autograd.grad without its torch-function check: a backward that the engine starts must not
+# hide the operations of its hooks from the region's own mode.
+run_backward = _graph._engine_run_backward
+# torch.autograd.grad with zeros for inputs that the outputs do not depend on.
+autograd_grad = _eager_transforms._autograd_grad
+set_forward_grad_enabled = _forward_ad._set_fwd_grad_enabled
+
+# --- modes -------------------------------------------------------------------------------------
+
+# Sees every operation below autograd and functorch.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+# The stacks of modes, to know whether ours is on top, and whether this is the inside of one.
+function_mode_depth = torch._C._len_torch_function_stack
+get_function_mode_at = torch._C._get_function_stack_at
+dispatch_mode_depth = torch._C._len_torch_dispatch_stack
+get_dispatch_mode_at = torch._C._get_dispatch_stack_at
+
+# --- memory ------------------------------------------------------------------------------------
+
+# How many tensors (and Python objects) hold a piece of memory, by its key.
+storage_use_count = torch._C._storage_Use_Count
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """The address of the memory behind a plain tensor, which is no other's while it lives."""
+    return t.untyped_storage()._cdata
+
+
+def use_count(t: torch.Tensor) -> int:
+    """How many hold a tensor, Python (which counts once) and C++ together."""
+    return t._use_count()
+
+
+def view_base(t: torch.Tensor) -> torch.Tensor | None:
+    """What ``t`` is a view of, if autograd knows it as one."""
+    return t._base
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The dict in which a module keeps its own buffers."""
+    return module._buffers
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def returns_one_list(func: Any) -> bool:
+    """Whether an operator's only result is a list of tensors."""
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].type.kind() == "ListType"
+
+
+def returns_one(func: Any) -> bool:
+    """Whether an operator has one result."""
+    return len(func._schema.returns) == 1
 
 
 def enter_jvp_level() -> int:
@@ -194,22 +150,22 @@ def forward_ad_level() -> int:
 
 def gradient_edge(t: torch.Tensor) -> Any:
     """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
-    return t if t.grad_fn is None else GradientEdge(t.grad_fn, t.output_nr)
+    return t if t.grad_fn is None else _graph.GradientEdge(t.grad_fn, t.output_nr)
 
 
 def require_grad(t: torch.Tensor) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
-    allowed = get_inplace_requires_grad_allowed()
-    set_inplace_requires_grad_allowed(True)
+    allowed = _functorch.get_inplace_requires_grad_allowed()
+    _functorch.set_inplace_requires_grad_allowed(True)
     try:
         return t.requires_grad_()
     finally:
-        set_inplace_requires_grad_allowed(allowed)
+        _functorch.set_inplace_requires_grad_allowed(allowed)
 
 
 def interpreter_depth() -> int:
     """How many transforms are active."""
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = _functorch.get_interpreter_stack()
     return 0 if stack is None else len(stack)
 
 
@@ -220,7 +176,7 @@ def sequence_number(node: Any) -> int:
 
 def interpreters() -> list[Any]:
     """The active transforms, outermost first."""
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = _functorch.get_interpreter_stack()
     return [] if stack is None else list(stack)
 
 
@@ -309,7 +265,7 @@ def user_modes() -> list[Any]:
         mode
         for depth, mode_at in (
             (function_mode_depth(), get_function_mode_at),
-            (dispatch_mode_depth(), torch._C._get_dispatch_stack_at),
+            (dispatch_mode_depth(), get_dispatch_mode_at),
         )
         for mode in map(mode_at, range(depth))
         if not getattr(mode, "only_observes", False)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from functx._errors import RematError
 from functx._remat._escape import Birth, where
 from functx._remat._ledger import Holders, Ledger, base_of
 from functx._remat._region import Constant, Region
+from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (
     MADE_HERE,
     REWRAPPED,
@@ -36,28 +36,7 @@ from functx._remat._tracker import (
     results,
     rewrap,
 )
-
-# Python composites and kernels that write to some of their arguments without saying so by name.
-_WRITES_STATISTICS = frozenset({"batch_norm", "instance_norm"})
-_WRITES_IF_ASKED = frozenset({"embedding", "embedding_bag"})
-
-
-def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.startswith("_"):
-        return True
-    if name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__")):
-        return True
-    if "out" in kwargs or kwargs.get("inplace") is True:
-        return True
-    if isinstance(func, FunctionType) and any(a is True for a in args):
-        return True  # `inplace`, perhaps, of a function in torch.nn.functional
-    if name in _WRITES_STATISTICS or name in _WRITES_IF_ASKED:
-        return True
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    return name.startswith("_foreach") or name.startswith("_fused")
+from functx._remat._writes import writes
 
 
 class FirstRun(Tracker):
@@ -71,9 +50,9 @@ class FirstRun(Tracker):
     __slots__ = (
         "_depth",
         "_engine",
-        "_lift_constants",
         "_index",
         "_known",
+        "_lift_constants",
         "_originals",
         "_region",
         "_returning",
@@ -148,9 +127,9 @@ class FirstRun(Tracker):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
-        if not _writes(func, args, kwargs):
+        if not writes(func, args, kwargs):
             return
-        self.written(list(_tensors_of((args, kwargs))))
+        self.written(list(tensors_of((args, kwargs))))
 
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to, here or in a region inside this one."""
@@ -303,7 +282,7 @@ class FirstRun(Tracker):
             if (
                 node is not None
                 and (in_engine or _torch.sequence_number(node) >= self._start)
-                and any(id(v) in self.leaves or self.knows(v) for v in _leaves_below(node))
+                and any(id(v) in self.leaves or self.knows(v) for v in leaves_below(node))
             ):
                 return True
             if not _torch.is_wrapped(value):
@@ -312,13 +291,12 @@ class FirstRun(Tracker):
 
     def captured_originals(self) -> list[Tensor]:
         """The captured tensors, as the body met them."""
-        return [
-            t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"
-        ]
+        return [t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"]
 
     def view_of(self, out: Tensor) -> tuple[Tensor, Tensor] | None:
         """The foreign tensor that ``out`` is a view of, if it is, and ``out``."""
-        found = None if out._base is None else self._index.get(id(out._base))
+        base = _torch.view_base(out)
+        found = None if base is None else self._index.get(id(base))
         return None if found is None else (self._originals[found[2]], out)
 
     def original_of(self, out: Tensor) -> Tensor | None:
@@ -340,7 +318,7 @@ class FirstRun(Tracker):
                     nodes.append(value.grad_fn)
                 value = _torch.get_unwrapped(value) if _torch.is_wrapped(value) else None
         reached = set()
-        for variable in _leaves_below(*nodes):
+        for variable in leaves_below(*nodes):
             reached.add(id(variable))
             if id(variable) not in self.leaves and not self.knows(variable):
                 raise RematError(
@@ -355,48 +333,3 @@ class FirstRun(Tracker):
         """The run ended: what it wrote to must be known, or it can't run again."""
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
-
-
-def _leaves_below(*nodes: Any) -> list[Tensor]:
-    """The leaf tensors that the tape below some nodes ends in."""
-    seen, stack, found = set(nodes), list(nodes), []
-    while stack:
-        current = stack.pop()
-        if type(current).__name__ == "AccumulateGrad":
-            found.append(current.variable)
-            continue
-        for following, _ in current.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return found
-
-
-def _tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _tensors_of(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from _tensors_of(x)
-
-
-def requires_grad_anywhere(t: Tensor) -> bool:
-    """Whether the tape of any level knows ``t``."""
-    while not t.requires_grad:
-        if not _torch.is_wrapped(t):
-            return False
-        t = _torch.get_unwrapped(t)
-    return True
-
-
-def tracked(t: Tensor) -> bool:
-    """Whether any tape or transform knows ``t``."""
-    if t.requires_grad or _torch.is_wrapped(t):
-        return True
-    return (
-        _torch.forward_ad_level() >= 0
-        and torch.autograd.forward_ad.unpack_dual(t).tangent is not None
-    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import sys
 import types
@@ -39,7 +40,8 @@ def _internal(filename: str) -> bool:
 
 def where() -> Place:
     """The line outside of torch and functx that is running, not looked up yet."""
-    frame = here = sys._getframe(2)
+    frame = here = inspect.currentframe()
+    assert frame is not None
     while _internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     if frame.f_back is None:
@@ -75,7 +77,7 @@ def _alive(
         if (
             t is not None
             and id(t) not in own
-            and sys.getrefcount(t) > (3 if t._use_count() > 1 else 2)
+            and sys.getrefcount(t) > (3 if _torch.use_count(t) > 1 else 2)
             and (number < 0 or _taped(t))
         ):
             yield number, t

@@ -14,13 +14,14 @@ engine itself holds (results and inputs), how many more holders each has than it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._remat._tapes import tensors_of
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -64,14 +65,12 @@ class Ledger(_torch.TorchDispatchMode):
         self.paused = False
         self._writers: dict[int, list[int]] = {}
         self._external: set[int] = set()
-        self._made: list[tuple[int, Any, int]] = []  # step, weak reference, storage
+        self._made: list[tuple[Any, int]] = []  # weak reference, storage
         self._roots: set[int] = set()
         self._live: set[int] = set()
         self._sources: list[set[int]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -85,11 +84,11 @@ class Ledger(_torch.TorchDispatchMode):
     def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         number = len(self.steps)
         read: set[int] = set()
-        for t in _tensors((args, kwargs)):
+        for t in tensors_of((args, kwargs)):
             if type(t) not in _PLAIN:
                 self.reliable = False
                 return
-            read.add(t.untyped_storage()._cdata)
+            read.add(_torch.storage_key(t))
         reads: set[int] = set()
         externals: set[int] = set()
         for storage in read:
@@ -103,24 +102,23 @@ class Ledger(_torch.TorchDispatchMode):
         step = Step(func, reads, externals)
         self.steps.append(step)
         parts = out if isinstance(out, (tuple, list)) else [out]
-        results = list(_tensors(out))
+        results = list(tensors_of(out))
         layouts: list[Layout | None] | None = []
         for part in parts:
             if part is not None and not isinstance(part, Tensor):
                 layouts = None
         for t in results:
-            storage = t.untyped_storage()
-            key = storage._cdata
+            key = _torch.storage_key(t)
             if key in read or type(t) is not Tensor or t.layout is not torch.strided:
                 layouts = None  # a view, or written in place
                 continue
             self._writers[key] = [number]
             self._external.discard(key)
-            self._made.append((number, _torch.StorageWeakRef(storage), key))
+            self._made.append((_torch.StorageWeakRef(t.untyped_storage()), key))
         if layouts is not None:
             layouts = [None if t is None else _layout(t) for t in parts]
         tags = func.tags
-        if func._schema.is_mutable:
+        if _torch.is_mutable(func):
             layouts = None
             if externals:
                 self._roots.add(number)
@@ -143,12 +141,12 @@ class Ledger(_torch.TorchDispatchMode):
         """
         spared = set()
         for t in results:
-            storage = None if t is None else base_of(t).untyped_storage()._cdata
+            storage = None if t is None else _torch.storage_key(base_of(t))
             self._sources.append(set(self._writers.get(storage, ())))
             if t is not None and not held_by_a_tape(t):
                 spared.add(storage)
         live = set(self._roots)
-        for _, ref, key in self._made:
+        for ref, key in self._made:
             if key not in spared and not ref.expired():
                 live.update(self._writers[key])  # whoever made it, and whoever wrote to it since
         self._made.clear()
@@ -194,9 +192,7 @@ class Pruned(_torch.TorchDispatchMode):
         self._steps = steps
         self._at = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
         at = self._at
         step, runs = self._steps[at] if at < len(self._steps) else (None, False)
@@ -207,28 +203,14 @@ class Pruned(_torch.TorchDispatchMode):
         if runs:
             return func(*args, **(kwargs or {}))
         assert step.layouts is not None
-        outs = [
-            None if layout is None else _empty(layout) for layout in step.layouts
-        ]
-        returns = func._schema.returns
-        if len(returns) == 1:
-            return outs if returns[0].type.kind() == "ListType" else outs[0]
-        return tuple(outs)
+        outs = [None if layout is None else _empty(layout) for layout in step.layouts]
+        if _torch.returns_one_list(func):
+            return outs
+        return outs[0] if _torch.returns_one(func) else tuple(outs)
 
 
 class Departed(BaseException):
     """A replay runs other ATen operations than its forward; no body may swallow this."""
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _tensors(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from _tensors(x)
 
 
 class Holders:
@@ -240,7 +222,7 @@ class Holders:
         self._tensor = t
         try:
             self._before = _holders(t)
-            self.storage: int | None = base_of(t).untyped_storage()._cdata
+            self.storage: int | None = _torch.storage_key(base_of(t))
         except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
             self.storage = None
 
@@ -260,11 +242,11 @@ class Holders:
 
 
 def _holders(t: Tensor) -> list[tuple[int, int]]:
-    counts = [(id(t), t._use_count())]
+    counts = [(id(t), _torch.use_count(t))]
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
-        counts.append((id(t), t._use_count()))
-    counts.append((0, _torch.storage_use_count(t.untyped_storage()._cdata)))
+        counts.append((id(t), _torch.use_count(t)))
+    counts.append((0, _torch.storage_use_count(_torch.storage_key(t))))
     return counts
 
 
@@ -277,14 +259,14 @@ def base_of(t: Tensor) -> Tensor:
 
 def held_by_a_tape(t: Tensor) -> bool:
     """Whether a result of the body, which Python holds once, is held by anything else."""
-    if t._use_count() > 1:
+    if _torch.use_count(t) > 1:
         return True
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
-        if t._use_count() > 2:  # its wrapper and this very look at it
+        if _torch.use_count(t) > 2:  # its wrapper and this very look at it
             return True
     # The tensor, and this very look at its storage.
-    return bool(_torch.storage_use_count(t.untyped_storage()._cdata) > 2)
+    return bool(_torch.storage_use_count(_torch.storage_key(t)) > 2)
 
 
 def placeholder(t: Tensor) -> Callable[[], Tensor]:

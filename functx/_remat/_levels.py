@@ -9,7 +9,7 @@ from typing import Any
 from functx import _torch
 
 
-class at_level:  # noqa: N801  a context manager, used like a function
+class at_level:
     """Run with only the transforms up to ``level`` active."""
 
     __slots__ = ("_contexts", "_level")

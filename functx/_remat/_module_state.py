@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functx import _torch
+
 _MISSING = object()
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
@@ -55,9 +57,7 @@ class ModuleState:
     __slots__ = ("_before", "changes")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = [
-            (d, dict(d)) for m in modules for d in (m.__dict__, m._buffers)
-        ]
+        self._before = [(d, dict(d)) for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
         self.changes: list[Change] = []
 
     def seal(self) -> None:

@@ -13,8 +13,8 @@ from functx import _torch
 from functx._errors import ReplayError
 from functx._remat._ledger import placeholder
 from functx._remat._operator import call
-from functx._remat._pullback import Pullback
 from functx._remat._options import Options
+from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Region, notify
 
 

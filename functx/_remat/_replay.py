@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import ReplayError
-from functx._remat._tracker import MADE_HERE, REWRAPPED, Entry, Tracker, describe, rewrap
+from functx._remat._tracker import REWRAPPED, Entry, Tracker, describe, rewrap
 
 
 class Replay(Tracker):

@@ -32,9 +32,12 @@ _TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad
 
 # Functions that neither compute nor return tensors, or act on modes: passed through unrecorded.
 _PASSIVE = frozenset(
-    "_set_grad_enabled size dim stride numel nelement ndimension element_size is_floating_point "
-    "is_complex is_contiguous is_signed storage_offset get_device has_names __len__ __hash__ "
-    "__repr__ __format__ untyped_storage data_ptr is_set_to is_shared is_pinned".split()
+    {
+        *("_set_grad_enabled", "size", "dim", "stride", "numel", "nelement", "ndimension"),
+        *("element_size", "is_floating_point", "is_complex", "is_contiguous", "is_signed"),
+        *("storage_offset", "get_device", "has_names", "__len__", "__hash__", "__repr__"),
+        *("__format__", "untyped_storage", "data_ptr", "is_set_to", "is_shared", "is_pinned"),
+    }
 )
 
 MADE_HERE = -1
@@ -260,7 +263,7 @@ def leave_transform(tree: Any) -> Any:
     return tree
 
 
-class tracking:  # noqa: N801  a context manager, used like a function
+class tracking:
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
     __slots__ = ("_lower", "_outer", "_pushed", "_tracker")

@@ -52,6 +52,4 @@ class FunctionalizeFrame(Frame):
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Functional tensors of this level."""
-        return [
-            None if o is None else _torch.wrap_functional_tensor(o, self.level) for o in outs
-        ]
+        return [None if o is None else _torch.wrap_functional_tensor(o, self.level) for o in outs]

@@ -1,0 +1,56 @@
+"""Reading tapes and wrappers: who knows a tensor, and where a tape ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+
+
+def leaves_below(*nodes: Any) -> list[Tensor]:
+    """The leaf tensors that the tape below some nodes ends in."""
+    seen, stack, found = set(nodes), list(nodes), []
+    while stack:
+        current = stack.pop()
+        if type(current).__name__ == "AccumulateGrad":
+            found.append(current.variable)
+            continue
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from tensors_of(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from tensors_of(x)
+
+
+def requires_grad_anywhere(t: Tensor) -> bool:
+    """Whether the tape of any level knows ``t``."""
+    while not t.requires_grad:
+        if not _torch.is_wrapped(t):
+            return False
+        t = _torch.get_unwrapped(t)
+    return True
+
+
+def tracked(t: Tensor) -> bool:
+    """Whether any tape or transform knows ``t``."""
+    if t.requires_grad or _torch.is_wrapped(t):
+        return True
+    return (
+        _torch.forward_ad_level() >= 0
+        and torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+    )

@@ -1,0 +1,137 @@
+"""Every private name that functx._torch uses still exists, and means what it is used for."""
+
+import pytest
+import torch
+from torch import nn
+
+from functx import _torch
+
+NAMES = sorted(
+    name for name, value in vars(_torch).items() if not name.startswith("__") and value is not None
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exists(name):
+    assert getattr(_torch, name) is not None
+
+
+def test_the_list_is_not_empty():
+    assert {"wrap_for_grad", "run_backward", "SingleLevelFunction", "use_count"} <= set(NAMES)
+
+
+def test_levels_are_numbered_from_one():
+    level = _torch.enter_grad_level()
+    try:
+        assert level == _torch.interpreter_depth() == 1
+        assert _torch.current_interpreter().level() == 1
+    finally:
+        _torch.exit_grad_level()
+    assert _torch.peek_interpreter_stack() is None
+
+
+def test_wrapping_and_unwrapping_give_the_same_object():
+    t = torch.ones(2)
+    level = _torch.enter_grad_level()
+    try:
+        wrapper = _torch.wrap_for_grad(t, level)
+        assert _torch.is_wrapped(wrapper)
+        assert _torch.wrapper_level(wrapper) == level
+        assert _torch.unwrap_for_grad(wrapper, level) is t
+        assert _torch.unwrap_for_grad(t, level) is t
+    finally:
+        _torch.exit_grad_level()
+    assert _torch.unwrap_if_dead(wrapper) is t
+
+
+def test_a_batch_dimension_comes_back():
+    t = torch.ones(2, 3)
+    level = _torch.enter_vmap_level(3, "error")
+    try:
+        batched = _torch.add_batch_dim(t, 1, level)
+        value, dim = _torch.unwrap_batched(batched, level)
+    finally:
+        _torch.exit_vmap_level()
+    assert value is t
+    assert dim == 1
+
+
+def test_a_cleared_stack_comes_back():
+    _torch.enter_grad_level()
+    try:
+        with _torch.cleared_interpreter_stack():
+            assert _torch.peek_interpreter_stack() is None
+        assert _torch.interpreter_depth() == 1
+    finally:
+        _torch.exit_grad_level()
+
+
+def test_nodes_are_numbered_in_order():
+    x = torch.ones(2, requires_grad=True)
+    start = _torch.next_sequence_number()
+    first = x.sin()
+    second = first.cos()
+    numbers = [_torch.sequence_number(t.grad_fn) for t in (first, second)]
+    assert start <= numbers[0] < numbers[1] < _torch.next_sequence_number()
+
+
+def test_what_a_tape_saves_shows_in_the_counts():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    before = _torch.use_count(y), _torch.storage_use_count(_torch.storage_key(y))
+    z = y.sin()
+    after = _torch.use_count(y), _torch.storage_use_count(_torch.storage_key(y))
+    assert before[0] == 1
+    assert after[0] > before[0]
+    e = x.exp()  # saves its own result, as another tensor on the same memory
+    assert _torch.storage_use_count(_torch.storage_key(e)) > before[1]
+    del z
+
+
+def test_a_weak_reference_knows_that_memory_is_gone():
+    t = torch.ones(2)
+    ref = _torch.StorageWeakRef(t.untyped_storage())
+    view = t.view(2, 1)
+    del t
+    assert not ref.expired()
+    del view
+    assert ref.expired()
+
+
+def test_an_edge_stands_for_its_tensor():
+    x = torch.ones(2, requires_grad=True)
+    edge = _torch.gradient_edge(x.sin())
+    (gradient,) = _torch.run_backward(
+        (edge,), (torch.ones(2),), False, False, (x,), allow_unreachable=True, accumulate_grad=False
+    )
+    assert torch.equal(gradient, x.cos())
+    assert _torch.gradient_edge(x) is x
+
+
+def test_the_engine_numbers_its_runs():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda g: seen.append(_torch.current_graph_task_id()))
+    y.sum().backward()
+    assert _torch.current_graph_task_id() == -1
+    assert seen[0] >= 0
+
+
+def test_torch_func_wraps_where_it_is_observed():
+    seen = []
+    _torch.observe_wrapping(lambda t: seen.append(t) or t)
+    try:
+        x = torch.ones(2)
+        torch.func.grad(lambda x: x.sum())(x)
+    finally:
+        _torch.stop_observing_wrapping()
+    assert any(t is x for t in seen)
+    seen.clear()
+    torch.func.grad(lambda x: x.sum())(x)
+    assert not seen
+
+
+def test_buffers_of_a_module():
+    module = nn.BatchNorm1d(2)
+    assert _torch.buffers_of(module)["running_mean"] is module.running_mean
