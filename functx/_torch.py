@@ -286,3 +286,25 @@ def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 def detachable(t: torch.Tensor) -> bool:
     """Whether ``t.detach_()`` can take a tensor off its tape."""
     return not t._is_view()
+
+
+def without_zero_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments with real zeros for forward mode's tensors without memory.
+
+    Called with one from a dispatch mode, operators of a tensor and a number crash the process.
+    """
+    if _forward_ad._current_level < 0 or func._overloadname != "Scalar" or is_mutable(func):
+        return args, kwargs
+    return _real_zeros(args), _real_zeros(kwargs)
+
+
+def _real_zeros(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        if not tree._is_zerotensor():
+            return tree
+        return torch.zeros(tree.shape, dtype=tree.dtype, device=tree.device)
+    if isinstance(tree, dict):
+        return {key: _real_zeros(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_real_zeros(x) for x in tree)
+    return tree

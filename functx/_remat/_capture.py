@@ -32,6 +32,7 @@ from functx._remat._tracker import (
     REWRAPPED,
     Entry,
     Tracker,
+    describe,
     nested_capture,
     results,
     rewrap,
@@ -120,6 +121,20 @@ class FirstRun(Tracker):
         self._sources.clear()
         self._scalars.clear()
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One operation."""
+        try:
+            return super().run(func, args, kwargs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad is being used in an in-place" not in str(error):
+                raise
+            raise RematError(
+                f"remat: the region {self._region.options.name!r} writes in place, by "
+                f"{describe(func)}, to a tensor that it did not make and that requires grad. A "
+                "region can't change the history of its caller's tensor: write to a .clone() of "
+                "it and return that, or write outside of the region."
+            ) from error
+
     def drawn_from(self, generator: torch.Generator) -> None:
         """A replay must find the generator as it is now."""
         if self._region.options.preserve_rng_state:
@@ -134,6 +149,7 @@ class FirstRun(Tracker):
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to, here or in a region inside this one."""
         touched = {id(t) for t in tensors}
+        touched |= {id(_torch.view_base(t)) for t in tensors}
         region = self._region
         for constant in region.constants:
             if id(constant.value) in touched:
@@ -151,7 +167,7 @@ class FirstRun(Tracker):
         """Keep the value of an input that the body writes to: a replay must start from it."""
         region = self._region
         if requires_grad_anywhere(standin):
-            return  # torch itself says what it allows
+            return  # torch says what it allows, and `run` what to do then
         base = base_of(standin)
         if id(base) not in region.before:
             with self._unrecorded(), _torch.cleared_interpreter_stack():

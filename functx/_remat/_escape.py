@@ -19,6 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ def _internal(filename: str) -> bool:
 
 def where() -> Place:
     """The line outside of torch and functx that is running, not looked up yet."""
-    frame = here = inspect.currentframe()
-    assert frame is not None
+    # Never this function's own frame: a frame that holds itself is garbage with all it refers to.
+    frame: Any = getattr(inspect.currentframe(), "f_back", None)
+    here = frame
     while _internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     if frame.f_back is None:
@@ -60,7 +62,10 @@ def find(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> dict[int
     """What a body made (by its number) that is on some tape and alive, though not returned."""
     if not any(_alive(births, returned)):
         return {}
-    gc.collect()  # garbage in cycles is held by nobody
+    for generation in (0, 1, 2):  # garbage in cycles is held by nobody; most of it is young
+        gc.collect(generation)
+        if not any(_alive(births, returned)):
+            return {}
     # A tensor written in place was made more than once; its last number counts.
     last = {id(t): (number, t) for number, t in _alive(births, returned)}
     return dict(last.values())
@@ -97,7 +102,7 @@ def refuse(name: str, births: Sequence[Birth], escaped: dict[int, Tensor]) -> No
     made = {number: describe_place(place) for number, _, place in births}
     places = [
         f"a tensor of shape {tuple(t.shape)}, "
-        + (f"made at {made[number]}" if number >= 0 else "one of its inputs")
+        + (f"made at {made[number]}" if number >= 0 else "an input, or written into one")
         for number, t in escaped.items()
     ]
     raise RematError(

@@ -72,7 +72,7 @@ class Ledger(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
-        kwargs = kwargs or {}
+        args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
         out = func(*args, **kwargs)
         if self.reliable and not self.paused:
             try:
@@ -201,7 +201,8 @@ class Pruned(_torch.TorchDispatchMode):
             raise Departed(f"it runs {func} where the forward {was}")
         self._at = at + 1
         if runs:
-            return func(*args, **(kwargs or {}))
+            args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
+            return func(*args, **kwargs)
         assert step.layouts is not None
         outs = [None if layout is None else _empty(layout) for layout in step.layouts]
         if _torch.returns_one_list(func):

@@ -274,7 +274,8 @@ class Region:
         births, self.births = self.births, []
         views = [r[1] for r in self._results if isinstance(r, tuple)]
         found = _escape.find(births, [*returned, *views])
-        convertible = len(self.frames) == 1 and self.originals is None
+        written = any(n < 0 and t.grad_fn is not None for n, t in found.items())
+        convertible = len(self.frames) == 1 and self.originals is None and not written
         if found and not (convertible and all(_torch.detachable(t) for t in found.values())):
             _escape.refuse(self.options.name, births, found)
         self.left = list(found)
