@@ -96,6 +96,13 @@ get_dispatch_mode_at = torch._C._get_dispatch_stack_at
 storage_use_count = torch._C._storage_Use_Count
 
 
+def batch_dim(t: torch.Tensor) -> int:
+    """Which dimension of the tensor inside a batched tensor its level maps over."""
+    dim = unwrap_batched(t, wrapper_level(t))[1]
+    assert dim is not None
+    return dim
+
+
 def storage_key(t: torch.Tensor) -> int:
     """The address of the memory behind a plain tensor, which is no other's while it lives."""
     return t.untyped_storage()._cdata
@@ -103,7 +110,7 @@ def storage_key(t: torch.Tensor) -> int:
 
 def use_count(t: torch.Tensor) -> int:
     """How many hold a tensor, Python (which counts once) and C++ together."""
-    return t._use_count()
+    return t._use_count()  # type: ignore[attr-defined]
 
 
 def view_base(t: torch.Tensor) -> torch.Tensor | None:
@@ -222,13 +229,17 @@ _wrapping = threading.Lock()
 _observing = 0
 
 
+def _set_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
+
+
 def observe_wrapping(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Until `stop_observing_wrapping`, ask ``resolve`` what torch.func is to wrap for a level."""
     global _observing
     with _wrapping:
         _observing += 1
         if _observing == 1:
-            _eager_transforms._wrap_for_grad = lambda t, level: wrap_for_grad(resolve(t), level)
+            _set_wrapping(lambda tensor, level: wrap_for_grad(resolve(tensor), level))
 
 
 def stop_observing_wrapping() -> None:
@@ -237,7 +248,7 @@ def stop_observing_wrapping() -> None:
     with _wrapping:
         _observing -= 1
         if _observing == 0:
-            _eager_transforms._wrap_for_grad = wrap_for_grad
+            _set_wrapping(wrap_for_grad)
 
 
 def tracing() -> bool:

@@ -25,7 +25,7 @@ if _optree is not None:
 
     def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         """The leaves of ``tree`` in order, and what is needed to put them back."""
-        return _optree.tree_flatten(tree, none_is_leaf=True, namespace="torch")  # type: ignore[return-value]
+        return _optree.tree_flatten(tree, none_is_leaf=True, namespace="torch")
 
     def unflatten(spec: TreeSpec, leaves: Any) -> Any:
         """The tree that ``flatten`` took apart, with other leaves."""

@@ -19,11 +19,31 @@ _CHECKS = ("default", "none")
 
 
 @overload
-def remat(f: F, **options: Any) -> F: ...
+def remat(
+    f: F,
+    *,
+    policy: Any = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    preserve_rng_state: bool | str = ...,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    budget: Any = ...,
+) -> F: ...
 
 
 @overload
-def remat(f: None = None, **options: Any) -> Callable[[F], F]: ...
+def remat(
+    f: None = None,
+    *,
+    policy: Any = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    preserve_rng_state: bool | str = ...,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    budget: Any = ...,
+) -> Callable[[F], F]: ...
 
 
 def remat(
@@ -32,7 +52,7 @@ def remat(
     policy: Any = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    preserve_rng_state: bool = True,
+    preserve_rng_state: bool | str = True,
     determinism_check: str = "default",
     debug: bool = False,
     budget: Any = None,
@@ -54,8 +74,10 @@ def remat(
         static_argnums: accepted for compatibility with JAX; arguments that are no tensors are
             static here in any case.
         static_argnames: likewise, by name.
-        preserve_rng_state: replay random numbers as they were drawn. ``False`` draws anew, which
-            is only right for functions that draw none.
+        preserve_rng_state: replay random numbers as they were drawn: torch's default generators
+            on every device of the inputs, ``torch.Generator`` arguments, and Python's and numpy's
+            global ones where the code of ``f``, or code it reaches, names them. ``"all"``: theirs
+            in any case. ``False`` draws anew, which is only right for functions that draw none.
         determinism_check: ``"default"`` compares each operation of a replay with the forward and
             raises where it departs; ``"none"`` trusts the function.
         debug: reserved.
@@ -87,6 +109,10 @@ def remat(
         raise ValueError(
             f"remat: determinism_check is {determinism_check!r}, expected one of "
             f"{', '.join(map(repr, _CHECKS))}."
+        )
+    if preserve_rng_state not in (True, False, "all"):
+        raise ValueError(
+            f"remat: preserve_rng_state is {preserve_rng_state!r}, expected True, False or 'all'."
         )
     for option, value in (("debug", debug or None), ("budget", budget)):
         if value is not None:

@@ -37,7 +37,7 @@ from functx._remat._tracker import (
     results,
     rewrap,
 )
-from functx._remat._writes import writes
+from functx._remat._writes import written_by
 
 
 class FirstRun(Tracker):
@@ -142,9 +142,9 @@ class FirstRun(Tracker):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
-        if not writes(func, args, kwargs):
-            return
-        self.written(list(tensors_of((args, kwargs))))
+        targets = list(tensors_of(written_by(func, args, kwargs)))
+        if targets:
+            self.written(targets)
 
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to, here or in a region inside this one."""

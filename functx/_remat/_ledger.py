@@ -141,9 +141,12 @@ class Ledger(_torch.TorchDispatchMode):
         """
         spared = set()
         for t in results:
-            storage = None if t is None else _torch.storage_key(base_of(t))
+            if t is None:
+                self._sources.append(set())
+                continue
+            storage = _torch.storage_key(base_of(t))
             self._sources.append(set(self._writers.get(storage, ())))
-            if t is not None and not held_by_a_tape(t):
+            if not held_by_a_tape(t):
                 spared.add(storage)
         live = set(self._roots)
         for ref, key in self._made:
@@ -280,7 +283,7 @@ def placeholder(t: Tensor) -> Callable[[], Tensor]:
         level = _torch.wrapper_level(t)
         inner = placeholder(_torch.get_unwrapped(t))
         if _torch.is_batched(t):
-            dim = _torch.unwrap_batched(t, level)[1]
+            dim = _torch.batch_dim(t)
             return lambda: _torch.add_batch_dim(inner(), dim, level)
         return lambda: _torch.wrap_for_grad(inner(), level)
     layout = _layout(t)

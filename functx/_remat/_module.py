@@ -33,9 +33,9 @@ class RematModule:
         return _rebuild, (original, self._functx_options), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        original = type(self).__mro__[2]
-        if hasattr(original, "__getstate__") and original.__getstate__ is not object.__getstate__:
-            return original.__getstate__(self)
+        original: Any = type(self).__mro__[2]
+        if original.__getstate__ is not object.__getstate__:
+            return dict(original.__getstate__(self))
         return self.__dict__.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -63,7 +63,7 @@ def _derived(original: type) -> type:
 
 
 def _rebuild(original: type, options: Options) -> Any:
-    new = object.__new__(_derived(original))
+    new: Any = object.__new__(_derived(original))
     object.__setattr__(new, "_functx_options", options)
     return new
 

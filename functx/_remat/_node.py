@@ -44,7 +44,7 @@ class _Payload:
         return places
 
 
-class RegionNode(_torch.SingleLevelFunction):  # type: ignore[misc,name-defined]
+class RegionNode(_torch.SingleLevelFunction):
     """One node at one level; the results exist already."""
 
     @staticmethod
@@ -132,7 +132,8 @@ def attach(
     try:
         payload = _Payload(frame, differentiable, [i for i, r in enumerate(requires) if r])
         # Past the `apply` that regions observe: this node is the engine's own.
-        results = super(_torch.SingleLevelFunction, RegionNode).apply(payload, *tensors)
+        apply = super(_torch.SingleLevelFunction, RegionNode).apply  # type: ignore[misc]
+        results = apply(payload, *tensors)
     finally:
         _torch.set_single_level_function_allowed(allowed)
     kept = [t for t, need in zip(tensors, frame.needed()) if need]

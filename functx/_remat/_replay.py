@@ -58,7 +58,7 @@ class Replay(Tracker):
         self._at = 0
         self._slot = 0
         self._made = 0
-        self.left: dict[int, Tensor] = dict.fromkeys(left)  # type: ignore[arg-type]
+        self.left: dict[int, Any] = dict.fromkeys(left)
 
     def made(self, t: Tensor) -> None:
         """Keep what left the region in its forward."""

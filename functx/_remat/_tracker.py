@@ -87,7 +87,7 @@ def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
     level = _torch.wrapper_level(t)
     inner = rewrap(_torch.get_unwrapped(t), depth, value)
     if _torch.is_batched(t):
-        return _torch.add_batch_dim(inner, _torch.unwrap_batched(t, level)[1], level)
+        return _torch.add_batch_dim(inner, _torch.batch_dim(t), level)
     return _torch.wrap_for_grad(inner, level)
 
 

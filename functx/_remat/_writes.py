@@ -1,4 +1,4 @@
-"""Which operations write to a tensor they are given.
+"""What an operation writes to, of what it is given.
 
 Needed beforehand: what a region is about to write to is copied first, for replays to start from.
 What this misses is noticed by its version counter afterwards, and refused.
@@ -12,21 +12,41 @@ from typing import Any
 
 from functx import _torch
 
-# Python composites and kernels that write to some of their arguments without saying so by name.
-_WRITES_STATISTICS = frozenset({"batch_norm", "instance_norm"})
-_WRITES_IF_ASKED = frozenset({"embedding", "embedding_bag"})
+# Where kernels and their Python wrappers take running statistics.
+_STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
 
 
-def writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments (tensors, and containers of them) that an operation may write to."""
     name = getattr(func, "__name__", "")
     if name.endswith("_") and not name.startswith("_"):
-        return True
+        return [args[0]]
     if name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__")):
-        return True
-    if "out" in kwargs or kwargs.get("inplace") is True:
-        return True
+        return [args[0]]
+    if name in ("batch_norm", "instance_norm"):
+        training = (
+            args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
+        )
+        if training is False:
+            return []
+        where = _STATISTICS[FunctionType if isinstance(func, FunctionType) else None]
+        return [*args[where], kwargs.get("running_mean"), kwargs.get("running_var")]
+    if name in ("embedding", "embedding_bag"):
+        return [*args, *kwargs.values()] if _renormalizes(func, args, kwargs) else []
+    if kwargs.get("out") is not None:
+        return [kwargs["out"]]
+    if kwargs.get("inplace") is True:
+        return [*args, *kwargs.values()]
     if isinstance(func, FunctionType) and any(a is True for a in args):
-        return True  # `inplace`, perhaps, of a function in torch.nn.functional
-    if name in _WRITES_STATISTICS or name in _WRITES_IF_ASKED:
-        return True
-    return _torch.is_mutable(func) or name.startswith(("_foreach", "_fused"))
+        return [args[0]]  # `inplace`, perhaps, of a function in torch.nn.functional
+    if _torch.is_mutable(func) or name.startswith(("_foreach", "_fused")):
+        return [*args, *kwargs.values()]
+    return []
+
+
+def _renormalizes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an embedding scales rows of its weight down to ``max_norm``."""
+    if not isinstance(func, FunctionType):
+        return False  # the wrapper has done it before the kernel runs
+    given = args[3] if len(args) > 3 else kwargs.get("max_norm")
+    return given is not None
