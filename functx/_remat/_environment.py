@@ -77,9 +77,13 @@ class Environment:
         """An operation of the first run is about to draw from a generator."""
         self._keep(generator, generator.get_state, generator.set_state)
 
-    def seal(self) -> None:
-        """The first run ended: what it did not change need not be kept."""
-        self._state.seal()
+    def seal(self, written: set[int]) -> None:
+        """The first run ended: what it did not change need not be kept.
+
+        Args:
+            written: ids of tensors that were written to in place.
+        """
+        self._state.seal(written)
         self._random = {
             key: (read, write, state)
             for key, (read, write, state) in self._random.items()

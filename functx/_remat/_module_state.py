@@ -60,12 +60,17 @@ class ModuleState:
         self._before = [(d, dict(d)) for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
         self.changes: list[Change] = []
 
-    def seal(self) -> None:
-        """The first run ended."""
+    def seal(self, written: set[int]) -> None:
+        """The first run ended.
+
+        Args:
+            written: ids of tensors that were written to in place. ``self.calls += 1`` writes, and
+                binds the result to the name it had; in a replay, that is the replay's own copy.
+        """
         for d, before in self._before:
             for key in before.keys() | d.keys():
                 was, now = before.get(key, _MISSING), d.get(key, _MISSING)
-                if was is not now:
+                if was is not now or id(now) in written:
                     # Its value only: a tape of the step before must not live on in this one.
                     taped = isinstance(was, Tensor) and was.grad_fn is not None
                     self.changes.append((d, key, was.detach() if taped else was))

@@ -100,7 +100,8 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
         outs = fn(*inputs)
     finally:
         region.first_run = None
+    written = {id(c.value) for c in region.constants if c.before is not None}
     first.check_writes()
-    environment.seal()
+    environment.seal(written)
     region.entries, region.origins = first.entries, first.origins
     return outs
