@@ -84,6 +84,9 @@ set_forward_grad_enabled = _forward_ad._set_fwd_grad_enabled
 
 # Sees every operation below autograd and functorch.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+# Dispatch modes are wrapped, at a cost for each operation, to be invisible to torch.compile unless
+# this says they need not be.
+never_skip_dynamo = classmethod(lambda cls: False)
 # The stacks of modes, to know whether ours is on top, and whether this is the inside of one.
 function_mode_depth = torch._C._len_torch_function_stack
 get_function_mode_at = torch._C._get_function_stack_at

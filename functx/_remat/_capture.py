@@ -72,7 +72,9 @@ class FirstRun(Tracker):
         self._region = region
         self._lift_constants = lift_constants
         self.holders: list[Holders] = []
-        self.ledger = None if _torch.tracing() else Ledger()
+        # A pullback that no tape is under will not be replayed.
+        idle = region.options.replay and not any(f.differentiates() for f in region.frames)
+        self.ledger = None if idle or _torch.tracing() else Ledger()
         self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
@@ -142,7 +144,7 @@ class FirstRun(Tracker):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
-        targets = list(tensors_of(written_by(func, args, kwargs)))
+        targets = tensors_of(written_by(func, args, kwargs))
         if targets:
             self.written(targets)
 

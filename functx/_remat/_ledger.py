@@ -57,6 +57,7 @@ class Ledger(_torch.TorchDispatchMode):
     """
 
     only_observes = True
+    _should_skip_dynamo = _torch.never_skip_dynamo
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Ledger(_torch.TorchDispatchMode):
     def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         number = len(self.steps)
         read: set[int] = set()
-        for t in tensors_of((args, kwargs)):
+        for t in tensors_of(*args, kwargs):
             if type(t) not in _PLAIN:
                 self.reliable = False
                 return
@@ -102,7 +103,7 @@ class Ledger(_torch.TorchDispatchMode):
         step = Step(func, reads, externals)
         self.steps.append(step)
         parts = out if isinstance(out, (tuple, list)) else [out]
-        results = list(tensors_of(out))
+        results = tensors_of(out)
         layouts: list[Layout | None] | None = []
         for part in parts:
             if part is not None and not isinstance(part, Tensor):
@@ -189,6 +190,7 @@ class Pruned(_torch.TorchDispatchMode):
     """Runs what is live; in place of everything else, hands out memory nobody wrote to."""
 
     only_observes = True
+    _should_skip_dynamo = _torch.never_skip_dynamo
 
     def __init__(self, steps: Sequence[tuple[Step, bool]]) -> None:
         super().__init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,15 +25,18 @@ def leaves_below(*nodes: Any) -> list[Tensor]:
     return found
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from tensors_of(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from tensors_of(x)
+def tensors_of(*trees: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    found: list[Tensor] = []
+    for x in trees:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            if x:
+                found += tensors_of(*x)
+        elif isinstance(x, dict) and x:
+            found += tensors_of(*x.values())
+    return found
 
 
 def requires_grad_anywhere(t: Tensor) -> bool:

@@ -51,6 +51,10 @@ class Frame(ABC):
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Results of the level below as results of this level; attaches a node if it must."""
 
+    def differentiates(self) -> bool:
+        """Whether an input has a tape at this level."""
+        return False
+
     def needed(self) -> list[bool]:
         """Which inputs of this level, captures included, a pullback reads."""
         flags = self.region.needed

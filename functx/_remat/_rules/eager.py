@@ -38,6 +38,10 @@ class EagerFrame(Frame):
         self.slots.append(self.recording and t.requires_grad)
         return [t]
 
+    def differentiates(self) -> bool:
+        """Whether an input requires grad here."""
+        return any(self.slots)
+
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
         """A leaf of the throw-away tape."""
         (value,) = values

@@ -35,6 +35,10 @@ class GradFrame(Frame):
         self.slots.append(value is not t and t.requires_grad)
         return [value]
 
+    def differentiates(self) -> bool:
+        """Whether an input requires grad here."""
+        return any(self.slots)
+
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
         """A leaf of the throw-away tape."""
         wrapper = _torch.wrap_for_grad(values[0], level)
