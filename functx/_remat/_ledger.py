@@ -134,12 +134,23 @@ class Ledger(_torch.TorchDispatchMode):
             self._roots.add(number)
         step.layouts = layouts
 
-    def settle(self, results: Sequence[Tensor | None]) -> None:
+    def settle(self, results: Sequence[Tensor | None]) -> bool:
         """Decide which steps are live.
 
         Args:
             results: of the body; the engine holds them, which makes them alive, but not live.
+
+        Returns:
+            Whether that could be decided.
         """
+        if self.reliable:
+            try:
+                self._decide(results)
+            except (RuntimeError, NotImplementedError):  # a result without storage
+                self.reliable = False
+        return self.reliable
+
+    def _decide(self, results: Sequence[Tensor | None]) -> None:
         spared = set()
         for t in results:
             if t is None:

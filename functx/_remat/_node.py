@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._errors import ReplayError
+from functx._errors import RematError, ReplayError
 from functx._remat._ledger import placeholder
 from functx._remat._operator import call
 from functx._remat._options import Options
@@ -21,7 +21,17 @@ from functx._remat._region import Flat, Region, notify
 class _Payload:
     """What a node needs beside tensors."""
 
-    __slots__ = ("absent", "fn", "frames", "level", "needed", "outs", "places", "region")
+    __slots__ = (
+        "absent",
+        "fn",
+        "frames",
+        "level",
+        "needed",
+        "outs",
+        "places",
+        "region",
+        "under_dual_level",
+    )
 
     def __init__(self, frame: Any, outs: Sequence[Tensor], places: Sequence[int]) -> None:
         self.level: int = frame.level
@@ -31,6 +41,7 @@ class _Payload:
         # Frames of inner levels, outermost first: what a result here is a result of there.
         self.frames = self.region.frames[self.region.frames.index(frame) + 1 :]
         self.absent: list[Any] = []
+        self.under_dual_level: bool = any(f.holds_duals() for f in self.region.frames)
         self.outs: Sequence[Tensor] | None = outs
         self.places = places
 
@@ -77,6 +88,13 @@ class RegionNode(_torch.SingleLevelFunction):
         wanted = [i for i, c in enumerate(cotangents) if c is not None]
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
+        if payload.under_dual_level and _torch.forward_ad_level() >= 0:
+            raise RematError(
+                f"remat: the region {region.options.name!r} ran on dual tensors of a "
+                "forward_ad.dual_level and is differentiated backwards inside it; the tangents of "
+                "its gradients would be lost. Take forward over reverse with functx.jvp or "
+                "functx.jacfwd of functx.grad."
+            )
         try:
             saved = ctx.saved_tensors
         except RuntimeError as error:

@@ -258,8 +258,7 @@ class Region:
         outs = self._distinct(outs)
         leaves = first.check_tape(outs)
         self.needed = [True] * len(first.holders)
-        if ledger is not None and ledger.reliable:
-            ledger.settle(outs)
+        if ledger is not None and ledger.settle(outs):
             self.ledger = ledger
             if not lenient:
                 self.needed = [h.grown(leaves) or ledger.needs(h.storage) for h in first.holders]

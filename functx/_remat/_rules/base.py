@@ -55,6 +55,10 @@ class Frame(ABC):
         """Whether an input has a tape at this level."""
         return False
 
+    def holds_duals(self) -> bool:
+        """Whether inputs are duals of the user's own ``dual_level``."""
+        return False
+
     def needed(self) -> list[bool]:
         """Which inputs of this level, captures included, a pullback reads."""
         flags = self.region.needed

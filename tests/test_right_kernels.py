@@ -1,0 +1,182 @@
+"""Kernels that torch picks by grad mode, training or layout: the bits they give without remat."""
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from nets import seeded
+from right import check
+from torch import nn
+from torch.nn.functional import (
+    embedding,
+    embedding_bag,
+    scaled_dot_product_attention,
+)
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+X = numbers(2, 5, 8)
+
+
+def bias_attention(remat):
+    bias = numbers(5, 5, start=2.0).requires_grad_()
+
+    def f(x):
+        q = x.unflatten(-1, (2, 4)).transpose(-3, -2)
+        return scaled_dot_product_attention(q, q.sin(), q.exp(), attn_mask=bias)
+
+    return remat(f), [bias]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["causal", "mask", "dropout", "plain"])
+def test_attention(kind, dtype):
+    def build(remat):
+        mask = torch.ones(5, 5).tril().bool() if kind == "mask" else None
+
+        def f(x):
+            q = x.unflatten(-1, (2, 4)).transpose(-3, -2)
+            return scaled_dot_product_attention(
+                q,
+                q.sin(),
+                q.exp(),
+                attn_mask=mask,
+                dropout_p=0.3 if kind == "dropout" else 0.0,
+                is_causal=kind == "causal",
+            )
+
+        return remat(f)
+
+    check(build, X.to(dtype), ways=["backward", "grad"])
+
+
+def test_attention_with_a_learned_bias():
+    check(bias_attention, X, ways=["backward"])
+    check(bias_attention, X[0], ways=["vmap"], eps=64, mixed=False)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("weights", [True, False])
+def test_multihead_attention(training, weights):
+    def build(remat):
+        layer = seeded(lambda: nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True))
+        layer = layer.to(DTYPE).train(training)
+        region = remat(lambda x: layer(x, x.sin(), x, need_weights=weights))
+        return region, list(layer.parameters())
+
+    check(build, X, ways=["backward", "grad"], eps=32, mixed=False)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_encoder_layer(training, norm_first):
+    def build(remat):
+        layer = seeded(
+            lambda: nn.TransformerEncoderLayer(
+                8, 2, 16, dropout=0.2, batch_first=True, norm_first=norm_first
+            )
+        )
+        return remat(layer.to(DTYPE).train(training))
+
+    check(build, X, ways=["backward", "grad"], eps=64, mixed=False)
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_the_fast_path_is_taken_where_it_is_without_remat(grad_enabled):
+    """In eval, without grad mode, an encoder layer is one fused kernel."""
+
+    def build(remat):
+        layer = seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+        region = remat(layer.to(DTYPE).eval())
+
+        def f(x):
+            with torch.set_grad_enabled(grad_enabled):
+                y = region(x)
+            return y * x
+
+        return f
+
+    check(build, X, ways=["backward", "grad"], eps=64)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag(mode):
+    def build(remat):
+        table = numbers(10, 4, start=1.0).requires_grad_()
+        index, offsets = torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 3])
+        region = remat(lambda x: embedding_bag(index, table, offsets, mode=mode) * x.sin())
+        return region, [table]
+
+    check(build, numbers(2, 4), ways=["backward"])
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}])
+def test_embedding(options):
+    def build(remat):
+        table = numbers(10, 4, start=1.0).requires_grad_()
+        index = torch.tensor([1, 2, 2, 5])
+        return remat(lambda x: embedding(index, table, **options).sin() * x), [table]
+
+    check(build, numbers(4, 4), ways=["backward"])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent(kind, training):
+    def build(remat):
+        layer = seeded(lambda: kind(8, 6, num_layers=2, dropout=0.2, bidirectional=True))
+        layer = layer.to(DTYPE).train(training)
+        region = remat(lambda x: layer(x))
+        return region, list(layer.parameters())
+
+    check(build, X, ways=["backward"], eps=64)
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_recurrent_cells(kind):
+    def build(remat):
+        cell = seeded(kind, 8, 6).to(DTYPE)
+
+        def f(x):
+            h = None
+            for row in x.unbind(0):
+                h = cell(row, h)
+            return h
+
+        return remat(f), list(cell.parameters())
+
+    check(build, X, ways=["backward", "grad"], eps=64)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: x.mT @ w,
+        lambda x, w: (x @ w.mT[:8]).mT,
+        lambda x, w: torch.nn.functional.linear(x.mT, w.mT),
+        lambda x, w: torch.einsum("bij,ik->bkj", x, w),
+        lambda x, w: torch.bmm(x, x.mT) @ w,
+        lambda x, w: torch.baddbmm(x, x, w[:, :8].mT.expand(2, 8, 5) @ w[:, :8]),
+    ],
+    ids=["mT", "right", "linear", "einsum", "bmm", "baddbmm"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_folded_matmuls(f, dtype):
+    def build(remat):
+        w = numbers(5, 9, start=1.0).to(dtype).requires_grad_()
+        return remat(lambda x: f(x, w).sin()), [w]
+
+    check(build, X.to(dtype), ways=["backward", "grad"])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_convolutions(layout):
+    def build(remat):
+        net = seeded(
+            lambda: nn.Sequential(
+                nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.MaxPool2d(2)
+            )
+        )
+        return remat(net.to(DTYPE).to(memory_format=layout))
+
+    check(build, numbers(2, 2, 6, 6).to(memory_format=layout), ways=["backward", "grad"], eps=64)
+    check(build, numbers(1, 2, 6, 6), ways=["vmap"], eps=64)
