@@ -14,8 +14,7 @@ reaches a stand-in of this region if and only if it was made here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from functx._remat._tracker import (
     results,
     rewrap,
 )
+from functx._remat._watch import watching
 from functx._remat._writes import written_by
 
 
@@ -155,7 +155,7 @@ class FirstRun(Tracker):
         region = self._region
         for constant in region.constants:
             if id(constant.value) in touched:
-                with self._unrecorded():
+                with watching(False):
                     constant.about_to_be_written()
         for position, standin in enumerate(self._standins):
             if id(standin) in touched:
@@ -172,7 +172,7 @@ class FirstRun(Tracker):
             return  # torch says what it allows, and `run` what to do then
         base = base_of(standin)
         if id(base) not in region.before:
-            with self._unrecorded(), _torch.cleared_interpreter_stack():
+            with watching(False), _torch.cleared_interpreter_stack():
                 region.before[id(base)] = (base, base.detach().clone())
         region.rewritten.add(position)
 
@@ -226,7 +226,7 @@ class FirstRun(Tracker):
         if outer is None:
             return t
         # At the levels of the outer region: ours are gone when its stand-in is still used.
-        with self._region.outer_levels(), self._unrecorded():
+        with self._region.outer_levels(), watching(False):
             (origin,) = outer.operands(nested_capture, [t])
         return origin
 
@@ -261,7 +261,7 @@ class FirstRun(Tracker):
         region = self._region
         region.captured.append(t)
         values = [t]
-        with self._unrecorded():
+        with watching(False):
             for frame in reversed(region.frames):
                 values = frame.capture(values)
             for frame in region.frames:
@@ -269,19 +269,6 @@ class FirstRun(Tracker):
         (standin,) = values
         self.holders.append(Holders(standin))
         return standin
-
-    @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """The engine's own operations are none of the body."""
-        ledger = self.ledger
-        if ledger is None:
-            yield
-            return
-        ledger.paused = True
-        try:
-            yield
-        finally:
-            ledger.paused = False
 
     def _register(self, kind: str, number: int, original: Tensor, standin: Tensor) -> int:
         position = len(self.origins)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._tapes import tensors_of
+from functx._remat._watch import Watcher
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -47,23 +48,18 @@ class Step:
         self.layouts: list[Layout | None] | None = None
 
 
-class Ledger(_torch.TorchDispatchMode):
+class Ledger(Watcher):
     """Writes down what runs. Afterwards, `settle` says which steps are live.
 
     Attributes:
         steps: what ran, in order.
-        paused: whether what runs is the engine's own.
         reliable: whether the record is complete; if not, nothing may be left out of a replay.
     """
-
-    only_observes = True
-    _should_skip_dynamo = _torch.never_skip_dynamo
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
         self.reliable = True
-        self.paused = False
         self._writers: dict[int, list[int]] = {}
         self._external: set[int] = set()
         self._made: list[tuple[Any, int]] = []  # weak reference, storage
@@ -197,11 +193,8 @@ class Ledger(_torch.TorchDispatchMode):
         return any(storage in self.steps[number].externals for number in self._live)
 
 
-class Pruned(_torch.TorchDispatchMode):
+class Pruned(Watcher):
     """Runs what is live; in place of everything else, hands out memory nobody wrote to."""
-
-    only_observes = True
-    _should_skip_dynamo = _torch.never_skip_dynamo
 
     def __init__(self, steps: Sequence[tuple[Step, bool]]) -> None:
         super().__init__()
@@ -210,6 +203,8 @@ class Pruned(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         at = self._at
         step, runs = self._steps[at] if at < len(self._steps) else (None, False)
         if step is None or step.func is not func:

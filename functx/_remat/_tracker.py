@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
+from functx._remat._watch import watching
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
 _TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
@@ -266,12 +267,14 @@ def leave_transform(tree: Any) -> Any:
 class tracking:
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
-    __slots__ = ("_lower", "_outer", "_pushed", "_tracker")
+    __slots__ = ("_lower", "_outer", "_pushed", "_tracker", "_watching")
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
     def __enter__(self) -> None:
+        self._watching = watching(self._tracker is not SILENT)
+        self._watching.__enter__()
         lower = _active_mode()
         depth = _torch.function_mode_depth()
         on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
@@ -294,6 +297,7 @@ class tracking:
             self._pushed.__exit__(*exc)
         if self._lower is not None:
             self._lower.tracker = self._outer
+        self._watching.__exit__(*exc)
 
 
 def _wrapped(t: Any) -> Any:
