@@ -28,6 +28,11 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
+# Autograd detaches results that it saves, which depends on what requires grad. It is a view, so
+# nothing is lost by leaving it out of records.
+_DETACH = torch.ops.aten.detach.default
+
+
 class Step:
     """One ATen operation.
 
@@ -71,7 +76,7 @@ class Ledger(Watcher):
         """Run the operation, and write down what it read and made."""
         args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
         out = func(*args, **kwargs)
-        if self.reliable and not self.paused:
+        if self.reliable and not self.paused and func is not _DETACH:
             try:
                 self._write_down(func, args, kwargs, out)
             except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
@@ -203,7 +208,7 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        if self.paused:
+        if self.paused or func is _DETACH:
             return func(*args, **(kwargs or {}))
         at = self._at
         step, runs = self._steps[at] if at < len(self._steps) else (None, False)
