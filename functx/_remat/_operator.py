@@ -61,10 +61,11 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
         try:
             outs = _lower(region, inputs, region)
             results = region.assemble(outs)
+            computed = region.computed(results)
         finally:
             region.release()
     if outer is not None:
-        outer.note(results)
+        outer.note(computed)
     return results
 
 

@@ -302,6 +302,10 @@ class Region:
             for r in self._results
         ]
 
+    def computed(self, results: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Those results that the region made; what it handed back was made by somebody else."""
+        return [out for out, r in zip(results, self._results) if not isinstance(r, Tensor)]
+
     def as_it_was(self, t: Tensor) -> Tensor:
         """``t`` with the value it had when the region was called."""
         found = self.before.get(id(base_of(t))) if self.before else None
