@@ -31,6 +31,7 @@ class GradFrame(Frame):
 
     def lower(self, t: Tensor) -> list[Tensor]:
         """The value inside the wrapper; whether the wrapper requires grad is the slot."""
+        t = _torch.unwrap_if_dead(t)
         value = _torch.unwrap_for_grad(t, self.level)
         self.slots.append(value is not t and t.requires_grad)
         return [value]
