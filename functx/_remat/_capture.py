@@ -23,7 +23,8 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError
 from functx._remat._escape import Birth, where
-from functx._remat._ledger import Holders, Ledger, base_of
+from functx._remat._holders import Holders, base_of
+from functx._remat._ledger import Ledger
 from functx._remat._region import Constant, Region
 from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (

@@ -5,22 +5,18 @@ it reads. When the body has returned, the results of operations that are still a
 the body aside, are what some tape has saved. These are what a pullback reads, and the operations
 they come from are *live*; so are those whose results Python looked at. Nothing has to be traced or
 cached for that, so it can't be stale: it is known anew for each call.
-
-NOTE [alive]
-A saved tensor may be the tensor itself, an alias that shares its storage, or a wrapper of some
-transform around it. So what counts is storages, by weak references, and, for tensors that the
-engine itself holds (results and inputs), how many more holders each has than it should.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._remat._holders import base_of, held_by_a_tape
 from functx._remat._tapes import tensors_of
 from functx._remat._watch import Watcher
 
@@ -30,7 +26,7 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 # Autograd detaches results that it saves, which depends on what requires grad. It is a view, so
 # nothing is lost by leaving it out of records.
-_DETACH = torch.ops.aten.detach.default
+DETACH = torch.ops.aten.detach.default
 
 
 class Step:
@@ -76,7 +72,7 @@ class Ledger(Watcher):
         """Run the operation, and write down what it read and made."""
         args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
         out = func(*args, **kwargs)
-        if self.reliable and not self.paused and func is not _DETACH:
+        if self.reliable and not self.paused and func is not DETACH:
             try:
                 self._write_down(func, args, kwargs, out)
             except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
@@ -118,7 +114,7 @@ class Ledger(Watcher):
             self._external.discard(key)
             self._made.append((_torch.StorageWeakRef(t.untyped_storage()), key))
         if layouts is not None:
-            layouts = [None if t is None else _layout(t) for t in parts]
+            layouts = [None if t is None else layout_of(t) for t in parts]
         tags = func.tags
         if _torch.is_mutable(func):
             layouts = None
@@ -198,120 +194,12 @@ class Ledger(Watcher):
         return any(storage in self.steps[number].externals for number in self._live)
 
 
-class Pruned(Watcher):
-    """Runs what is live; in place of everything else, hands out memory nobody wrote to."""
-
-    def __init__(self, steps: Sequence[tuple[Step, bool]]) -> None:
-        super().__init__()
-        self._steps = steps
-        self._at = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation of the replay."""
-        if self.paused or func is _DETACH:
-            return func(*args, **(kwargs or {}))
-        at = self._at
-        step, runs = self._steps[at] if at < len(self._steps) else (None, False)
-        if step is None or step.func is not func:
-            was = "had ended" if step is None else f"ran {step.func}"
-            raise Departed(f"it runs {func} where the forward {was}")
-        self._at = at + 1
-        if runs:
-            args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
-            return func(*args, **kwargs)
-        assert step.layouts is not None
-        outs = [None if layout is None else _empty(layout) for layout in step.layouts]
-        if _torch.returns_one_list(func):
-            return outs
-        return outs[0] if _torch.returns_one(func) else tuple(outs)
-
-
-class Departed(BaseException):
-    """A replay runs other ATen operations than its forward; no body may swallow this."""
-
-
-class Holders:
-    """How many holders a tensor has, at every level of its wrappers. ``NOTE [alive]``."""
-
-    __slots__ = ("_before", "_tensor", "storage")
-
-    def __init__(self, t: Tensor) -> None:
-        self._tensor = t
-        try:
-            self._before = _holders(t)
-            self.storage: int | None = _torch.storage_key(base_of(t))
-        except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
-            self.storage = None
-
-    def grown(self, accumulators: set[int]) -> bool:
-        """Whether anything but the tape's leaf nodes has come to hold the tensor since.
-
-        Args:
-            accumulators: ids of leaf tensors that have a node that accumulates their gradient,
-                which holds the leaf.
-        """
-        if self.storage is None:
-            return True
-        for (key, now), (_, before) in zip(_holders(self._tensor), self._before, strict=True):
-            if now - before > (1 if key in accumulators else 0):
-                return True
-        return False
-
-
-def _holders(t: Tensor) -> list[tuple[int, int]]:
-    counts = [(id(t), _torch.use_count(t))]
-    while _torch.is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-        counts.append((id(t), _torch.use_count(t)))
-    counts.append((0, _torch.storage_use_count(_torch.storage_key(t))))
-    return counts
-
-
-def base_of(t: Tensor) -> Tensor:
-    """The plain tensor inside all wrappers."""
-    while _torch.is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-    return t
-
-
-def held_by_a_tape(t: Tensor) -> bool:
-    """Whether a result of the body, which Python holds once, is held by anything else."""
-    if _torch.use_count(t) > 1:
-        return True
-    while _torch.is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-        if _torch.use_count(t) > 2:  # its wrapper and this very look at it
-            return True
-    # The tensor, and this very look at its storage.
-    return bool(_torch.storage_use_count(_torch.storage_key(t)) > 2)
-
-
-def placeholder(t: Tensor) -> Callable[[], Tensor]:
-    """What makes a tensor like ``t``, at the same levels, in memory nobody wrote to.
-
-    It stands for an input that a pullback does not read: its shape and layout still decide which
-    operations run.
-    """
-    if _torch.is_wrapped(t):
-        level = _torch.wrapper_level(t)
-        inner = placeholder(_torch.get_unwrapped(t))
-        if _torch.is_batched(t):
-            dim = _torch.batch_dim(t)
-            return lambda: _torch.add_batch_dim(inner(), dim, level)
-        return lambda: _torch.wrap_for_grad(inner(), level)
-    layout = _layout(t)
-
-    def make() -> Tensor:
-        with _torch.cleared_interpreter_stack():
-            return _empty(layout)
-
-    return make
-
-
-def _layout(t: Tensor) -> Layout:
+def layout_of(t: Tensor) -> Layout:
+    """What it takes to make a tensor like ``t``."""
     return t.shape, t.stride(), t.dtype, t.device
 
 
-def _empty(layout: Layout) -> Tensor:
+def empty(layout: Layout) -> Tensor:
+    """A tensor in memory nobody wrote to."""
     shape, stride, dtype, device = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
-from functx._remat._ledger import placeholder
 from functx._remat._operator import call
 from functx._remat._options import Options
+from functx._remat._prune import placeholder
 from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Region, notify
 

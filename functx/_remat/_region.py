@@ -32,8 +32,10 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError, ReplayError
 from functx._remat import _escape
-from functx._remat._ledger import Departed, Ledger, Pruned, base_of
+from functx._remat._holders import base_of
+from functx._remat._ledger import Ledger
 from functx._remat._options import Options
+from functx._remat._prune import Departed, Pruned
 from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import results, rewrap, tracking
 

@@ -1,0 +1,69 @@
+"""Who holds a tensor: whether a tape has come to hold what the engine itself holds.
+
+NOTE [alive]
+A saved tensor may be the tensor itself, an alias that shares its storage, or a wrapper of some
+transform around it. So what counts is storages, by weak references, and, for tensors that the
+engine itself holds (results and inputs), how many more holders each has than it should.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from functx import _torch
+
+
+class Holders:
+    """How many holders a tensor has, at every level of its wrappers. ``NOTE [alive]``."""
+
+    __slots__ = ("_before", "_tensor", "storage")
+
+    def __init__(self, t: Tensor) -> None:
+        self._tensor = t
+        try:
+            self._before = _holders(t)
+            self.storage: int | None = _torch.storage_key(base_of(t))
+        except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
+            self.storage = None
+
+    def grown(self, accumulators: set[int]) -> bool:
+        """Whether anything but the tape's leaf nodes has come to hold the tensor since.
+
+        Args:
+            accumulators: ids of leaf tensors that have a node that accumulates their gradient,
+                which holds the leaf.
+        """
+        if self.storage is None:
+            return True
+        for (key, now), (_, before) in zip(_holders(self._tensor), self._before, strict=True):
+            if now - before > (1 if key in accumulators else 0):
+                return True
+        return False
+
+
+def _holders(t: Tensor) -> list[tuple[int, int]]:
+    counts = [(id(t), _torch.use_count(t))]
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+        counts.append((id(t), _torch.use_count(t)))
+    counts.append((0, _torch.storage_use_count(_torch.storage_key(t))))
+    return counts
+
+
+def base_of(t: Tensor) -> Tensor:
+    """The plain tensor inside all wrappers."""
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    return t
+
+
+def held_by_a_tape(t: Tensor) -> bool:
+    """Whether a result of the body, which Python holds once, is held by anything else."""
+    if _torch.use_count(t) > 1:
+        return True
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+        if _torch.use_count(t) > 2:  # its wrapper and this very look at it
+            return True
+    # The tensor, and this very look at its storage.
+    return bool(_torch.storage_use_count(_torch.storage_key(t)) > 2)
