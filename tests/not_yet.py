@@ -5,12 +5,10 @@ has to leave this list.
 """
 
 _DUAL = "raises RematError: forward over reverse by forward_ad.dual_level; functx.jvp does it"
-_PROFILE = "regions and replays have no names of their own in a profile yet"
 _VALUES = "determinism_check='values' raises ValueError: it is not there yet"
 _DEBUG = "debug=True raises NotImplementedError: it is not there yet"
 
 NOT_YET = {
-    "test_right_after_errors.py::TestProfile::test_names": _PROFILE,
     "test_never_a_constant[from_an_inner_region-backward]": (
         "raises ReplayError, which names the operation but not yet its file and line"
     ),

@@ -135,3 +135,23 @@ def test_torch_func_wraps_where_it_is_observed():
 def test_buffers_of_a_module():
     module = nn.BatchNorm1d(2)
     assert _torch.buffers_of(module)["running_mean"] is module.running_mean
+
+
+def test_a_name_in_a_profile():
+    """And no operation that a mode could see."""
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        torch.profiler.profile(activities=activities) as profile,
+        Mode(),
+        _torch.record_function("mine"),
+    ):
+        pass
+    assert "mine" in [event.name for event in profile.events()]
+    assert not seen

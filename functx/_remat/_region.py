@@ -35,6 +35,7 @@ from functx._remat import _escape
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
 from functx._remat._options import Options
+from functx._remat._profile import shown
 from functx._remat._prune import Departed, Pruned
 from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import results, rewrap, tracking
@@ -208,7 +209,7 @@ class Region:
             explicit = (*externals[: len(explicit)],)
             replay = Replay(self.entries, externals, name, self.left)
         try:
-            with self.environment.restored(), tracking(replay):
+            with self.environment.restored(), tracking(replay), shown(self.options, replay=True):
                 with pruning:
                     replay.modes = _torch.dispatch_mode_depth()
                     outs = self.body(*explicit)

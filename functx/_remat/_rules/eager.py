@@ -13,6 +13,7 @@ from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
 from functx._remat._node import attach
 from functx._remat._operator import base_rule
+from functx._remat._profile import shown
 from functx._remat._region import Flat, Region
 from functx._remat._rules import proxy
 from functx._remat._rules.base import Frame
@@ -101,7 +102,8 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     region.environment = environment = Environment(region.options, inputs, *region.reaches)
     region.first_run = first
     try:
-        outs = fn(*inputs)
+        with shown(region.options):
+            outs = fn(*inputs)
     finally:
         region.first_run = None
     written = {id(c.value) for c in region.constants if c.before is not None}
