@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from functx.compat._crosscheck import Crosscheck as Crosscheck
     from functx.compat._crosscheck import crosscheck as crosscheck
+    from functx.compat._from_jax import from_jax as from_jax
     from functx.compat._to_jax import to_jax as to_jax
 
 _WHERE = {
     "Crosscheck": "_crosscheck",
     "crosscheck": "_crosscheck",
+    "from_jax": "_from_jax",
     "to_jax": "_to_jax",
 }
 
-__all__ = ["Crosscheck", "crosscheck", "to_jax"]
+__all__ = ["Crosscheck", "crosscheck", "from_jax", "to_jax"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from functx._errors import LoweringError
+from functx.compat._encoding import torch_dtype_of
+from functx.compat._jax import x64_enabled
 from functx.compat._lowering._dtypes import check_fits, to_jax_dtype
-from functx.compat._torch import FakeTensor, is_functorch_wrapped
+from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
 
 # numpy has no such types of its own: their bits travel as integers of the same width.
 _AS_BITS = {
@@ -28,6 +30,18 @@ _AS_BITS = {
     torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
 }
 _FROM_BITS = {np.dtype(np_dtype): (dtype, bits) for dtype, (bits, np_dtype) in _AS_BITS.items()}
+
+
+# XLA reads memory that starts at a multiple of this many bytes.
+ALIGNMENT = 64
+
+# What 64-bit types become with x64 off; for floats `check_fits` never lets it come to that.
+MAY_NOT_FIT = {
+    torch.int64: torch.int32,
+    torch.uint64: torch.uint32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
 
 
 def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
@@ -61,6 +75,64 @@ def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
     # Also while a function is being traced by JAX, the result is an array, not a tracer.
     with jax.ensure_compile_time_eval():
         return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
+
+
+def borrow(x: torch.Tensor, what: str) -> jax.Array:
+    """A JAX array of a tensor's values, over the tensor's own memory where JAX can read that.
+
+    The array is only right until torch writes to the tensor: wait for JAX before anyone can.
+
+    Args:
+        x: a dense tensor; strided, misaligned, lazily negated or conjugated ones are copied.
+        what: names the function it is for, in messages.
+
+    Returns:
+        An array of the same shape and values on the same device; ``int64`` becomes ``int32`` with
+        x64 off, if the values fit.
+
+    Raises:
+        LoweringError: as :func:`array_from_torch`, or if JAX has no such device.
+    """
+    what = f"an argument of {what}"
+    _has_plain_data(x, what)
+    x = x.detach()
+    if is_zero_tensor(x):
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    x = x.resolve_conj().resolve_neg().contiguous()
+    if x.dtype in MAY_NOT_FIT and not x64_enabled():
+        check_fits(x.cpu().numpy(), what)
+        x = x.to(MAY_NOT_FIT[x.dtype])
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
+    try:
+        return jax.dlpack.from_dlpack(x)
+    except (RuntimeError, TypeError, BufferError) as err:
+        raise LoweringError(
+            f"{what} is a {x.dtype} tensor on {x.device}, which this JAX (backend"
+            f" {jax.default_backend()!r}) can't read: {err}; move it with .cpu(), or install JAX"
+            " for that device (pip install 'functx[cuda]')"
+        ) from err
+
+
+def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
+    """A tensor over the memory of a JAX array that nobody else holds or will hold.
+
+    Args:
+        x: a concrete array with a dtype that torch has, in memory of its own: a result of a jitted
+            function that copies its results, see ``_program``.
+        device: where the tensor shall be; ``None`` leaves it where JAX has it, if torch can be
+            there.
+    """
+    if x.size == 0:
+        return torch.empty(x.shape, dtype=torch_dtype_of(x.dtype), device=device)
+    if len(x.devices()) > 1 or (device is None and not _reaches(x)):
+        return tensor_from_jax(x, device)
+    return torch.from_dlpack(x).to(device)
+
+
+def _reaches(x: jax.Array) -> bool:
+    (device,) = x.devices()
+    return device.platform == "cpu" or torch.cuda.is_available()
 
 
 def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:

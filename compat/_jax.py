@@ -58,6 +58,48 @@ def concrete(x: Any) -> Any:
     return x
 
 
+def static_arguments(
+    f: Any, argnums: Any, argnames: Any
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the static arguments of ``jax.jit(f, argnums, argnames)``.
+
+    Those of an ``f`` that is jitted already are its own, too. ``_jit_info`` of a jitted function is
+    private; asking JAX means that names are inferred from positions exactly as it does.
+
+    Raises:
+        TypeError: the options are of a wrong type.
+        ValueError: they name arguments that ``f`` does not have.
+    """
+    import functools
+
+    import jax
+
+    infos = [getattr(f, "_jit_info", None)]
+    if argnums is not None or argnames is not None:
+
+        @functools.wraps(f)
+        def target(*args: Any, **kwargs: Any) -> Any:
+            return f(*args, **kwargs)
+
+        infos.append(
+            jax.jit(target, static_argnums=argnums, static_argnames=argnames)._jit_info  # type: ignore[attr-defined]
+        )
+    known = [info for info in infos if info is not None]
+    return (
+        tuple({i: None for info in known for i in info.static_argnums}),
+        tuple({name: None for info in known for name in info.static_argnames}),
+    )
+
+
+def batch_dim_of(x: Any) -> int | None:
+    """The dimension over which an eager or traced ``jax.vmap`` maps ``x``; ``None`` if it doesn't.
+
+    ``BatchTracer.batch_dim`` is private; without it, results that are the same for the whole batch
+    would be repeated for each example.
+    """
+    return getattr(x, "batch_dim", None)
+
+
 def buffer_pointer(x: Any) -> int:
     """The address of a committed single-device array's buffer.
 

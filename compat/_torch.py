@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+# Kernels of an operator: going on below autograd with the keys that are left, and one node at one
+# level without the class that functorch would make at each call.
+from torch._C import _after_autograd_keyset, _functorch
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
 # A tensor that a functorch level wraps has no data of its own to export; what it wraps has.
 from torch._C._functorch import get_unwrapped
@@ -49,19 +54,29 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "apply_function",
     "base_of",
+    "below_autograd",
+    "below_vmap",
     "core_aten_decompositions",
     "decomposition_table",
     "function_being_applied",
     "is_functorch_wrapped",
     "is_mutable",
+    "is_plain",
+    "is_zero_tensor",
     "make_fx",
     "map_tensors",
     "name_of",
+    "nonstrict_trace",
     "own_tensors",
+    "redispatch",
+    "runs_while_tracing",
     "storage_key",
     "version_of",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -87,6 +102,16 @@ def base_of(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether ``x`` has data: it belongs to no transform, and is not fake."""
+    return not (is_functorch_wrapped(x) or isinstance(x, FakeTensor) or x.is_meta)
+
+
+def is_zero_tensor(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a zero of forward mode that has no memory."""
+    return x._is_zerotensor()
+
+
 def is_mutable(target: Any) -> bool:
     """Whether an operation writes to one of its arguments, by its schema."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
@@ -100,6 +125,47 @@ def name_of(op: OpOverload) -> str:
 def storage_key(x: torch.Tensor) -> int:
     """Which storage a tensor is a view of, as long as it lives."""
     return int(x.untyped_storage()._cdata)
+
+
+def below_vmap() -> Any:
+    """A context for an operator's own batching rule: what it calls is of the levels below."""
+    return torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+    )
+
+
+def nonstrict_trace(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Dynamo puts into its graph without looking inside; what follows it does."""
+    import torch._dynamo  # not at the top: it takes as long to import as all of torch
+
+    return torch._dynamo.nonstrict_trace(f)
+
+
+def runs_while_tracing(f: F) -> F:
+    """Mark a function that Dynamo runs where it meets it, for a constant result.
+
+    What ``torch._dynamo.assume_constant_result`` does, without importing that.
+    """
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+def redispatch(op: OpOverload, keyset: Any, *args: Any) -> Any:
+    """Call an operator from its own kernel of the autograd key, with the keys below that."""
+    return op.redispatch(keyset & _after_autograd_keyset, *args)
+
+
+def apply_function(function: Any, *args: Any) -> Any:
+    """Make a node of a single-level Function, past the ``apply`` that regions observe.
+
+    They see the operator that makes the node.
+    """
+    allowed = _functorch.get_single_level_autograd_function_allowed()
+    _functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        return super(torch.autograd.function._SingleLevelFunction, function).apply(*args)
+    finally:
+        _functorch.set_single_level_autograd_function_allowed(allowed)
 
 
 def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:

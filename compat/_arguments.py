@@ -1,0 +1,172 @@
+"""What a function made by ``from_jax`` may be called with, one leaf at a time.
+
+Everything that JAX would trace travels as a tensor; everything else is static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from functx.compat._dlpack import tensor_from_jax
+from functx.compat._encoding import decoder, encode
+from functx.compat._lowering._dtypes import check_fits
+from functx.compat._program import Scalar
+
+_SCALARS: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the arguments.
+
+    Attributes:
+        key: its part of the signature.
+        tensor: its values, if JAX traces it.
+        static: the leaf itself, if not.
+        scalar: the Python type of a number, which is weakly typed.
+        decode: what makes it from its encoding.
+    """
+
+    key: Hashable
+    tensor: Tensor | None = None
+    static: Any = None
+    scalar: Scalar | None = None
+    decode: Callable[[Any], Any] | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether JAX traces it."""
+        return self.tensor is not None
+
+    def value(self, array: Any) -> Any:
+        """What the function is given for the array that travelled."""
+        return array if self.decode is None else self.decode(array)
+
+
+def read_leaf(x: Any, device: torch.device | None, name: str) -> Leaf:
+    """Classify one leaf of the arguments.
+
+    Args:
+        x: the leaf.
+        device: where numbers and arrays go.
+        name: of the function.
+
+    Raises:
+        TypeError: it is neither an array nor hashable, or a value that JAX is tracing.
+        ValueError: a tensor on another device.
+        LoweringError: a numpy array that JAX would narrow.
+    """
+    if isinstance(x, Tensor):
+        if x.device != device:
+            raise ValueError(
+                f"from_jax: {name} got tensors on {device} and on {x.device}; move them to one"
+                " device"
+            )
+        return Leaf((static_shape(x), x.dtype), x)
+    if isinstance(x, (np.ndarray, np.generic)):
+        check_fits(np.asarray(x), f"from_jax: an argument of {name}")
+        x = jnp.asarray(x)
+    elif hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"from_jax: {name} got a value that JAX is tracing; inside JAX's transforms call the"
+            " JAX function itself"
+        )
+    if isinstance(x, jax.Array) and not (x.weak_type and x.ndim == 0):
+        tensor = tensor_from_jax(encode(x), device)
+        decode = decoder(x)
+        return Leaf((x.shape, x.dtype), tensor, decode=decode)
+    if isinstance(x, jax.Array):
+        x = x.item()
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        x = _plain_number(x)
+    for kind, dtype in _SCALARS.items():
+        if isinstance(x, kind):
+            return Leaf(kind, torch.tensor(x, dtype=dtype, device=device), scalar=kind)
+    _check_hashable(x, name)
+    return Leaf((type(x), x), static=x)
+
+
+def static_shape(t: Tensor) -> tuple[int, ...]:
+    """A shape in plain numbers: each is a signature of its own, also while torch traces."""
+    shape = t.shape
+    return shape if all(type(n) is int for n in shape) else tuple(map(int, shape))
+
+
+def _plain_number(x: Any) -> Any:
+    kinds: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(x)](x)
+
+
+def _check_hashable(x: Any, name: str) -> None:
+    try:
+        hash(x)
+    except TypeError:
+        raise TypeError(
+            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
+            " register it as a JAX pytree, or make it hashable to pass it as a static value"
+        ) from None
+
+
+@dataclass(frozen=True)
+class StaticArguments:
+    """Which arguments are static: those that ``jax.jit`` would take for static.
+
+    Attributes:
+        argnums: positions, negative ones from the end.
+        argnames: keywords.
+    """
+
+    argnums: tuple[int, ...] = ()
+    argnames: tuple[str, ...] = ()
+
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Hashable, Callable[[Any], tuple[Any, Any]]]:
+        """Dynamic arguments, static ones, and what puts the two together again.
+
+        Raises:
+            ValueError: a static argument is not hashable.
+        """
+        if not self.argnums and not self.argnames:
+            return (args, kwargs), None, lambda dynamic: dynamic
+        n = len(args)
+        places = sorted({i % n for i in self.argnums if -n <= i < n})
+        names = sorted(name for name in self.argnames if name in kwargs)
+        static = [(i, args[i]) for i in places] + [(name, kwargs[name]) for name in names]
+        for where, value in static:
+            try:
+                hash(value)
+            except TypeError:
+                raise ValueError(
+                    f"from_jax: the static argument {where!r} is a {type(value).__name__}, which is"
+                    " not hashable; pass a tuple in place of a list, or leave it out of"
+                    " static_argnums and static_argnames"
+                ) from None
+
+        def join(dynamic: Any) -> tuple[Any, Any]:
+            rest, named = dynamic
+            full = list(rest)
+            for where, value in static:
+                if isinstance(where, int):
+                    full.insert(where, value)
+            return full, {**named, **{k: v for k, v in static if isinstance(k, str)}}
+
+        moving = tuple(a for i, a in enumerate(args) if i not in places)
+        named = {k: v for k, v in kwargs.items() if k not in names}
+        key = tuple((where, type(value), value) for where, value in static)
+        return (moving, named), key, join

@@ -1,0 +1,234 @@
+"""``from_jax``: a JAX function as a torch function.
+
+The function is traced once for each signature: the structure of its arguments, the shapes and
+dtypes of its arrays, the values of static arguments, and JAX's settings. `_call` makes it an
+operator with a rule for each of torch's transforms.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+
+from functx.compat._arguments import Leaf, StaticArguments, read_leaf
+from functx.compat._call import call
+from functx.compat._dlpack import array_from_torch
+from functx.compat._encoding import decoder, encode
+from functx.compat._jax import static_arguments
+from functx.compat._program import Program
+from functx.compat._settings import Settings, current_settings, with_x64
+from functx.compat._torch import is_plain, nonstrict_trace, runs_while_tracing
+
+
+def from_jax(
+    g: Callable[..., Any],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    enable_x64: bool = False,
+) -> TorchFunction:
+    """Turn a JAX function into a torch function.
+
+    The result takes pytrees (as JAX knows them) with torch tensors in place of JAX arrays, and
+    returns such.  It can be differentiated, forwards and backwards, any number of times, batched,
+    rematerialized and compiled: ``.backward()``, ``torch.func``, ``functx``,
+    ``torch.utils.checkpoint``, ``torch.compile``.  Its derivatives are those that JAX takes
+    (``jax.vjp``, ``jax.jvp``, ``jax.vmap``), custom rules included; for complex numbers in torch's
+    convention.
+
+    ``g`` is traced and compiled as by ``jax.jit``, once for each signature, so the same holds for
+    its side effects and for Python control flow; under ``jax.disable_jit`` it runs as it is.
+    Derivatives run under the JAX settings (64-bit types, precision of products, ...) of the
+    forward call.  Tensors cross without a copy where their memory allows; what comes back is
+    torch's own to write to.
+
+    Beside tensors ``g`` may be given JAX and numpy arrays (``jax.random`` keys among them) and
+    Python numbers, to which no gradient flows, and hashable objects of any other type, which are
+    static.  Results that are typed keys come back as JAX keys.
+
+    With JAX's 64-bit types off, ``int64`` tensors must have values that fit ``int32`` and come back
+    as ``int32``; ``float64`` tensors are refused, never narrowed.
+
+    Args:
+        g: a JAX function; may be jitted already, its static arguments are then static here.
+        static_argnums: as of ``jax.jit``.
+        static_argnames: as of ``jax.jit``.
+        enable_x64: run ``g`` with JAX's 64-bit types on, whatever JAX's setting is.
+
+    Returns:
+        The torch function.  Results are on the device of the first tensor among the arguments.
+
+    Raises:
+        TypeError: if ``g`` is not callable, or at a call: an argument or result of ``g`` is nothing
+            that JAX can take.
+        LoweringError: at a call: a tensor that JAX can't read, or would narrow.
+        ValueError: at a call: a static argument is not hashable; tensors on several devices.
+
+    Example:
+        >>> import torch, functx, jax.numpy as jnp
+        >>> from functx.compat import from_jax
+        >>> energy = from_jax(lambda x: jnp.sum(jnp.sin(x) ** 2))
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> energy(x).backward()
+        >>> x.grad
+        tensor([0., 0.])
+        >>> functx.vmap(functx.hessian(energy))(torch.zeros(1, 2))
+        tensor([[[2., 0.],
+                 [0., 2.]]])
+    """
+    if isinstance(g, (jax.Array, Tensor)) or not callable(g):
+        raise TypeError(
+            f"from_jax takes a JAX function, not {type(g).__name__}; to convert an array use"
+            " torch.from_dlpack"
+        )
+    return TorchFunction(g, static_argnums, static_argnames, enable_x64)
+
+
+class _Signature:
+    """The program of one signature, and how its results fit together.
+
+    Attributes:
+        program: ``g`` over flat arrays.
+        out_tree: the structure of its results, when it has been traced.
+        decoders: what makes each result from the array that the program returns.
+    """
+
+    def __init__(
+        self,
+        g: Callable[..., Any],
+        name: str,
+        leaves: Sequence[Leaf],
+        join: Callable[[Sequence[Any]], tuple[Any, Any]],
+        settings: Settings,
+    ) -> None:
+        self.out_tree: Any = None
+        self.decoders: list[Callable[[Any], Any] | None] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            values = [leaf.value(next(given)) if leaf.is_array else leaf.static for leaf in leaves]
+            args, kwargs = join(values)
+            outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
+            outs = [_result(out, name) for out in outs]
+            self.decoders = [decoder(out) for out in outs]
+            return [encode(out) for out in outs]
+
+        flat.__name__ = flat.__qualname__ = name
+        scalars = [leaf.scalar for leaf in leaves if leaf.is_array]
+        self.program = Program(flat, name, scalars, settings)
+
+    def result(self, outs: Sequence[Tensor]) -> Any:
+        """What ``g`` returned, from what the program did."""
+        values = [
+            out if decode is None else _decoded(out, decode, self.program.name)
+            for out, decode in zip(outs, self.decoders, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(self.out_tree, values)
+
+
+class TorchFunction:
+    """A JAX function as a torch function; see :func:`from_jax`."""
+
+    def __init__(
+        self,
+        g: Callable[..., Any],
+        static_argnums: int | Sequence[int] | None,
+        static_argnames: str | Sequence[str] | None,
+        enable_x64: bool,
+    ) -> None:
+        functools.update_wrapper(self, g, updated=())
+        self.__wrapped__ = g
+        self._name = getattr(g, "__name__", type(g).__name__)
+        self._options = (static_argnums, static_argnames, enable_x64)
+        self._static = StaticArguments(*static_arguments(g, static_argnums, static_argnames))
+        self._x64 = enable_x64
+        self._signatures: dict[Hashable, _Signature] = {}
+        # What Dynamo calls without looking inside, made when it first comes by.
+        self._opaque: Any = None
+
+    def __repr__(self) -> str:
+        return f"from_jax({self._name})"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        argnums, argnames, x64 = self._options
+        return _again, (self.__wrapped__, argnums, argnames, x64)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchFunction:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on pytrees of tensors."""
+        if torch.compiler.is_dynamo_compiling():
+            _make_opaque(self)
+            return self._opaque(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        settings = current_settings()
+        if self._x64:
+            settings = with_x64(settings)
+        dynamic, static, join = self._static.split(args, kwargs)
+        flat, tree = jax.tree_util.tree_flatten(dynamic)
+        device = next((x.device for x in flat if isinstance(x, Tensor)), None)
+        leaves = [read_leaf(x, device, self._name) for x in flat]
+        key = (tree, static, settings, tuple([leaf.key for leaf in leaves]))
+        signature = self._signatures.get(key)
+        if signature is None:
+
+            def joined(values: Sequence[Any]) -> tuple[Any, Any]:
+                return join(jax.tree_util.tree_unflatten(tree, values))
+
+            made = _Signature(self.__wrapped__, self._name, leaves, joined, settings)
+            signature = self._signatures.setdefault(key, made)
+        tensors = [leaf.tensor for leaf in leaves if leaf.tensor is not None]
+        return signature.result(call(signature.program, tensors))
+
+
+def _again(g: Any, argnums: Any, argnames: Any, x64: bool) -> TorchFunction:
+    return TorchFunction(g, argnums, argnames, x64)
+
+
+@runs_while_tracing
+def _make_opaque(f: TorchFunction) -> bool:
+    """Dynamo is to put calls of ``f`` into its graph as they are; what traces next looks inside."""
+    if f._opaque is None:
+
+        def opaque(*args: Any, **kwargs: Any) -> Any:
+            return f._call(args, kwargs)
+
+        f._opaque = nonstrict_trace(opaque)
+    return True
+
+
+def _result(out: Any, name: str) -> Any:
+    if isinstance(out, Tensor):
+        raise TypeError(
+            f"from_jax: {name} returned a torch tensor; from_jax takes JAX functions, and torch"
+            " functions need no conversion"
+        )
+    try:
+        return jnp.asarray(out)
+    except TypeError as err:
+        raise TypeError(
+            f"from_jax: {name} returned a {type(out).__name__}, which is no JAX type; return arrays"
+            " in tuples, lists, dicts or registered pytrees"
+        ) from err
+
+
+def _decoded(out: Tensor, decode: Callable[[Any], Any], name: str) -> Any:
+    if not is_plain(out):
+        raise TypeError(
+            f"from_jax: {name} returned typed random keys (or an array of another type that torch"
+            " lacks) inside a torch transform; return jax.random.key_data(key) instead"
+        )
+    return decode(array_from_torch(out))
