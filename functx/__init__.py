@@ -5,8 +5,11 @@ checkpointing that composes with all of them.
 """
 
 from functx import memory as memory
+from functx._checkpoint import checkpoint as checkpoint
+from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
+from functx._patch import patch_checkpoint as patch_checkpoint
 from functx._remat import remat as remat
 from functx._transforms import debug_unwrap as debug_unwrap
 from functx._transforms import functional_call as functional_call

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from functx import _torch
 
@@ -155,3 +156,24 @@ def test_a_name_in_a_profile():
         pass
     assert "mine" in [event.name for event in profile.events()]
     assert not seen
+
+
+def test_the_settings_of_torchs_checkpoint():
+    assert _torch.checkpoint_overrules() == (None, None)
+    with checkpoint.set_checkpoint_early_stop(False):
+        assert _torch.checkpoint_overrules() == (False, None)
+    with checkpoint.set_checkpoint_debug_enabled(True):
+        assert _torch.checkpoint_overrules() == (None, True)
+
+
+def test_the_policy_of_selective_contexts():
+    policy = lambda *_: True  # noqa: E731
+    contexts = checkpoint.create_selective_checkpoint_contexts(policy)
+    assert _torch.selective_policy(contexts[0]) is policy
+    assert _torch.selective_policy(contexts[1]) is None
+
+
+def test_torchs_checkpoint_is_found():
+    function = _torch.torch_checkpoint()
+    assert function.__name__ == "checkpoint"
+    assert not function.__code__.co_freevars

@@ -30,6 +30,8 @@ LAYERS = [
     ("functx._remat._function",),
     ("functx._remat._module",),
     ("functx._remat",),
+    ("functx._checkpoint",),
+    ("functx._apply", "functx._patch"),
     ("functx",),
     ("functx.compat._torch", "functx.compat._jax", "functx.compat._environment"),
     ("functx.compat._lowering",),

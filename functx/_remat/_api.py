@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -105,6 +106,32 @@ def remat(
         *Training deep nets with sublinear memory cost*, 2016; the pullback as a replay of the
         function, Maclaurin et al., *autograd*, 2015.
     """
+    options = checked_options(
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        debug=debug,
+        budget=budget,
+    )
+    if f is None:
+        return functools.partial(_rematted, options=options)
+    return _rematted(f, options)
+
+
+def checked_options(
+    *,
+    policy: Any,
+    preserve_rng_state: bool | str,
+    determinism_check: str,
+    debug: bool,
+    budget: Any = None,
+) -> Options:
+    """What the caller asked for, or an error if it is nothing that a region can do.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option has a value that is not known.
+    """
     if determinism_check not in _CHECKS:
         raise ValueError(
             f"remat: determinism_check is {determinism_check!r}, expected one of "
@@ -118,28 +145,24 @@ def remat(
         if value is not None:
             raise NotImplementedError(f"remat: the option {option} is not there yet.")
     _policies.check(policy)
-    make = functools.partial(
-        _rematted,
+    return Options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
     )
-    if f is None:
-        return make
-    return make(f)
 
 
-def _rematted(f: Any, **options: Any) -> Any:
+def _rematted(f: Any, options: Options) -> Any:
     if isinstance(f, nn.Module):
-        return remat_module(f, Options(name=type(f).__name__, **options))
+        return remat_module(f, replace(options, name=type(f).__name__))
     if isinstance(f, (staticmethod, classmethod)):
-        return type(f)(_rematted(f.__func__, **options))
+        return type(f)(_rematted(f.__func__, options))
     if not callable(f):
         raise TypeError(
             f"remat: expected a callable, got {type(f).__name__}. Give it a function, a method or "
             "an nn.Module; to set options only, use remat(option=...) as a decorator."
         )
-    o = Options(name=_name(f), **options)
+    o = replace(options, name=name_of(f))
 
     def rematted(*args: Any, **kwargs: Any) -> Any:
         return _function.run(f, args, kwargs, o)
@@ -151,7 +174,8 @@ def _rematted(f: Any, **options: Any) -> Any:
     return rematted
 
 
-def _name(f: Any) -> str:
+def name_of(f: Any) -> str:
+    """What messages call ``f``."""
     while isinstance(f, functools.partial):
         f = f.func
     return getattr(f, "__qualname__", None) or type(f).__qualname__

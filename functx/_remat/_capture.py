@@ -75,7 +75,8 @@ class FirstRun(Tracker):
         self.holders: list[Holders] = []
         # A pullback that no tape is under will not be replayed.
         idle = region.options.replay and not any(f.differentiates() for f in region.frames)
-        self.ledger = None if idle or _torch.tracing() else Ledger()
+        pruned = region.options.prune and not idle and not _torch.tracing()
+        self.ledger = Ledger() if pruned else None
         self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()

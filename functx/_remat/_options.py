@@ -16,6 +16,7 @@ class Options:
         preserve_rng_state: whether replays draw the random numbers of the forward; ``"all"`` for
             Python's and numpy's too, wherever they are drawn.
         determinism_check: how replays are compared with the forward.
+        prune: whether replays leave out what the pullback does not read.
         replay: whether this is the pullback of another region.
     """
 
@@ -23,4 +24,5 @@ class Options:
     policy: Any = None
     preserve_rng_state: bool | str = True
     determinism_check: str = "default"
+    prune: bool = True
     replay: bool = False

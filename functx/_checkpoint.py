@@ -1,0 +1,257 @@
+"""`checkpoint` and `checkpoint_sequential`: drop-in for those of ``torch.utils.checkpoint``.
+
+Same signatures, one implementation: a region of `functx.remat`. Every option is honoured or
+refused; none is ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from functx import _torch
+from functx._errors import RematError
+from functx._remat import _function
+from functx._remat._api import checked_options, name_of
+from functx._remat._operator import differentiating
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool | str = True,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``, as a region that keeps its inputs and is computed again.
+
+    Takes what `torch.utils.checkpoint.checkpoint` takes, and does what `functx.remat` does: it
+    works under every stack of transforms, and tensors that ``function`` reaches otherwise than
+    through its arguments get their gradients.
+
+    Args:
+        function: any callable.
+        *args: its arguments, any pytrees.
+        use_reentrant: torch's choice between two implementations. Here is one, which computes what
+            ``function`` would. ``True`` further means what it means there: replays run in full,
+            and keyword arguments, ``context_fn`` and ``debug`` are errors. It does *not* bring
+            back that parameters get no gradient where no argument requires one.
+        context_fn: returns two context managers, for the forward and for replays. Those that
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes are understood as
+            the ``policy`` of `functx.remat`; others are entered around ``function``.
+        determinism_check: as for `functx.remat`.
+        debug: as for `functx.remat`; not together with ``context_fn``.
+        early_stop: ``False`` runs replays in full. Else they leave out what no gradient needs.
+            Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
+            overrules ``debug``.
+        preserve_rng_state: as for `functx.remat`.
+        **kwargs: keyword arguments of ``function``.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        TypeError: ``function`` is not callable, or an option has the wrong type.
+        ValueError: options that exclude each other, or a value that is not known.
+        functx.RematError: where the promise can't be kept; a ``CheckpointError`` of torch.
+
+    Example:
+        >>> import torch, functx
+        >>> def loss(x):
+        ...     return functx.checkpoint(torch.sin, x, use_reentrant=False).sum()
+        >>> functx.vmap(functx.grad(loss))(torch.zeros(2, 3))
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint: expected a callable first, got {type(function).__name__}. Call it as "
+            "checkpoint(function, *args), not as checkpoint(function(*args))."
+        )
+    _check_flag("use_reentrant", use_reentrant, optional=True)
+    _check_flag("debug", debug)
+    _check_flag("early_stop", early_stop)
+    overruling = _torch.checkpoint_overrules()
+    if overruling.debug is not None:
+        debug = overruling.debug
+    if overruling.early_stop is not None:
+        early_stop = overruling.early_stop
+    if use_reentrant:
+        _check_reentrant(kwargs, context_fn, debug)
+        early_stop = False
+    if debug and context_fn is not noop_context_fn:
+        raise ValueError(
+            "checkpoint: debug=True and a context_fn exclude each other, as in torch. Leave out "
+            "one of them."
+        )
+    policy = None
+    body: Any = functools.partial(function) if isinstance(function, nn.Module) else function
+    wrapped = isinstance(function, functools.partial) and function.func is within
+    name = name_of(function.args[1] if wrapped else function)
+    if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
+        forward, replays = _contexts(context_fn)
+        policy = _torch.selective_policy(forward)
+        if policy is None and not (_does_nothing(forward) and _does_nothing(replays)):
+            # A partial: what the function closes over is still found.
+            body = functools.partial(_under, _Turns(forward, replays), body)
+    options = checked_options(
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        debug=debug,
+    )
+    return _function.run(body, args, kwargs, replace(options, name=name, prune=early_stop))
+
+
+def checkpoint_sequential(
+    functions: Sequence[Callable[[Any], Any]] | nn.Sequential,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A chain of functions in ``segments`` pieces, all but the last of which are regions.
+
+    Takes what `torch.utils.checkpoint.checkpoint_sequential` takes, and cuts where it cuts: pieces
+    of ``len(functions) // segments`` functions, the rest in the last one.
+
+    Args:
+        functions: an ``nn.Sequential``, or the functions in order.
+        segments: how many pieces, from 1 to the number of functions.
+        input: what the first function takes.
+        use_reentrant: as for `checkpoint`.
+        **kwargs: further options of `checkpoint`, ``preserve_rng_state`` for one.
+
+    Returns:
+        What the last function returns.
+
+    Raises:
+        TypeError: ``segments`` is no integer, or ``functions`` are none.
+        ValueError: ``segments`` is out of range, or an option is not known.
+
+    Example:
+        >>> import torch, functx
+        >>> chain = [torch.sin, torch.cos, torch.sin, torch.cos]
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> functx.checkpoint_sequential(chain, 2, x, use_reentrant=False).shape
+        torch.Size([2])
+    """
+    unknown = kwargs.keys() - _OPTIONS
+    if unknown:
+        raise ValueError(
+            f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
+            f"knows use_reentrant, {', '.join(sorted(_OPTIONS))}."
+        )
+    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    for step in steps:
+        if not callable(step):
+            raise TypeError(
+                "checkpoint_sequential: functions must be callable, but one of them is "
+                f"{type(step).__name__}."
+            )
+    if isinstance(segments, bool) or not hasattr(segments, "__index__"):
+        raise TypeError(
+            f"checkpoint_sequential: segments is {segments!r}, expected how many pieces to cut "
+            f"{len(steps)} functions into."
+        )
+    if not 1 <= segments <= max(len(steps), 1):
+        raise ValueError(
+            f"checkpoint_sequential: segments is {segments}, but there are {len(steps)} functions: "
+            f"choose 1 to {max(len(steps), 1)}."
+        )
+    size = len(steps) // segments
+    for number in range(segments - 1):
+        piece = functools.partial(_in_order, *steps[number * size : (number + 1) * size])
+        input = checkpoint(piece, input, use_reentrant=use_reentrant, **kwargs)
+    return _in_order(*steps[size * (segments - 1) :], input)
+
+
+_OPTIONS = {
+    "context_fn",
+    "debug",
+    "determinism_check",
+    "early_stop",
+    "preserve_rng_state",
+}
+
+
+def _in_order(*functions_and_input: Any) -> Any:
+    *functions, value = functions_and_input
+    for function in functions:
+        value = function(value)
+    return value
+
+
+def _check_flag(name: str, value: Any, *, optional: bool = False) -> None:
+    if not (isinstance(value, bool) or (optional and value is None)):
+        raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
+
+
+def _check_reentrant(kwargs: dict[str, Any], context_fn: Any, debug: bool) -> None:
+    if kwargs:
+        raise ValueError(
+            f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
+            "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
+        )
+    if context_fn is not noop_context_fn or debug:
+        raise ValueError(
+            "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+        )
+
+
+def _contexts(context_fn: Callable[[], Contexts]) -> Contexts:
+    contexts = context_fn()
+    if (
+        not isinstance(contexts, tuple)
+        or len(contexts) != 2
+        or not all(hasattr(c, "__enter__") and hasattr(c, "__exit__") for c in contexts)
+    ):
+        raise TypeError(
+            f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one for "
+            "the forward, one for replays."
+        )
+    return contexts
+
+
+def _does_nothing(context: Any) -> bool:
+    return type(context) is nullcontext
+
+
+def within(context: Callable[[], Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` in a context of its own, whenever it runs."""
+    with context():
+        return function(*args, **kwargs)
+
+
+class _Turns:
+    """Which of two contexts is next: the first once, the second from then on."""
+
+    def __init__(self, forward: Any, replays: Any) -> None:
+        self._forward = forward
+        self._replays = replays
+
+    def next(self) -> Any:
+        """The context of this run."""
+        context, self._forward = self._forward, None
+        return self._replays if context is None else context
+
+
+def _under(turns: _Turns, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    with turns.next():
+        return function(*args, **kwargs)
+    raise RematError(  # type: ignore[unreachable]
+        "checkpoint: a context of context_fn suppressed an exception of the function, which then "
+        "has no result. Let exceptions pass."
+    )
