@@ -272,6 +272,28 @@ class TestKindsOfCapture:
         check_program(program)
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "grad(grad)"])
+def test_an_inner_region_captures_what_only_an_ended_level_knows(stack, depth):
+    """`functx.grad` pulls back after its level has ended: replays meet plain values there."""
+
+    def program(remat):
+        def f(w):
+            def step(x):
+                return x - w * functx.grad(lambda x: torch.sin(x * w).sum())(x)
+
+            for _ in range(depth):
+                step = remat(lambda x, inner=step: inner(x * w))
+            return step(X).sum()
+
+        if stack == "vmap(grad)":
+            return functx.vmap(functx.grad(f))(Y)
+        first = functx.grad(f)
+        return (functx.grad(first) if stack == "grad(grad)" else first)(Y[0])
+
+    check_program(program, eps=8)
+
+
 def test_the_check_can_fail():
     """Replay without captures, the mistake this file is about, is seen."""
 

@@ -38,6 +38,23 @@ def check_generators(f, ways=WAYS, x=X, **options):
     assert actual[1:] == expected[1:]
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_generator_of_nested_regions(depth):
+    """A replay of the outer region finds it where it was, not where the inner one left it."""
+
+    def f(remat):
+        generator = torch.Generator().manual_seed(5)
+
+        def draw(x):
+            return (x * torch.rand(4, generator=generator, dtype=DTYPE)).sin()
+
+        for _ in range(depth):
+            draw = remat(lambda x, inner=draw: inner(inner(x)))
+        return draw
+
+    check_generators(f)
+
+
 class TestTorch:
     @pytest.mark.parametrize(
         "draw",

@@ -143,6 +143,8 @@ class FirstRun(Tracker):
         """A replay must find the generator as it is now."""
         if self._region.options.preserve_rng_state:
             self._region.environment.given(generator)
+        if self._region.outer is not None:  # whose replays draw from it too
+            self._region.outer.drawn_from(generator)
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
@@ -209,6 +211,9 @@ class FirstRun(Tracker):
             return t
         if not self._lift_constants and not tracked(t):
             value = self._from_outside(t)
+            if tracked(value):
+                # What knew it has ended; in the replay around this region, a stand-in is it.
+                return self._capture(t, value)
             position = self._register("constant", len(region.constants), t, value)
             region.constants.append(Constant(value))
             self._sources.append(position)
@@ -217,8 +222,12 @@ class FirstRun(Tracker):
             self._known[id(t)] = weakref.ref(t)
             self._sources.append(MADE_HERE)
             return t
-        standin = self._lift(_torch.unwrap_if_dead(self._from_outside(t)))
-        position = self._register("capture", len(region.captured) - 1, t, standin)
+        return self._capture(t, self._from_outside(t))
+
+    def _capture(self, t: Tensor, value: Tensor) -> Tensor:
+        """Make a foreign tensor an input, by what it is for the region around this one."""
+        standin = self._lift(_torch.unwrap_if_dead(value))
+        position = self._register("capture", len(self._region.captured) - 1, t, standin)
         self._sources.append(position)
         return standin
 
