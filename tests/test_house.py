@@ -32,6 +32,8 @@ LAYERS = [
     ("functx._remat",),
     ("functx._checkpoint",),
     ("functx._apply", "functx._patch"),
+    ("functx._schedules",),
+    ("functx._loops",),
     ("functx",),
     ("functx.compat._torch", "functx.compat._jax", "functx.compat._environment"),
     ("functx.compat._lowering",),
