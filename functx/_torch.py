@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,14 @@ get_dispatch_mode_at = torch._C._get_dispatch_stack_at
 # What the enclosed code is called in a profile. Unlike the public record_function it runs no
 # operation, which modes would see, and costs a fifth of a microsecond when nothing is profiled.
 record_function = torch._C._profiler._RecordFunctionFast
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
+    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
+        yield
+
 
 # --- memory ------------------------------------------------------------------------------------
 

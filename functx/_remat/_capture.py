@@ -25,6 +25,7 @@ from functx._errors import RematError
 from functx._remat._escape import Birth, where
 from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
+from functx._remat._recording import Recording, Result
 from functx._remat._region import Constant, Region
 from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (
@@ -76,6 +77,8 @@ class FirstRun(Tracker):
         # A pullback that no tape is under will not be replayed.
         idle = region.options.replay and not any(f.differentiates() for f in region.frames)
         pruned = region.options.prune and not idle and not _torch.tracing()
+        # Where values are compared, all of them are computed again.
+        pruned = pruned and not region.options.values
         self.ledger = Ledger() if pruned else None
         self._returning = False
         self._start = _torch.next_sequence_number()
@@ -102,7 +105,9 @@ class FirstRun(Tracker):
     def made(self, t: Tensor) -> None:
         """Remember that, and where, it was made."""
         ref = self._known[id(t)] = weakref.ref(t)
-        self.births.append((len(self.births), ref, where()))
+        # Where the operation was called that has made it.
+        place = self.entries[-1].place if self.entries else None
+        self.births.append((len(self.births), ref, place or where()))
 
     def standin_births(self) -> list[Birth]:
         """Stand-ins that a gradient flows to, numbered by position from -1 down."""
@@ -121,7 +126,7 @@ class FirstRun(Tracker):
 
     def close(self, func: Any) -> None:
         """Record the operation."""
-        self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars)))
+        self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), where()))
         self._sources.clear()
         self._scalars.clear()
 
@@ -145,6 +150,11 @@ class FirstRun(Tracker):
             self._region.environment.given(generator)
         if self._region.outer is not None:  # whose replays draw from it too
             self._region.outer.drawn_from(generator)
+
+    def must_run_whole(self) -> None:
+        """Nothing may be left out of replays."""
+        if self.ledger is not None:
+            self.ledger.reliable = False
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
@@ -349,3 +359,19 @@ class FirstRun(Tracker):
         """The run ended: what it wrote to must be known, or it can't run again."""
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
+
+
+class RecordingRun(Recording, FirstRun):
+    """A first run that also writes down what operations give."""
+
+    __slots__ = ("targets", "unwritten", "values")
+
+    def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
+        super().__init__(region, lift_constants=lift_constants)
+        self.start(region.options)
+
+    def record(self, result: Result) -> None:
+        """With the operation that gave it."""
+        if self.entries:
+            entry = self.entries[-1]
+            entry.results = [*(entry.results or ()), result]

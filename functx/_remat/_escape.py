@@ -46,16 +46,21 @@ def where() -> Place:
     here = frame
     while _internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
-    if frame.f_back is None:
+    if _internal(frame.f_code.co_filename):
         frame = here
     return frame.f_code, frame.f_lasti
 
 
-def describe_place(place: Place) -> str:
-    """``file:line`` of a place."""
+def line_of(place: Place) -> int:
+    """The number of the line of a place."""
     code, instruction = place
     lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    return f"{code.co_filename}:{lines[0] if lines else code.co_firstlineno}"
+    return lines[0] if lines else code.co_firstlineno
+
+
+def describe_place(place: Place) -> str:
+    """``file:line`` of a place."""
+    return f"{place[0].co_filename}:{line_of(place)}"
 
 
 def find(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> dict[int, Tensor]:

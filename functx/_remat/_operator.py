@@ -17,7 +17,7 @@ from functx._errors import RematError
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, active_tracker, nested_region, tracking
+from functx._remat._tracker import SILENT, active_tracker, nested_region, nested_values, tracking
 
 _RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}
 _BASE: list[Callable[[Flat, Sequence[Tensor], Region], list[Tensor | None]]] = []
@@ -66,6 +66,10 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
             region.release()
     if outer is not None:
         outer.note(computed)
+        if region.options.values:
+            # A replay of the outer region runs this one afresh; it can only compare from outside.
+            outer.must_run_whole()
+            outer.operands(nested_values, [region.values()])
     return results
 
 

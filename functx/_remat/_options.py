@@ -17,6 +17,7 @@ class Options:
             Python's and numpy's too, wherever they are drawn.
         determinism_check: how replays are compared with the forward.
         prune: whether replays leave out what the pullback does not read.
+        debug: whether both sequences of operations are shown where a replay departs.
         replay: whether this is the pullback of another region.
     """
 
@@ -25,4 +26,15 @@ class Options:
     preserve_rng_state: bool | str = True
     determinism_check: str = "default"
     prune: bool = True
+    debug: bool = False
     replay: bool = False
+
+    @property
+    def values(self) -> bool:
+        """Whether what operations give is compared, bit by bit."""
+        return self.determinism_check == "values" and not self.replay
+
+    @property
+    def records(self) -> bool:
+        """Whether what operations give is recorded."""
+        return self.values or (self.debug and not self.replay)

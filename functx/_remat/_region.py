@@ -37,6 +37,7 @@ from functx._remat._ledger import Ledger
 from functx._remat._options import Options
 from functx._remat._profile import shown
 from functx._remat._prune import Departed, Pruned
+from functx._remat._recording import RecordingReplay
 from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import results, rewrap, tracking
 
@@ -175,7 +176,8 @@ class Region:
         """Run the body: the first time to find out what it needs, later to do the same again."""
         if self.first_run is not None:
             return self._find_out(tensors)
-        steps = None if self.ledger is None else self.ledger.replay_of(self._take_wanted())
+        wanted = self._take_wanted()
+        steps = None if self.ledger is None else self.ledger.replay_of(wanted)
         if steps is None or _torch.tracing():
             return self._again(tensors, nullcontext())
         try:
@@ -184,6 +186,8 @@ class Region:
             if all(self.needed):
                 # Perhaps only the kernels differ (a cache was warm); what matters is compared.
                 return self._again(tensors, nullcontext())
+            if self.options.debug:
+                self._again(tensors, nullcontext())  # it says more, if it departs as well
             raise ReplayError(
                 f"remat: the replay of the region {self.options.name!r} departed from its forward:"
                 f" {departure}. A region must do the same each time it runs."
@@ -207,7 +211,10 @@ class Region:
             for position in self.rewritten:
                 externals[position] = _copy(externals[position])
             explicit = (*externals[: len(explicit)],)
-            replay = Replay(self.entries, externals, name, self.left)
+            if self.options.records:
+                replay = RecordingReplay(self.entries, externals, self.options, self.left)
+            else:
+                replay = Replay(self.entries, externals, name, self.left)
         try:
             with self.environment.restored(), tracking(replay), shown(self.options, replay=True):
                 with pruning:
@@ -223,6 +230,10 @@ class Region:
             raise
         left = [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
         return [*self._distinct(outs), *left]
+
+    def values(self) -> int:
+        """A checksum of everything that the first run gave, if that is recorded."""
+        return hash(tuple(result.bits for entry in self.entries for result in entry.results or ()))
 
     def want(self, wanted: Sequence[int]) -> None:
         """Only these of the distinct results of the next replay on this thread are read."""

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from functx import _torch
-from functx._errors import ReplayError
-from functx._remat._tracker import REWRAPPED, Entry, Tracker, describe, rewrap
+from functx._remat._departure import departed
+from functx._remat._escape import where
+from functx._remat._tracker import REWRAPPED, Entry, Tracker, describe, nested_values, rewrap
 
 
 class Replay(Tracker):
@@ -112,6 +113,8 @@ class Replay(Tracker):
                 f"has {self._slot}"
             )
         if not _same(entry.scalars, self._scalars):
+            if func is nested_values:
+                self._depart(f"operation {at}, a region inside it, gives other values than it gave")
             self._depart(
                 f"operation {at} ({describe(func)}) was called with {list(entry.scalars)} and is "
                 f"called with {self._scalars}"
@@ -125,16 +128,17 @@ class Replay(Tracker):
         if self._at != len(self._entries):
             self._depart(
                 f"it ended after {self._at} operations, where the forward went on with "
-                f"{describe(self._entries[self._at].func)}"
+                f"{describe(self._entries[self._at].func)}",
+                ended=True,
             )
 
-    def _depart(self, how: str) -> NoReturn:
-        raise ReplayError(
-            f"remat: the replay of the region {self._name!r} departed from its forward: {how}. A "
-            "region must do the same each time it runs, so something it reads (a flag, a counter, "
-            "a global, train() or eval()) changed between forward and backward. Pass what changes "
-            "as an argument, or keep it until the backward has run."
-        )
+    def _depart(self, how: str, *, ended: bool = False, **more: str) -> NoReturn:
+        place = None if ended else where()
+        raise departed(self._name, how, self._at, self._entries, place, self.ran(), **more)
+
+    def ran(self) -> Sequence[Entry] | None:
+        """What the replay ran, the operation under way included, if that is recorded."""
+        return None
 
 
 class Lenient(Tracker):

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
+from functx._remat._escape import Place
 from functx._remat._watch import watching
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
@@ -51,14 +52,30 @@ _SCALARS = (int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 class Entry:
-    """One operation of a trace: the function, its plain arguments, where its tensors came from."""
+    """One operation of a trace.
 
-    __slots__ = ("func", "scalars", "sources")
+    Attributes:
+        func: what was called.
+        sources: where its tensors came from.
+        scalars: its other arguments.
+        place: the line that called it.
+        results: what it gave, if that is recorded.
+    """
 
-    def __init__(self, func: Any, sources: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
+    __slots__ = ("func", "place", "results", "scalars", "sources")
+
+    def __init__(
+        self,
+        func: Any,
+        sources: tuple[int, ...],
+        scalars: tuple[Any, ...],
+        place: Place | None = None,
+    ) -> None:
         self.func = func
         self.sources = sources
         self.scalars = scalars
+        self.place = place
+        self.results: list[Any] | None = None
 
 
 def nested_capture() -> None:
@@ -67,6 +84,10 @@ def nested_capture() -> None:
 
 def nested_region() -> None:
     """Stands in a trace where a nested region took its inputs."""
+
+
+def nested_values() -> None:
+    """Stands in a trace where a nested region whose values are compared has run."""
 
 
 def results() -> None:
@@ -124,6 +145,9 @@ class Tracker:
 
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to in a region inside this one."""
+
+    def must_run_whole(self) -> None:
+        """Something here compares what all operations give."""
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run on resolved arguments."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._remat._capture import FirstRun
+from functx._remat._capture import FirstRun, RecordingRun
 from functx._remat._environment import Environment
 from functx._remat._node import attach
 from functx._remat._operator import base_rule
@@ -98,7 +98,8 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
 
 def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """Run the body and find out what it needs."""
-    first = FirstRun(region, lift_constants=proxy.keeping())
+    run = RecordingRun if region.options.records else FirstRun
+    first = run(region, lift_constants=proxy.keeping())
     region.environment = environment = Environment(region.options, inputs, *region.reaches)
     region.first_run = first
     try:

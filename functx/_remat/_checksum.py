@@ -1,0 +1,75 @@
+"""A number that tells whether a tensor has the same bits as another.
+
+Integer arithmetic on the bits: exact, the same on every device and for every order of summation,
+and blind to no NaN. Each position has a weight of its own, so that a permutation is found.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._remat._holders import base_of
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_BLOCK = 1 << 18
+"""How many entries are weighed at a time, which bounds what that takes: 2 MiB, a few times."""
+
+
+def checksum(t: Tensor) -> int | None:
+    """A checksum of shape, dtype and bits of the plain tensor inside all wrappers.
+
+    Costs two passes over the memory of ``t`` and, on a GPU, a wait for it.
+
+    Returns:
+        64 bits; ``None`` for what has no bits to read: fake tensors, and layouts other than
+        strided and COO. A tensor made of others has those of its parts.
+    """
+    if _torch.tracing():
+        return None
+    with ExitStack() as stack:
+        unobserved(stack)
+        try:
+            return _of_parts(base_of(t))
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def unobserved(stack: ExitStack) -> None:
+    """Until the stack unwinds, run below all transforms, tapes and modes."""
+    stack.enter_context(_torch.cleared_interpreter_stack())
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(_torch.without_modes())
+
+
+def _of_parts(t: Tensor) -> int | None:
+    if t.layout is torch.sparse_coo:
+        return hash(tuple(_of_strided(p) for p in _torch.sparse_coo_parts(t)))
+    if _torch.is_traceable_wrapper_subclass(t):
+        names, _ = t.__tensor_flatten__()
+        return hash(tuple(_of_parts(getattr(t, name)) for name in names))
+    return _of_strided(t) if t.layout is torch.strided else None
+
+
+def _of_strided(t: Tensor) -> int:
+    bits = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    total = 0
+    for block in bits.view(_INTEGERS[bits.element_size()]).split(_BLOCK):
+        # Neither in the entries nor in the weights may a pattern survive: all differences between
+        # the entries of a dropout mask, say, are multiples of one power of two.
+        weights = _mixed(torch.arange(1, block.numel() + 1, device=block.device))
+        total = hash((total, int(_mixed(block.to(torch.int64)).mul_(weights).sum())))
+    return hash((total, str(t.dtype), tuple(t.shape)))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Each 64-bit number as another one that all its bits have a part in."""
+    for _ in range(2):
+        numbers = numbers.mul(_ODD).bitwise_xor_(numbers.bitwise_right_shift(31))
+    return numbers
+
+
+_ODD = 0x1E3779B97F4A7C15
