@@ -6,6 +6,7 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +129,16 @@ def storage_key(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def neg_view(t: torch.Tensor) -> torch.Tensor:
+    """The negative of ``t``, as a view with a flag."""
+    return torch._neg_view(t)
+
+
+def is_zero_tensor(t: torch.Tensor) -> bool:
+    """Whether ``t`` is forward mode's zero, which has no memory."""
+    return t._is_zerotensor()
+
+
 def use_count(t: torch.Tensor) -> int:
     """How many hold a tensor, Python (which counts once) and C++ together."""
     return t._use_count()  # type: ignore[attr-defined]
@@ -147,6 +158,13 @@ def is_mutable(func: Any) -> bool:
     """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether all that an operator gives are views of its arguments, by its schema."""
+    infos = [result.alias_info for result in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
 def returns_one_list(func: Any) -> bool:

@@ -177,3 +177,17 @@ def test_torchs_checkpoint_is_found():
     function = _torch.torch_checkpoint()
     assert function.__name__ == "checkpoint"
     assert not function.__code__.co_freevars
+
+
+def test_views_are_told_by_their_schema():
+    aten = torch.ops.aten
+    assert _torch.is_view(aten.view.default)
+    assert _torch.is_view(aten.split.Tensor)
+    assert not _torch.is_view(aten.add_.Tensor)
+    assert not _torch.is_view(aten.clone.default)
+
+
+def test_zeros_without_memory_and_negatives_as_flags():
+    assert _torch.is_zero_tensor(torch._efficientzerotensor(3))
+    assert not _torch.is_zero_tensor(torch.zeros(3))
+    assert torch.equal(_torch.neg_view(torch.ones(3)), -torch.ones(3))

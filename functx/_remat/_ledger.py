@@ -1,10 +1,16 @@
 """What a body ran below all transforms, and what of it a pullback reads.
 
-A dispatch mode under the first run writes down every ATen operation: which earlier ones wrote what
-it reads. When the body has returned, the results of operations that are still alive, results of
-the body aside, are what some tape has saved. These are what a pullback reads, and the operations
-they come from are *live*; so are those whose results Python looked at. Nothing has to be traced or
-cached for that, so it can't be stale: it is known anew for each call.
+A dispatch mode under the first run writes down every ATen operation but views, of which torch makes
+more or fewer depending on what requires grad: which earlier ones wrote what it reads. When the body
+has returned, the results of operations that are still alive, results of the body aside, are what
+some tape has saved. These are what a pullback reads, and the operations they come from are *live*;
+so are those whose results Python looked at. Nothing has to be traced or cached for that, so it
+can't be stale: it is known anew for each call.
+
+NOTE [alive]
+A saved tensor may be the tensor itself, an alias that shares its storage, or a wrapper of some
+transform around it. So what counts is storages, by weak references, and, for tensors that the
+engine itself holds (results and inputs), how many more holders each has than it should.
 """
 
 from __future__ import annotations
@@ -24,29 +30,45 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
-# Autograd detaches results that it saves, which depends on what requires grad. It is a view, so
-# nothing is lost by leaving it out of records.
-DETACH = torch.ops.aten.detach.default
+_aten = torch.ops.aten
+# Draws that take only a shape from what they are given; dropout multiplies by it, as it is.
+_DRAWS_BLINDLY = {
+    *(_aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.native_dropout),
+    *(_aten.uniform_, _aten.normal_, _aten.random_, _aten.exponential_, _aten.cauchy_),
+    *(_aten.log_normal_, _aten.geometric_),
+}
+# What writes running statistics, though its schema does not say so.
+_WRITES_SILENTLY = {
+    *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
+    *(_aten.batch_norm_update_stats, _aten._batch_norm_impl_index),
+}
 
 
 class Step:
     """One ATen operation.
 
+    NOTE [what runs has its inputs]
+    An operation that a replay can't do without (it draws, say) reads values too: on memory nobody
+    wrote to, it may refuse its arguments or crash. So it is a root like any other. The exceptions
+    look at no value: views, and draws that take only a shape from what they are given.
+
     Attributes:
         func: the overload.
         reads: the steps that wrote what it reads.
         externals: storages it reads that the body did not make.
-        layouts: of its results, if they could be handed out empty; ``None`` if it must run: it
-            makes a view, writes, or gives something that is no dense tensor.
+        layouts: of its results, if they could be handed out empty where it is dead.
+        writes: whether it writes to its first argument and gives that; where it is dead, nothing
+            has to be written.
     """
 
-    __slots__ = ("externals", "func", "layouts", "reads")
+    __slots__ = ("externals", "func", "layouts", "reads", "writes")
 
     def __init__(self, func: Any, reads: set[int], externals: set[int]) -> None:
         self.func = func
         self.reads = reads
         self.externals = externals
         self.layouts: list[Layout | None] | None = None
+        self.writes = False
 
 
 class Ledger(Watcher):
@@ -72,12 +94,20 @@ class Ledger(Watcher):
         """Run the operation, and write down what it read and made."""
         args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
         out = func(*args, **kwargs)
-        if self.reliable and not self.paused and func is not DETACH:
+        if not self.paused and not _torch.is_view(func):
+            self._note(func, args, kwargs, out)
+        return out
+
+    def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """NOTE [what inner regions leave out] in `_watch`."""
+        self._note(func, args, kwargs, out)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self.reliable:
             try:
                 self._write_down(func, args, kwargs, out)
             except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
                 self.reliable = False
-        return out
 
     def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         number = len(self.steps)
@@ -101,35 +131,32 @@ class Ledger(Watcher):
         self.steps.append(step)
         parts = out if isinstance(out, (tuple, list)) else [out]
         results = tensors_of(out)
-        layouts: list[Layout | None] | None = []
-        for part in parts:
-            if part is not None and not isinstance(part, Tensor):
-                layouts = None
+        views = bool(results)
+        dense = all(part is None or isinstance(part, Tensor) for part in parts)
         for t in results:
             key = _torch.storage_key(t)
-            if key in read or type(t) is not Tensor or t.layout is not torch.strided:
-                layouts = None  # a view, or written in place
-                continue
+            if key in read:
+                continue  # a view, or written in place
+            views = False
+            dense = dense and type(t) is Tensor and _dense(t)
             self._writers[key] = [number]
             self._external.discard(key)
             self._made.append((_torch.StorageWeakRef(t.untyped_storage()), key))
-        if layouts is not None:
-            layouts = [None if t is None else layout_of(t) for t in parts]
-        tags = func.tags
-        if _torch.is_mutable(func):
-            layouts = None
+        written = _written(func)
+        if written:
             if externals:
                 self._roots.add(number)
             for storage in read:
                 self._writers[storage] = [*self._writers.get(storage, ()), number]
-        if not results or not isinstance(out, (Tensor, tuple, list)):
-            layouts = None
-            self._roots.add(number)  # Python looks at the result
-        if torch.Tag.nondeterministic_seeded in tags:
-            layouts = None  # later draws must find the generator where it was
-        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if (draws and func.overloadpacket in _DRAWS_BLINDLY) or torch.Tag.inplace_view in func.tags:
+            return
+        if written and not draws and _in_place(func, args, out):
+            step.writes = True
+        elif draws or written or not _skippable(func, results, dense):
             self._roots.add(number)
-        step.layouts = layouts
+        elif not views:
+            step.layouts = [None if t is None else layout_of(t) for t in parts]
 
     def settle(self, results: Sequence[Tensor | None]) -> bool:
         """Decide which steps are live.
@@ -187,11 +214,36 @@ class Ledger(Watcher):
             for_some = self._closed(set().union(*self._sources))
             for_these = self._closed({n for i in wanted for n in self._sources[i]})
             live = self._closed(self._roots | (live - (for_some - for_these)))
-        return [(s, s.layouts is None or n in live) for n, s in enumerate(self.steps)]
+        return [
+            (s, n in live or (s.layouts is None and not s.writes)) for n, s in enumerate(self.steps)
+        ]
 
     def needs(self, storage: int) -> bool:
         """Whether a live step reads a storage that the body did not make."""
         return any(storage in self.steps[number].externals for number in self._live)
+
+
+def _written(func: Any) -> bool:
+    """Whether an operation writes to an argument, by its schema or, silently, without."""
+    return _torch.is_mutable(func) or func.overloadpacket in _WRITES_SILENTLY
+
+
+def _in_place(func: Any, args: Any, out: Any) -> bool:
+    """Whether all that an operation does is to write to its first argument, shape as it was."""
+    return func.overloadpacket.__name__.endswith("_") and bool(args) and out is args[0]
+
+
+def _skippable(func: Any, results: Sequence[Tensor], dense: bool) -> bool:
+    """Whether memory can be handed out in place of the results, whatever values it would read."""
+    if not results or not dense:
+        return False  # Python looks at the result; or it is no tensor like others
+    tags = func.tags
+    return not (torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags)
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether ``t`` has memory that could be handed out empty: forward mode's zeros have none."""
+    return t.layout is torch.strided and not _torch.is_zero_tensor(t)
 
 
 def layout_of(t: Tensor) -> Layout:
@@ -200,6 +252,6 @@ def layout_of(t: Tensor) -> Layout:
 
 
 def empty(layout: Layout) -> Tensor:
-    """A tensor in memory nobody wrote to."""
+    """Memory nobody wrote to."""
     shape, stride, dtype, device = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)

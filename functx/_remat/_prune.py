@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch
-from functx._remat._ledger import DETACH, Step, empty, layout_of
-from functx._remat._watch import Watcher
+from functx._remat._ledger import Step, empty, layout_of
+from functx._remat._watch import Watcher, watchers, watching
 
 
 class Pruned(Watcher):
@@ -22,22 +22,43 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        if self.paused or func is DETACH:
+        if self.paused or _torch.is_view(func):
             return func(*args, **(kwargs or {}))
+        step, runs = self._next(func)
+        if runs:
+            args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        if not _torch.dispatch_mode_depth():
+            return _stand_in(step, args)
+        with watching(False):
+            out = _stand_in(step, args)
+        for watcher in watchers():
+            watcher.skipped(func, args, kwargs or {}, out)
+        return out
+
+    def _next(self, func: Any) -> tuple[Step, bool]:
         at = self._at
         step, runs = self._steps[at] if at < len(self._steps) else (None, False)
         if step is None or step.func is not func:
             was = "had ended" if step is None else f"ran {step.func}"
             raise Departed(f"it runs {func} where the forward {was}")
         self._at = at + 1
-        if runs:
-            args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
-            return func(*args, **kwargs)
-        assert step.layouts is not None
-        outs = [None if layout is None else empty(layout) for layout in step.layouts]
-        if _torch.returns_one_list(func):
-            return outs
-        return outs[0] if _torch.returns_one(func) else tuple(outs)
+        return step, runs
+
+    def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """NOTE [what inner regions leave out] in `_watch`."""
+        self._next(func)
+
+
+def _stand_in(step: Step, args: Any) -> Any:
+    """What a dead operation gives."""
+    if step.writes:
+        return args[0]
+    assert step.layouts is not None
+    outs = [None if layout is None else empty(layout) for layout in step.layouts]
+    if _torch.returns_one_list(step.func):
+        return outs
+    return outs[0] if _torch.returns_one(step.func) else tuple(outs)
 
 
 class Departed(BaseException):
@@ -57,10 +78,14 @@ def placeholder(t: Tensor) -> Callable[[], Tensor]:
             dim = _torch.batch_dim(t)
             return lambda: _torch.add_batch_dim(inner(), dim, level)
         return lambda: _torch.wrap_for_grad(inner(), level)
-    layout = layout_of(t)
+    if _torch.is_zero_tensor(t):
+        return lambda: t  # forward mode's zeros have no memory
+    layout, conjugate, negative = layout_of(t), t.is_conj(), t.is_neg()
 
     def make() -> Tensor:
-        with _torch.cleared_interpreter_stack():
-            return empty(layout)
+        with watching(False), _torch.cleared_interpreter_stack():
+            made = empty(layout)
+            made = made.conj() if conjugate else made
+            return _torch.neg_view(made) if negative else made
 
     return make

@@ -42,6 +42,16 @@ _PASSIVE = frozenset(
     }
 )
 
+
+def _is_bookkeeping(setter: Any) -> bool:
+    """Whether an attribute is set by torch itself, which may hold a lock meanwhile.
+
+    When a tensor gets a new ``grad_fn``, its hooks are taken off through Python, under a lock that
+    asking for its ``grad_fn`` would wait for, for ever.
+    """
+    return bool(setter.__self__.__name__ == "_backward_hooks")
+
+
 MADE_HERE = -1
 """The source of a tensor argument that the region itself made."""
 
@@ -199,7 +209,7 @@ class Tracker:
         if name == "__get__":
             if func.__self__.__name__ not in _TENSOR_GETTERS:  # type: ignore[attr-defined]
                 return func(*args, **kwargs)
-        elif name in _PASSIVE:
+        elif name in _PASSIVE or (name == "__set__" and _is_bookkeeping(func)):
             return func(*args, **kwargs)
         args = [self.swap(a) for a in args]
         if kwargs:

@@ -3,10 +3,16 @@
 The engine's own operations (a detach here and there) depend on what requires grad, which is not the
 same in a forward and in its replays. So no record has them: not that of the region, and not that of
 a region around it.
+
+NOTE [what inner regions leave out]
+A replay leaves out what its pullback does not read, and that depends on what tapes are there. So
+what a region inside another one leaves out may differ from run to run of the outer one; the outer
+one is told of it as if it had run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from functx import _torch
@@ -25,6 +31,18 @@ class Watcher(_torch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.paused = False
+
+    def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A region inside this one left an operation out, and took ``out`` for its result."""
+        raise NotImplementedError
+
+
+def watchers() -> Iterator[Watcher]:
+    """The modes of the regions around this point that watch."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher) and not mode.paused:
+            yield mode
 
 
 class watching:

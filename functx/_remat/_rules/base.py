@@ -59,9 +59,31 @@ class Frame(ABC):
         """Whether inputs are duals of the user's own ``dual_level``."""
         return False
 
+    def dual(self) -> bool:
+        """Whether this is a level of forward mode; then a true slot is an input with a tangent."""
+        return False
+
     def needed(self) -> list[bool]:
-        """Which inputs of this level, captures included, a pullback reads."""
-        flags = self.region.needed
+        """Which inputs of this level, captures included, must be kept for a pullback.
+
+        Those that it reads; and those with a tangent of a level outside of this one, because what
+        runs in a replay depends on who has a tangent.
+        """
+        read = self._read()
+        frames = self.region.frames
+        outside = frames[: frames.index(self)]
+        if not any(frame.dual() for frame in outside):
+            return read
+        owners = [i for i, slot in enumerate(self.slots) for _ in range(self.width(slot))]
+        for frame in reversed(outside):
+            for owner, slot in zip(owners, frame.slots):
+                if slot and frame.dual():
+                    read[owner] = True
+            owners = [o for o, slot in zip(owners, frame.slots) for _ in range(frame.width(slot))]
+        return read
+
+    def _read(self) -> list[bool]:
+        flags = list(self.region.needed)
         for frame in reversed(self.region.frames):
             if frame is self:
                 break

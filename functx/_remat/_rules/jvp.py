@@ -36,6 +36,10 @@ class DualFrame(Frame):
         """A value of the level below as a primal or tangent of this level."""
         return t
 
+    def dual(self) -> bool:
+        """It is."""
+        return True
+
     def holds_duals(self) -> bool:
         """Whether an input has a tangent."""
         return type(self) is DualFrame and any(self.slots)
