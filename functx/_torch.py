@@ -80,6 +80,8 @@ current_graph_task_id = torch._C._current_graph_task_id
 # torch.autograd.grad without its torch-function check: a backward that the engine starts must not
 # hide the operations of its hooks from the region's own mode.
 run_backward = _graph._engine_run_backward
+# Operators that take functions; a custom Function is called by one under transforms.
+HigherOrderOperator = torch._ops.HigherOrderOperator
 # torch.autograd.grad with zeros for inputs that the outputs do not depend on.
 autograd_grad = _eager_transforms._autograd_grad
 set_forward_grad_enabled = _forward_ad._set_fwd_grad_enabled
@@ -217,6 +219,12 @@ def interpreter_depth() -> int:
 def sequence_number(node: Any) -> int:
     """When a node of the tape was made, in the count of its thread."""
     return int(node._sequence_nr())
+
+
+def current_node_number() -> int:
+    """When the node that the engine is running was made; -1 outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
 
 
 def interpreters() -> list[Any]:

@@ -191,3 +191,19 @@ def test_zeros_without_memory_and_negatives_as_flags():
     assert _torch.is_zero_tensor(torch._efficientzerotensor(3))
     assert not _torch.is_zero_tensor(torch.zeros(3))
     assert torch.equal(_torch.neg_view(torch.ones(3)), -torch.ones(3))
+
+
+def test_the_engine_says_which_node_it_runs():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda g: seen.append(_torch.current_node_number()))
+    y.sum().backward()
+    assert seen == [_torch.sequence_number(y.grad_fn)]
+    assert _torch.current_node_number() == -1
+
+
+def test_a_custom_function_is_called_by_a_higher_order_operator():
+    from torch._functorch.autograd_function import custom_function_call
+
+    assert isinstance(custom_function_call, _torch.HigherOrderOperator)

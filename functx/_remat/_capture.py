@@ -79,13 +79,13 @@ class FirstRun(Tracker):
         pruned = region.options.prune and not idle and not _torch.tracing()
         # Where values are compared, all of them are computed again.
         pruned = pruned and not region.options.values
-        self.ledger = Ledger() if pruned else None
+        self.entries: list[Entry] = []
+        self.ledger = Ledger(self.entries) if pruned else None
         self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
         self._index: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self.entries: list[Entry] = []
         self.origins: list[tuple[str, int]] = []
         self._known: dict[int, weakref.ref[Tensor]] = {}
         self.births: list[Birth] = []

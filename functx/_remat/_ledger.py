@@ -15,7 +15,7 @@ engine itself holds (results and inputs), how many more holders each has than it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,28 +59,41 @@ class Step:
         layouts: of its results, if they could be handed out empty where it is dead.
         writes: whether it writes to its first argument and gives that; where it is dead, nothing
             has to be written.
+        part_of: what it is a part of: an operation of the body, a node of a tape.
     """
 
-    __slots__ = ("externals", "func", "layouts", "reads", "writes")
+    __slots__ = ("externals", "func", "layouts", "part_of", "reads", "writes")
 
-    def __init__(self, func: Any, reads: set[int], externals: set[int]) -> None:
+    def __init__(self, func: Any, reads: set[int], externals: set[int], part_of: Any) -> None:
         self.func = func
         self.reads = reads
         self.externals = externals
         self.layouts: list[Layout | None] | None = None
         self.writes = False
+        self.part_of = part_of
 
 
 class Ledger(Watcher):
     """Writes down what runs. Afterwards, `settle` says which steps are live.
+
+    NOTE [siblings]
+    Where only some results are pulled back, what the tape saved for the others is dead. A node
+    reads what its operation read, and what else the operation made: a batched operator may be a
+    loop over examples and one stack for each result, none of which comes after another. Python
+    (a custom Function, a hook) may read anything that it can reach; where there is any, all
+    results count as read, and so do all inputs.
+
+    Args:
+        operations: those of the body, so far.
 
     Attributes:
         steps: what ran, in order.
         reliable: whether the record is complete; if not, nothing may be left out of a replay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, operations: Sequence[Any]) -> None:
         super().__init__()
+        self._operations = operations
         self.steps: list[Step] = []
         self.reliable = True
         self._writers: dict[int, list[int]] = {}
@@ -127,7 +140,7 @@ class Ledger(Watcher):
                 reads.update(writers)
             if storage in self._external:
                 externals.add(storage)
-        step = Step(func, reads, externals)
+        step = Step(func, reads, externals, (len(self._operations), _torch.current_node_number()))
         self.steps.append(step)
         parts = out if isinstance(out, (tuple, list)) else [out]
         results = tensors_of(out)
@@ -182,7 +195,7 @@ class Ledger(Watcher):
                 continue
             storage = _torch.storage_key(base_of(t))
             self._sources.append(set(self._writers.get(storage, ())))
-            if not held_by_a_tape(t):
+            if not (self.python_on_tape or held_by_a_tape(t)):
                 spared.add(storage)
         live = set(self._roots)
         for ref, key in self._made:
@@ -200,6 +213,22 @@ class Ledger(Watcher):
                 closed |= self.steps[number].reads
         return closed
 
+    def _with_siblings(self, numbers: Iterable[int]) -> set[int]:
+        """Steps, what they read from, and what is part of the same. ``NOTE [siblings]``."""
+        siblings: dict[Any, list[int]] = {}
+        for number in self._live:
+            siblings.setdefault(self.steps[number].part_of, []).append(number)
+        stack = list(numbers)
+        closed: set[int] = set()
+        while stack:
+            number = stack.pop()
+            if number not in closed:
+                closed.add(number)
+                step = self.steps[number]
+                stack += step.reads
+                stack += siblings.pop(step.part_of, ())
+        return closed
+
     def replay_of(self, wanted: Sequence[int] | None) -> list[tuple[Step, bool]]:
         """Every step, and whether a replay runs it.
 
@@ -208,11 +237,12 @@ class Ledger(Watcher):
         """
         live = self._live
         known = len(self._sources)  # tensors that left otherwise than by return come after
-        if wanted is not None and len(wanted) < known and all(i < known for i in wanted):
+        some = wanted is not None and len(wanted) < known and all(i < known for i in wanted)
+        if some and not self.python_on_tape:
             # What a tape saved belongs to the results that come after it. What none comes after
             # was made for the tape alone (the value before an in-place operation, say).
             for_some = self._closed(set().union(*self._sources))
-            for_these = self._closed({n for i in wanted for n in self._sources[i]})
+            for_these = self._with_siblings(n for i in wanted or () for n in self._sources[i])
             live = self._closed(self._roots | (live - (for_some - for_these)))
         return [
             (s, n in live or (s.layouts is None and not s.writes)) for n, s in enumerate(self.steps)
@@ -220,7 +250,9 @@ class Ledger(Watcher):
 
     def needs(self, storage: int) -> bool:
         """Whether a live step reads a storage that the body did not make."""
-        return any(storage in self.steps[number].externals for number in self._live)
+        return self.python_on_tape or any(
+            storage in self.steps[number].externals for number in self._live
+        )
 
 
 def _written(func: Any) -> bool:

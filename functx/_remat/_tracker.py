@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
 from functx._remat._escape import Place
-from functx._remat._watch import watching
+from functx._remat._watch import python_on_tape, watching
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
 _TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
@@ -207,8 +207,13 @@ class Tracker:
         """One operation."""
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            if func.__self__.__name__ not in _TENSOR_GETTERS:  # type: ignore[attr-defined]
+            attribute = func.__self__.__name__  # type: ignore[attr-defined]
+            if attribute not in _TENSOR_GETTERS:
+                if attribute == "grad_fn":  # to hang a hook on, perhaps
+                    python_on_tape()
                 return func(*args, **kwargs)
+        elif name == "register_hook" or isinstance(func, _torch.HigherOrderOperator):
+            python_on_tape()
         elif name in _PASSIVE or (name == "__set__" and _is_bookkeeping(func)):
             return func(*args, **kwargs)
         args = [self.swap(a) for a in args]
@@ -350,6 +355,7 @@ def _observe_custom_functions() -> None:
         tracker = active_tracker()
         if tracker is None:
             return super(base, cls).apply(*args)  # type: ignore[misc]
+        python_on_tape()
         out = super(base, cls).apply(*tracker.operands(custom_function, args))  # type: ignore[misc]
         tracker.note(out)
         return out

@@ -23,6 +23,7 @@ class Watcher(_torch.TorchDispatchMode):
 
     Attributes:
         paused: whether what runs is the engine's own.
+        python_on_tape: whether Python code (a custom Function, a hook) is on the tape.
     """
 
     only_observes = True
@@ -31,6 +32,7 @@ class Watcher(_torch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.paused = False
+        self.python_on_tape = False
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A region inside this one left an operation out, and took ``out`` for its result."""
@@ -43,6 +45,14 @@ def watchers() -> Iterator[Watcher]:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher) and not mode.paused:
             yield mode
+
+
+def python_on_tape() -> None:
+    """A body put Python code on its tape; all regions it is in take note."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.python_on_tape = True
 
 
 class watching:
