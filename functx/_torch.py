@@ -345,11 +345,20 @@ def detachable(t: torch.Tensor) -> bool:
     return not t._is_view()
 
 
-def without_zero_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments with real zeros for forward mode's tensors without memory.
+def takes_tensor_first(func: Any) -> bool:
+    """Whether the first argument of an operator is a tensor."""
+    return bool(func._schema.arguments[0].type.kind() == "TensorType")
 
-    Called with one from a dispatch mode, operators of a tensor and a number crash the process.
+
+def callable_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments that a dispatch mode was given, as it can call the operator with them.
+
+    With one of forward mode's zeros without memory, operators of a tensor and a number crash the
+    process. A number that stands for a tensor comes as a number, and is refused in first place.
     """
+    first = args[0] if args else None
+    if type(first) in (int, float, bool, complex) and takes_tensor_first(func):
+        args = (torch.tensor(first), *args[1:])
     if _forward_ad._current_level < 0 or func._overloadname != "Scalar" or is_mutable(func):
         return args, kwargs
     return _real_zeros(args), _real_zeros(kwargs)

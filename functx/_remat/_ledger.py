@@ -105,7 +105,7 @@ class Ledger(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
-        args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
+        args, kwargs = _torch.callable_arguments(func, args, kwargs or {})
         out = func(*args, **kwargs)
         if not self.paused and not _torch.is_view(func):
             self._note(func, args, kwargs, out)

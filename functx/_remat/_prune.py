@@ -22,11 +22,11 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        if self.paused or _torch.is_view(func):
-            return func(*args, **(kwargs or {}))
-        step, runs = self._next(func)
+        runs = self.paused or _torch.is_view(func)
+        if not runs:
+            step, runs = self._next(func)
         if runs:
-            args, kwargs = _torch.without_zero_tensors(func, args, kwargs or {})
+            args, kwargs = _torch.callable_arguments(func, args, kwargs or {})
             return func(*args, **kwargs)
         if not _torch.dispatch_mode_depth():
             return _stand_in(step, args)
