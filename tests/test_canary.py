@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from functx import _torch
+from functx import _torch, _torch_operators
 
 NAMES = sorted(
     name for name, value in vars(_torch).items() if not name.startswith("__") and value is not None
@@ -15,6 +15,16 @@ NAMES = sorted(
 @pytest.mark.parametrize("name", NAMES)
 def test_exists(name):
     assert getattr(_torch, name) is not None
+
+
+def test_operators_have_schemas():
+    add = torch.ops.aten.add.Tensor
+    assert _torch_operators.takes_tensor_first(add)
+    assert _torch_operators.returns_one(add)
+    assert not _torch_operators.returns_one_list(add)
+    assert _torch_operators.returns_one_list(torch.ops.aten.split.Tensor)
+    assert _torch_operators.is_mutable(torch.ops.aten.add_.Tensor)
+    assert not _torch_operators.is_mutable(add)
 
 
 def test_the_list_is_not_empty():
@@ -181,16 +191,16 @@ def test_torchs_checkpoint_is_found():
 
 def test_views_are_told_by_their_schema():
     aten = torch.ops.aten
-    assert _torch.is_view(aten.view.default)
-    assert _torch.is_view(aten.split.Tensor)
-    assert not _torch.is_view(aten.add_.Tensor)
-    assert not _torch.is_view(aten.clone.default)
+    assert _torch_operators.is_view(aten.view.default)
+    assert _torch_operators.is_view(aten.split.Tensor)
+    assert not _torch_operators.is_view(aten.add_.Tensor)
+    assert not _torch_operators.is_view(aten.clone.default)
 
 
 def test_zeros_without_memory_and_negatives_as_flags():
-    assert _torch.is_zero_tensor(torch._efficientzerotensor(3))
-    assert not _torch.is_zero_tensor(torch.zeros(3))
-    assert torch.equal(_torch.neg_view(torch.ones(3)), -torch.ones(3))
+    assert _torch_operators.is_zero_tensor(torch._efficientzerotensor(3))
+    assert not _torch_operators.is_zero_tensor(torch.zeros(3))
+    assert torch.equal(_torch_operators.neg_view(torch.ones(3)), -torch.ones(3))
 
 
 def test_the_engine_says_which_node_it_runs():

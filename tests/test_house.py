@@ -13,6 +13,7 @@ import pytest
 # package alone is its `__init__.py` and every module of it without an entry of its own.
 LAYERS = [
     ("functx._errors", "functx._torch"),
+    ("functx._torch_operators",),
     ("functx._tree", "functx._validate", "functx._policies"),
     ("functx._storages", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
@@ -47,6 +48,7 @@ LAYERS = [
 # Who may use private torch names, and why.
 PRIVATE_TORCH = {
     "functx._torch": "the one place for them",
+    "functx._torch_operators": "its part about operators",
     "functx._tree": "torch's pytrees have no public name; this file is their one place",
     "functx.compat._torch": "the one place for them on the JAX side",
 }

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_operators
 from functx._remat._holders import base_of, held_by_a_tape
 from functx._remat._tapes import tensors_of
 from functx._remat._watch import Watcher
@@ -40,7 +40,7 @@ _DRAWS_BLINDLY = {
 # What writes running statistics, though its schema does not say so.
 _WRITES_SILENTLY = {
     *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
-    *(_aten.batch_norm_update_stats, _aten._batch_norm_impl_index),
+    *(_aten.batch_norm_update_stats),
 }
 
 
@@ -105,9 +105,9 @@ class Ledger(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
-        args, kwargs = _torch.callable_arguments(func, args, kwargs or {})
+        args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
         out = func(*args, **kwargs)
-        if not self.paused and not _torch.is_view(func):
+        if not self.paused and not _torch_operators.is_view(func):
             self._note(func, args, kwargs, out)
         return out
 
@@ -257,7 +257,7 @@ class Ledger(Watcher):
 
 def _written(func: Any) -> bool:
     """Whether an operation writes to an argument, by its schema or, silently, without."""
-    return _torch.is_mutable(func) or func.overloadpacket in _WRITES_SILENTLY
+    return _torch_operators.is_mutable(func) or func.overloadpacket in _WRITES_SILENTLY
 
 
 def _in_place(func: Any, args: Any, out: Any) -> bool:
@@ -275,7 +275,7 @@ def _skippable(func: Any, results: Sequence[Tensor], dense: bool) -> bool:
 
 def _dense(t: Tensor) -> bool:
     """Whether ``t`` has memory that could be handed out empty: forward mode's zeros have none."""
-    return t.layout is torch.strided and not _torch.is_zero_tensor(t)
+    return t.layout is torch.strided and not _torch_operators.is_zero_tensor(t)
 
 
 def layout_of(t: Tensor) -> Layout:

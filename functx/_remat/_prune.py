@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_operators
 from functx._remat._ledger import Step, empty, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
@@ -22,11 +22,11 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        runs = self.paused or _torch.is_view(func)
+        runs = self.paused or _torch_operators.is_view(func)
         if not runs:
             step, runs = self._next(func)
         if runs:
-            args, kwargs = _torch.callable_arguments(func, args, kwargs or {})
+            args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
             return func(*args, **kwargs)
         if not _torch.dispatch_mode_depth():
             return _stand_in(step, args)
@@ -56,9 +56,9 @@ def _stand_in(step: Step, args: Any) -> Any:
         return args[0]
     assert step.layouts is not None
     outs = [None if layout is None else empty(layout) for layout in step.layouts]
-    if _torch.returns_one_list(step.func):
+    if _torch_operators.returns_one_list(step.func):
         return outs
-    return outs[0] if _torch.returns_one(step.func) else tuple(outs)
+    return outs[0] if _torch_operators.returns_one(step.func) else tuple(outs)
 
 
 class Departed(BaseException):
@@ -78,7 +78,7 @@ def placeholder(t: Tensor) -> Callable[[], Tensor]:
             dim = _torch.batch_dim(t)
             return lambda: _torch.add_batch_dim(inner(), dim, level)
         return lambda: _torch.wrap_for_grad(inner(), level)
-    if _torch.is_zero_tensor(t):
+    if _torch_operators.is_zero_tensor(t):
         return lambda: t  # forward mode's zeros have no memory
     layout, conjugate, negative = layout_of(t), t.is_conj(), t.is_neg()
 
@@ -86,6 +86,6 @@ def placeholder(t: Tensor) -> Callable[[], Tensor]:
         with watching(False), _torch.cleared_interpreter_stack():
             made = empty(layout)
             made = made.conj() if conjugate else made
-            return _torch.neg_view(made) if negative else made
+            return _torch_operators.neg_view(made) if negative else made
 
     return make

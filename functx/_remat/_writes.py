@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
-from functx import _torch
+from functx import _torch_operators
 
 # Where kernels and their Python wrappers take running statistics.
 _STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
@@ -39,7 +39,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
         return [*args, *kwargs.values()]
     if isinstance(func, FunctionType) and any(a is True for a in args):
         return [args[0]]  # `inplace`, perhaps, of a function in torch.nn.functional
-    if _torch.is_mutable(func) or name.startswith(("_foreach", "_fused")):
+    if _torch_operators.is_mutable(func) or name.startswith(("_foreach", "_fused")):
         return [*args, *kwargs.values()]
     return []
 

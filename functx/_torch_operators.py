@@ -1,0 +1,78 @@
+"""What operators are, and how a dispatch mode may call them: `_torch`, for ATen.
+
+Schemas and flags of tensors that torch has no public names for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from functx import _torch
+
+
+def neg_view(t: torch.Tensor) -> torch.Tensor:
+    """The negative of ``t``, as a view with a flag."""
+    return torch._neg_view(t)
+
+
+def is_zero_tensor(t: torch.Tensor) -> bool:
+    """Whether ``t`` is forward mode's zero, which has no memory."""
+    return t._is_zerotensor()
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether all that an operator gives are views of its arguments, by its schema."""
+    infos = [result.alias_info for result in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def returns_one_list(func: Any) -> bool:
+    """Whether an operator's only result is a list of tensors."""
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].type.kind() == "ListType"
+
+
+def returns_one(func: Any) -> bool:
+    """Whether an operator has one result."""
+    return len(func._schema.returns) == 1
+
+
+def takes_tensor_first(func: Any) -> bool:
+    """Whether the first argument of an operator is a tensor."""
+    return bool(func._schema.arguments[0].type.kind() == "TensorType")
+
+
+def callable_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments that a dispatch mode was given, as it can call the operator with them.
+
+    With one of forward mode's zeros without memory, operators of a tensor and a number crash the
+    process. A number that stands for a tensor comes as a number, and is refused in first place.
+    """
+    first = args[0] if args else None
+    if type(first) in (int, float, bool, complex) and takes_tensor_first(func):
+        args = (torch.tensor(first), *args[1:])
+    if _torch.forward_ad_level() < 0 or func._overloadname != "Scalar" or is_mutable(func):
+        return args, kwargs
+    return _real_zeros(args), _real_zeros(kwargs)
+
+
+def _real_zeros(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        if not tree._is_zerotensor():
+            return tree
+        return torch.zeros(tree.shape, dtype=tree.dtype, device=tree.device)
+    if isinstance(tree, dict):
+        return {key: _real_zeros(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_real_zeros(x) for x in tree)
+    return tree
