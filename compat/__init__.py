@@ -1,7 +1,7 @@
 """The JAX half of functx: functions and arrays across frameworks.
 
 Importing this package imports no JAX and changes nothing in torch; using a name of it without JAX
-raises an ``ImportError`` that says what to install.
+raises an ``ImportError`` that says what to install.  :mod:`functx.compat.random` does without JAX.
 
 Example:
     >>> import torch, jax, jax.numpy as jnp
@@ -13,6 +13,8 @@ Example:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from functx.compat import random as random
 
 if TYPE_CHECKING:
     from functx.compat._crosscheck import Crosscheck as Crosscheck
@@ -27,7 +29,7 @@ _WHERE = {
     "to_jax": "_to_jax",
 }
 
-__all__ = ["Crosscheck", "crosscheck", "from_jax", "to_jax"]
+__all__ = ["Crosscheck", "crosscheck", "from_jax", "random", "to_jax"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from functx.compat._dlpack import array_from_torch
 from functx.compat._environment import environment_of
+from functx.compat._fused import lowering
 from functx.compat._jax import x64_enabled
 from functx.compat._lowering._check import check
 from functx.compat._lowering._dtypes import check_fits, to_jax_dtype, to_torch_dtype
@@ -204,6 +205,8 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
             " with jnp.asarray(x.numpy()), or call the torch function itself"
         )
     if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _words(x, where)
         # Weak types would leak into results, and a scan's carry must keep its type.
         return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
     if isinstance(x, np.ndarray | np.generic):
@@ -219,6 +222,17 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
             " pytree, or make it hashable to pass it as a static value"
         ) from None
     return x
+
+
+def _words(key: jax.Array, where: str) -> jax.Array:
+    """A typed key as the pair of words that :mod:`functx.compat.random` takes."""
+    kind = str(jax.random.key_impl(key))
+    if kind != "threefry2x32":
+        raise TypeError(
+            f"{where} is a key of {kind}; functx.compat.random knows threefry2x32: make it with"
+            " jax.random.key(seed, impl='threefry2x32')"
+        )
+    return jax.random.key_data(key)
 
 
 def _trace(
@@ -251,7 +265,7 @@ def _trace(
 
     specs = [kind for kind in kinds if isinstance(kind, Spec)]
     device = _device(f)
-    with torch.enable_grad(), torch.inference_mode(False):
+    with torch.enable_grad(), torch.inference_mode(False), lowering():
         program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs])
     check(program, rng)
     for spec in specs:

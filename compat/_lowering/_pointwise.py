@@ -53,6 +53,8 @@ _FLOAT_FUNCTIONS: dict[str, Any] = {
     "tanh": jnp.tanh,
 }
 _OTHER_FUNCTIONS: dict[str, Any] = {
+    "__lshift__": jnp.left_shift,
+    "__rshift__": jnp.right_shift,
     "bitwise_and": jnp.bitwise_and,
     "bitwise_left_shift": jnp.left_shift,
     "bitwise_not": jnp.bitwise_not,

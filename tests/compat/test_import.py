@@ -21,7 +21,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("module", ["functx", "functx.compat"])
+@pytest.mark.parametrize("module", ["functx", "functx.compat", "functx.compat.random"])
 def test_jax_is_not_imported(module):
     done = run(f"import sys, {module}; assert 'jax' not in sys.modules")
     assert done.returncode == 0, done.stderr
@@ -37,6 +37,24 @@ def test_without_jax(name):
     assert "ImportError" in done.stderr
     assert "pip install 'functx[jax]'" in done.stderr
     assert "functx[cuda]" in done.stderr
+
+
+def test_random_numbers_do_without_jax():
+    code = """
+import torch
+from functx.compat import random
+keys = random.split(random.key(0), 3)
+x = torch.vmap(lambda key: random.dropout(key, random.normal(key, (4,)), 0.1))(keys)
+assert x.shape == (3, 4)
+try:
+    random.to_jax(keys)
+except ImportError as error:
+    assert "pip install" in str(error)
+else:
+    raise AssertionError
+"""
+    done = run(NO_JAX + code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_unknown_name():

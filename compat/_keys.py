@@ -1,0 +1,287 @@
+"""Random keys: how they are held, made, split, and exchanged with JAX.
+
+Invariant: a key is two 32-bit words in the last axis of an integer tensor; its low 32 bits count,
+whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from functx.compat._threefry import key_of, random_words, threefry2x32, words
+
+_DTYPES = (torch.int64, torch.int32, torch.uint32)
+_WORD = 0xFFFFFFFF
+_INTEGERS = (
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+
+
+def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """A key from a seed, as ``jax.random.key``.
+
+    JAX takes a seed outside ``[0, 2**31)`` differently with and without 64-bit types; this function
+    does what it does with them, and keeps all 64 bits.
+
+    Args:
+        seed: an integer of at most 64 bits, or an integer tensor of shape ``()`` (``vmap`` over
+            seeds gives a batch of keys).
+        device: where the key, and so what is drawn from it, lives; for a tensor by default its own.
+
+    Returns:
+        ``int64`` tensor of shape ``(2,)``.
+
+    Raises:
+        TypeError: the seed is no integer, or not a scalar.
+        OverflowError: it needs more than 64 bits.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.key(42)
+        tensor([ 0, 42])
+    """
+    if isinstance(seed, torch.Tensor):
+        if seed.ndim or seed.dtype not in _INTEGERS:
+            raise TypeError(
+                "random.key takes one integer, got a tensor of shape"
+                f" {tuple(seed.shape)} and dtype {seed.dtype}; use vmap for many seeds"
+            )
+        low = seed.to(torch.int64) if device is None else seed.to(device, torch.int64)
+        high = low >> 32 if seed.dtype == torch.int64 else torch.zeros_like(low)
+        return key_of(high.to(torch.int32), low.to(torch.int32), torch.int64)
+    if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt):
+        raise TypeError(f"random.key takes an integer seed, not {type(seed).__name__}")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise OverflowError(f"random.key: the seed {seed} needs more than 64 bits")
+    return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], device=device)
+
+
+PRNGKey = key
+
+
+def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
+    """New keys from one, as ``jax.random.split``.
+
+    Args:
+        key: a key, shape ``(2,)``; it should not be used again.
+        num: how many, or the shape of the array of keys.
+
+    Returns:
+        Keys of shape ``(num, 2)`` or ``(*num, 2)``, in the key's dtype.
+
+    Raises:
+        TypeError: the key is no key.
+        ValueError: it is an array of keys.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.split(random.key(0), 3).shape
+        torch.Size([3, 2])
+    """
+    check_key("split", key)
+    shape = tuple(num) if isinstance(num, Sequence) else (num,)
+    return key_of(*random_words(key, check_shape("split", shape)), key.dtype)
+
+
+def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
+    """A new key from a key and an integer, as ``jax.random.fold_in``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        data: an integer in ``[0, 2**32)``, or an integer tensor of shape ``()``, of which the low
+            32 bits count; batched under ``vmap``, it gives a key an example.
+
+    Returns:
+        A key, shape ``(2,)``, in the key's dtype.
+
+    Raises:
+        TypeError: the key is no key, or the data no integer scalar.
+        ValueError: the key is an array of keys.
+        OverflowError: a Python integer outside ``[0, 2**32)``.
+
+    Example:
+        >>> import torch
+        >>> from functx.compat import random
+        >>> layers = torch.vmap(random.fold_in, (None, 0))(random.key(0), torch.arange(4))
+        >>> layers.shape
+        torch.Size([4, 2])
+    """
+    check_key("fold_in", key)
+    first, second = words(key)
+    if isinstance(data, torch.Tensor):
+        if data.ndim or data.dtype not in _INTEGERS:
+            raise TypeError(
+                "random.fold_in takes one integer, got a tensor of shape"
+                f" {tuple(data.shape)} and dtype {data.dtype}; use vmap for many"
+            )
+        low = data.to(key.device, torch.int32)
+    elif isinstance(data, int | torch.SymInt):
+        if not 0 <= data <= _WORD:
+            raise OverflowError(f"random.fold_in: {data} is outside [0, 2**32)")
+        signed = data - (1 << 32) if data > _WORD >> 1 else data
+        low = torch.full((), signed, dtype=torch.int32, device=key.device)
+    else:
+        raise TypeError(f"random.fold_in takes an integer, not {type(data).__name__}")
+    return key_of(*threefry2x32((first, second), torch.zeros_like(low), low), key.dtype)
+
+
+def key_data(key: torch.Tensor) -> torch.Tensor:
+    """The words of keys as ``uint32``, as ``jax.random.key_data`` gives them.
+
+    Args:
+        key: keys, shape ``(..., 2)``.
+
+    Returns:
+        ``uint32`` tensor of the same shape.
+
+    Raises:
+        TypeError: these are no keys.
+    """
+    check_key("key_data", key, batched=True)
+    return key.to(torch.uint32)
+
+
+def wrap_key_data(data: Any) -> torch.Tensor:
+    """Keys from their words, as ``jax.random.wrap_key_data``.
+
+    Args:
+        data: integers of shape ``(..., 2)``: a tensor, or a NumPy array.
+
+    Returns:
+        ``int64`` tensor of the same shape.
+
+    Raises:
+        TypeError: the last axis does not have two integers.
+
+    Example:
+        >>> import torch
+        >>> from functx.compat import random
+        >>> words = torch.tensor([7, 4294967295], dtype=torch.uint32)
+        >>> random.wrap_key_data(words)
+        tensor([         7, 4294967295])
+    """
+    keys = data if isinstance(data, torch.Tensor) else torch.tensor(data)
+    check_key("wrap_key_data", keys, batched=True)
+    return keys.to(torch.int64) & _WORD
+
+
+def from_jax(key: Any) -> torch.Tensor:
+    """Keys of JAX as keys of this module.
+
+    Args:
+        key: ``jax.random.key(...)`` or ``jax.random.PRNGKey(...)``, or an array of them.
+
+    Returns:
+        ``int64`` tensor, on the CPU, of the keys' shape and ``(2,)``.
+
+    Raises:
+        TypeError: the generator is not ``threefry2x32``.
+
+    Example:
+        >>> import jax
+        >>> from functx.compat import random
+        >>> random.from_jax(jax.random.key(3))
+        tensor([0, 3])
+    """
+    import jax
+    import numpy as np
+
+    kind = str(jax.random.key_impl(key))
+    if kind != "threefry2x32":
+        raise TypeError(
+            f"this key is one of {kind}; only threefry2x32 has a counterpart in torch: make it with"
+            " jax.random.key(seed, impl='threefry2x32')"
+        )
+    return wrap_key_data(np.asarray(jax.random.key_data(key)))
+
+
+def to_jax(key: torch.Tensor) -> Any:
+    """Keys of this module as typed keys of JAX.
+
+    Args:
+        key: keys, shape ``(..., 2)``.
+
+    Returns:
+        A JAX array of keys, shape ``(...)``.
+
+    Raises:
+        TypeError: these are no keys.
+        ImportError: JAX is not installed.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.to_jax(random.key(3))
+        Array((), dtype=key<fry>) overlaying:
+        [0 3]
+    """
+    from functx.compat import _jax
+
+    _jax.require("random.to_jax")
+    import jax
+    import jax.numpy as jnp
+
+    data = jnp.asarray(key_data(key).cpu().numpy())
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def check_key(name: str, key: Any, batched: bool = False) -> None:
+    """Refuse what is no key, or is several."""
+    if not isinstance(key, torch.Tensor):
+        package = type(key).__module__.partition(".")[0]
+        how = {
+            "jax": "convert it with functx.compat.random.from_jax",
+            "jaxlib": "convert it with functx.compat.random.from_jax",
+            "numpy": "convert it with functx.compat.random.wrap_key_data",
+        }.get(package, "make one with functx.compat.random.key(seed)")
+        raise TypeError(f"random.{name} takes a key first, not a {type(key).__name__}: {how}")
+    if key.dtype not in _DTYPES or not key.ndim or key.shape[-1] != 2:
+        raise TypeError(
+            f"random.{name} takes a key, two integer words in the last axis (int64, int32 or"
+            f" uint32), not {tuple(key.shape)} of {key.dtype}: make one with"
+            " functx.compat.random.key(seed)"
+        )
+    if key.ndim > 1 and not batched:
+        raise ValueError(
+            f"random.{name} takes a single key, but was given an array of keys of shape"
+            f" {tuple(key.shape[:-1])}: use vmap"
+        )
+
+
+def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape as a tuple; refuse a bare number and negative sizes."""
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(
+            f"random.{name}: a shape is a sequence of sizes such as (3,), not {shape!r}"
+        )
+    sizes = tuple(shape)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+            raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
+        if size < 0:
+            raise ValueError(f"random.{name}: {shape!r} has a negative size")
+    return sizes
+
+
+def check_broadcast(name: str, shape: tuple[int, ...], *parameters: Sequence[int]) -> None:
+    """Refuse parameters that are larger than the draw."""
+    try:
+        together = torch.broadcast_shapes(shape, *map(tuple, parameters))
+    except RuntimeError:
+        together = None
+    if together != torch.Size(shape):
+        got = ", ".join(str(tuple(p)) for p in parameters)
+        raise ValueError(
+            f"random.{name}: parameters of shape {got} don't broadcast to the shape {shape} asked"
+            f" for, which has {math.prod(shape)} numbers"
+        )
