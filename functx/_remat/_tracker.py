@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
+from functx._remat._arguments import SCALARS, token
 from functx._remat._escape import Place
 from functx._remat._watch import python_on_tape, watching
 
@@ -57,8 +58,6 @@ MADE_HERE = -1
 
 REWRAPPED = -2
 """Sources from here down: a wrapper, made by a transform inside the region, of an external."""
-
-_SCALARS = (int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 class Entry:
@@ -184,7 +183,7 @@ class Tracker:
         cls = type(a)
         if cls is tuple or cls is list:
             return cls([self.swap(x) for x in a])
-        if isinstance(a, _SCALARS):
+        if isinstance(a, SCALARS):
             self._scalars.append(a)
             return a
         if isinstance(a, dict):
@@ -194,6 +193,13 @@ class Tracker:
             return a
         if isinstance(a, slice):
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
+        if isinstance(a, tuple):  # a named tuple, or torch.Size, which can't be made of stand-ins
+            parts = [self.swap(x) for x in a]
+            named = hasattr(a, "_fields") and any(p is not x for p, x in zip(parts, a))
+            return cls(*parts) if named else a
+        held = token(a)
+        if held is not None:
+            self._scalars.append(held)
         return a
 
     def operands(self, func: Any, values: Sequence[Any]) -> Any:

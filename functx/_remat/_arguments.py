@@ -1,0 +1,44 @@
+"""What an operation is given beside tensors: how it is told from what a replay gives.
+
+Numbers, strings and the like are compared as they are (`SCALARS`). Arrays, buffers and objects that
+stand for a number are data from outside: what they hold when the operation reads them is.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+SCALARS = (
+    *(int, float, complex, str, type(None), range, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_TYPES = (int, float, complex, bool)
+
+
+def token(a: Any) -> Any:
+    """Something that is equal for arguments that hold the same; ``None`` for what holds nothing.
+
+    Functions, types and other objects are not told apart: a body may well make new ones each time.
+    """
+    if a in _TYPES if isinstance(a, type) else callable(a):
+        return a if isinstance(a, type) else None
+    try:
+        view = memoryview(a)
+    except (TypeError, ValueError, BufferError):
+        view = None
+    if view is not None:
+        return view.shape, view.format, hash(view.tobytes())
+    if hasattr(a, "__array_interface__"):  # of a type that has no buffers
+        return type(a), hash(a.tobytes())
+    for convert, name in ((operator.index, "__index__"), (float, "__float__")):
+        if hasattr(type(a), name) and not isinstance(a, _SYMBOLS):
+            try:
+                return convert(a)
+            except (TypeError, ValueError, RuntimeError):
+                return None
+    return None

@@ -1,0 +1,103 @@
+"""Arguments that are no tensors: a replay that is given others than the forward was is found."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from programs import identity
+from references import assert_same
+from right import X, check
+
+import functx
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = float(by)
+        return x * ctx.by
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.by, None
+
+
+class Index:
+    def __init__(self, at):
+        self.at = at
+
+    def __index__(self):
+        return self.at
+
+
+def single(x):
+    return np.float32(x)
+
+
+CASES = {
+    "an array": (lambda x, a: x * torch.tensor(a), np.arange(4.0), np.ones(4)),
+    "a scalar of numpy": (lambda x, a: x * a, single(2), single(3)),
+    "a list of them": (lambda x, a: x * torch.tensor(a), [single(2)] * 4, [single(3)] * 4),
+    "an index of numpy": (lambda x, a: x[a], np.int64(1), np.int64(2)),
+    "an array of indices": (lambda x, a: x[a], np.array([0, 1]), np.array([1, 2])),
+    "a mask": (lambda x, a: x[a], np.array([True, False] * 2), np.array([False, True] * 2)),
+    "a range": (lambda x, a: x[a], range(2), range(1, 3)),
+    "an ellipsis": (lambda x, a: x.view(2, 2)[a], (0, ...), (..., 0)),
+    "a size": (lambda x, a: x[:, None].expand(a).sum(1), torch.Size((4, 2)), torch.Size((4, 3))),
+    "a named tuple": (lambda x, a: torch.roll(x, a, (0, 0)), Pair(0, 1), Pair(1, 1)),
+    "what has an index": (lambda x, a: x[a:], Index(1), Index(2)),
+    "a layout": (
+        lambda x, a: x.view(1, 2, 2, 1).contiguous(memory_format=a),
+        torch.channels_last,
+        torch.contiguous_format,
+    ),
+    "an argument of a Function": (lambda x, a: Doubled.apply(x, a), single(2), single(3)),
+    "bytes": (lambda x, a: x * torch.tensor(a), bytearray(b"1234"), bytearray(b"4321")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+class TestChanged:
+    def test_it_is_found(self, case):
+        f, before, after = CASES[case]
+        data = {"now": before}
+        x = X.clone().requires_grad_()
+        out = functx.remat(lambda x: f(x.sin(), data["now"]))(x)
+        data["now"] = after
+        with pytest.raises(functx.ReplayError, match="is called with"):
+            out.sum().backward()
+
+    def test_the_same_is_no_difference(self, case):
+        f, given, _ = CASES[case]
+        ways = ["backward"] if "Function" in case else ["backward", "grad"]
+        check(lambda remat: remat(lambda x: f(x.sin(), given).exp()), ways=ways)
+
+
+def test_an_array_written_in_place():
+    data = np.arange(4.0)
+    x = X.clone().requires_grad_()
+    out = functx.remat(lambda x: x.sin() * torch.tensor(data))(x)
+    data += 1
+    with pytest.raises(functx.ReplayError, match="is called with"):
+        out.sum().backward()
+
+
+def test_tensors_in_a_named_tuple_are_inputs_too():
+    """They get stand-ins like any other."""
+
+    def program(remat):
+        w = X.exp().requires_grad_()
+        x = X.clone().requires_grad_()
+        out = remat(lambda x: torch.stack(Pair(x.sin(), w * 2)).prod(0))(x)
+        captured = remat(lambda x: torch.stack(Pair(x, w)).prod(0))(x)
+        return torch.autograd.grad((out + captured).sum(), (x, w))
+
+    assert_same(program(functx.remat), program(identity))
