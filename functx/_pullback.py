@@ -19,7 +19,7 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,71 @@ class Pullback:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
+        outputs, flat_cotangents = self._begin(cotangents, retain_graph)
+        with _no_inference_mode():
+            gradients = _torch.autograd_grad(
+                outputs,
+                self._inputs,
+                flat_cotangents,
+                retain_graph=retain_graph,
+                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+            )
+        # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
+        flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
+        return _tree.unflatten(self._inputs_spec, leave_transform(flat_gradients))
+
+    @property
+    def arity(self) -> int:
+        """How many leaves the inputs have."""
+        return len(self._inputs)
+
+    def feed(
+        self,
+        cotangents: Any,
+        receivers: Mapping[int, Callable[[torch.Tensor], None]],
+        retain_graph: bool,
+    ) -> None:
+        """Hands each cotangent of an input to its receiver as it becomes complete; keeps none.
+
+        Complete means summed over all uses of the input. A leaf that the outputs do not depend on
+        may get none.
+
+        Args:
+            cotangents: As for a call.
+            receivers: By the number of the input's leaf; the others are not computed.
+            retain_graph: As for a call.
+        """
+        outputs, flat_cotangents = self._begin(cotangents, retain_graph)
+        inputs = [self._inputs[number] for number in receivers]
+
+        def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
+            def hook(gradient: torch.Tensor) -> torch.Tensor:
+                receive(*leave_transform([_torch.unwrap_if_dead(gradient)]))
+                # What the engine keeps to the end in its place has no memory to speak of.
+                nothing = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+                return nothing.expand(gradient.shape)
+
+            return hook
+
+        hooks = [
+            leaf.register_hook(hook_for(receive))
+            for leaf, receive in zip(inputs, receivers.values())
+        ]
+        try:
+            with _no_inference_mode():
+                _torch.autograd_grad(
+                    outputs,
+                    inputs,
+                    flat_cotangents,
+                    retain_graph=retain_graph,
+                    create_graph=torch.is_grad_enabled(),
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, cotangents: Any, retain_graph: bool) -> tuple[list[torch.Tensor], list[Any]]:
+        """The outputs to pull back from, and the cotangents, checked."""
         flat_cotangents, spec = _tree.flatten(cotangents)
         if spec != self._outputs_spec:
             raise RuntimeError(
@@ -84,17 +149,7 @@ class Pullback:
         outputs = self._outputs
         if not retain_graph:
             self._outputs = None
-        with _no_inference_mode():
-            gradients = _torch.autograd_grad(
-                outputs,
-                self._inputs,
-                flat_cotangents,
-                retain_graph=retain_graph,
-                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
-            )
-        # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
-        flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, leave_transform(flat_gradients))
+        return outputs, flat_cotangents
 
 
 def record(

@@ -112,6 +112,11 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+# --- modules -----------------------------------------------------------------------------------
+
+# The one base class of what normalises over the batch: lazy, synchronised and of any rank.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
 # --- memory ------------------------------------------------------------------------------------
 
 # How many tensors (and Python objects) hold a piece of memory, by its key.
@@ -190,6 +195,11 @@ def current_node_number() -> int:
     """When the node that the engine is running was made; -1 outside of a backward."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
+
+
+def transforming() -> bool:
+    """Whether any transform is active, or operations are traced."""
+    return peek_interpreter_stack() is not None or tracing()
 
 
 def interpreters() -> list[Any]:

@@ -51,3 +51,17 @@ def map_(fn: Any, tree: Any) -> Any:
     """``tree`` with ``fn`` applied to every leaf."""
     flat, spec = flatten(tree)
     return unflatten(spec, [fn(leaf) for leaf in flat])
+
+
+def spread(prefix: Any, tree: Any) -> list[Any]:
+    """The leaves of a pytree prefix, each as often as the part of ``tree`` under it has leaves.
+
+    Raises:
+        ValueError: ``prefix`` is no prefix of ``tree``.
+    """
+    heads, spec = flatten(prefix)
+    try:
+        parts = spec.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"not a pytree prefix: {error}") from None
+    return [head for head, part in zip(heads, parts) for _ in leaves(part)]

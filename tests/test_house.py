@@ -38,6 +38,7 @@ LAYERS = [
     ("functx._apply", "functx._patch"),
     ("functx._schedules",),
     ("functx._loops",),
+    ("functx.per_sample",),
     ("functx",),
     ("functx.compat._torch", "functx.compat._jax", "functx.compat._environment"),
     ("functx.compat._lowering",),

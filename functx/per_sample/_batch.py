@@ -1,0 +1,197 @@
+"""The arguments of one call: which leaves hold one entry an example, and slices of them.
+
+``in_dims`` means what it means to :func:`torch.func.vmap`: an int for all arguments, or a tuple
+with a pytree prefix of ints and ``None`` for each. Left out, the differentiated arguments are
+shared and every other tensor has its examples along dimension 0. Keyword arguments are shared, as
+there.
+
+An iterator of batches in the place of the examples stands for the batch they make together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from functx import _tree
+from functx._validate import describe
+
+InDims = int | tuple[Any, ...] | list[Any] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Positional arguments of which some leaves hold one entry an example.
+
+    Attributes:
+        leaves: The leaves of all arguments.
+        spec: How they make up the tuple of arguments.
+        dims: For each leaf the dimension of the examples, ``None`` where it is shared.
+        size: How many examples there are.
+        kwargs: Shared keyword arguments.
+        start: The position of the first one in the batch that this is a part of.
+    """
+
+    leaves: list[Any]
+    spec: _tree.TreeSpec
+    dims: list[int | None]
+    size: int
+    kwargs: dict[str, Any]
+    start: int = 0
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The examples from ``start`` to ``stop``, as views."""
+        if (start, stop) == (0, self.size):
+            return self
+        leaves = [
+            leaf if dim is None else leaf.narrow(dim, start, stop - start)
+            for leaf, dim in zip(self.leaves, self.dims)
+        ]
+        return replace(self, leaves=leaves, size=stop - start, start=start)
+
+    def take(self, index: torch.Tensor) -> Batch:
+        """The examples that an index names, as copies."""
+        leaves = [
+            leaf if dim is None else leaf.index_select(dim, index.to(leaf.device))
+            for leaf, dim in zip(self.leaves, self.dims)
+        ]
+        return replace(self, leaves=leaves, size=len(index))
+
+    def one(self, row: int) -> tuple[Any, ...]:
+        """The arguments of a single example."""
+        leaves = (
+            leaf if dim is None else leaf.select(dim, row)
+            for leaf, dim in zip(self.leaves, self.dims)
+        )
+        return _tree.unflatten(self.spec, leaves)
+
+    def args(self) -> tuple[Any, ...]:
+        """The arguments, all examples together."""
+        return _tree.unflatten(self.spec, self.leaves)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What two batches share that differ in values and in the number of examples only."""
+        return tuple(
+            (leaf.shape[:dim] + leaf.shape[dim + 1 :], leaf.dtype, leaf.device, dim)
+            if isinstance(leaf, torch.Tensor) and dim is not None
+            else (leaf.shape, leaf.dtype, leaf.device)
+            if isinstance(leaf, torch.Tensor)
+            else type(leaf)
+            for leaf, dim in zip(self.leaves, self.dims)
+        )
+
+
+def batch_of(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: InDims,
+    shared: tuple[int, ...],
+    api: str,
+) -> Batch:
+    """The arguments of one call, with the examples found in them.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments, shared by all examples.
+        in_dims: Where the examples are, see above.
+        shared: Positions that are shared if ``in_dims`` is ``None``.
+        api: The name for error messages.
+
+    Raises:
+        ValueError: ``in_dims`` does not fit the arguments, or nothing is mapped, or the sizes
+            differ.
+    """
+    leaves, spec = _tree.flatten(args)
+    dims: list[int | None] = []
+    for leaf, dim in zip(leaves, _flat_dims(args, in_dims, shared, api)):
+        if dim is not None:
+            if not isinstance(leaf, torch.Tensor):
+                raise ValueError(
+                    f"{api}: in_dims maps over dimension {dim} of {describe(leaf)} of type "
+                    f"{type(leaf).__name__}; only tensors hold examples, use None there"
+                )
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(
+                    f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}, which it does "
+                    "not have; give in_dims, with None for what all examples share"
+                )
+            dim %= leaf.dim()
+        dims.append(dim)
+    sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims) if dim is not None}
+    if not sizes:
+        raise ValueError(
+            f"{api}: no argument has a batch dimension: the differentiated ones (argnums) are "
+            "shared unless in_dims says otherwise, and keyword arguments always are"
+        )
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{api}: expected all tensors to have the same number of examples, got sizes "
+            f"{sorted(sizes)}; give in_dims, with None for what all examples share"
+        )
+    return Batch(leaves, spec, dims, sizes.pop(), kwargs)
+
+
+def _flat_dims(
+    args: tuple[Any, ...], in_dims: InDims, shared: tuple[int, ...], api: str
+) -> list[int | None]:
+    """The dimension of the examples for each leaf of ``args``."""
+    if in_dims is None:
+        return [
+            None if position in shared or not isinstance(leaf, torch.Tensor) else 0
+            for position, arg in enumerate(args)
+            for leaf in _tree.leaves(arg)
+        ]
+    if isinstance(in_dims, int):
+        return [in_dims for _ in _tree.leaves(args)]
+    if not isinstance(in_dims, (tuple, list)) or len(in_dims) != len(args):
+        raise ValueError(
+            f"{api}: in_dims must be an int or a tuple with an entry for each of the {len(args)} "
+            f"positional arguments, got {in_dims!r}"
+        )
+    flat: list[int | None] = []
+    for position, (dims, arg) in enumerate(zip(in_dims, args)):
+        try:
+            flat += _tree.spread(dims, arg)
+        except ValueError as error:
+            raise ValueError(f"{api}: in_dims of argument {position}: {error}") from None
+    for dim in flat:
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            raise ValueError(f"{api}: in_dims must consist of ints and None, got {dim!r}")
+    return flat
+
+
+def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
+    """The arguments of each batch, if the last one is an iterator (or a DataLoader) of batches.
+
+    Each batch is a tuple or list of the positional arguments from there on, or the only one.
+    """
+    if not args or isinstance(args[-1], (torch.Tensor, Mapping)):
+        return None
+    if not isinstance(args[-1], (Iterator, torch.utils.data.DataLoader)):
+        return None
+    return _each(args[:-1], iter(args[-1]))
+
+
+def _each(head: tuple[Any, ...], batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
+    for batch in batches:
+        yield (*head, *batch) if isinstance(batch, (tuple, list)) else (*head, batch)
+
+
+def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
+    """The indices of the examples that count; ``None`` if all do.
+
+    Raises:
+        ValueError: ``is_padding`` is not a boolean for each of ``size`` examples.
+    """
+    if is_padding is None:
+        return None
+    is_padding = torch.as_tensor(is_padding)
+    if is_padding.dtype != torch.bool or is_padding.shape != (size,):
+        raise ValueError(
+            f"{api}: is_padding_example must be a bool tensor of shape ({size},), True for the "
+            f"examples that don't count, got {describe(is_padding)}"
+        )
+    return None if not is_padding.any() else (~is_padding).nonzero().squeeze(1)

@@ -1,0 +1,103 @@
+"""A call of a per-sample function: arguments sorted, batches cut, a job run over the chunks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from functx import _validate
+from functx.per_sample import _model
+from functx.per_sample._batch import Batch, InDims, batch_of, kept_rows, split_batches
+from functx.per_sample._chunks import Chunking, Job
+
+MakeJob = Callable[[Batch], Job]
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a per-sample function takes its arguments.
+
+    Attributes:
+        func: What the user handed over, a function or a pair of module and criterion.
+        in_dims: Where the examples are.
+        shared: Positions that hold no examples if ``in_dims`` is ``None``; may count from the end.
+        chunking: How to cut batches.
+        api: The name for error messages.
+    """
+
+    func: Any
+    in_dims: InDims
+    shared: tuple[int, ...]
+    chunking: Chunking
+    api: str
+
+    def run(self, make_job: MakeJob, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the job that ``make_job`` makes for the first batch."""
+        is_padding = kwargs.pop("is_padding_example", None)
+        batches = split_batches(args)
+        if batches is None:
+            batches = iter([args])
+        elif is_padding is not None:
+            raise ValueError(
+                f"{self.api}: is_padding_example goes with one batch, not with an iterator of them"
+            )
+        job: Job | None = None
+        kept, total, seen = None, 0, 0
+        for one in batches:
+            batch = batch_of(one, kwargs, self.in_dims, self._positions(len(one)), self.api)
+            kept = kept_rows(is_padding, batch.size, self.api)
+            total += batch.size
+            if kept is not None:
+                batch = batch.take(kept)
+            make = functools.partial(make_job, batch)
+            job = job or make()
+            if batch.size:
+                self.chunking.run(replace(batch, start=seen), job, make)
+            seen += batch.size
+        if job is None:
+            raise ValueError(f"{self.api}: the iterator has no batch")
+        if not seen:  # what the loss returns has a shape also where there is no example
+            job.run(_invented(batch))
+        return job.result(kept, total, empty=not seen)
+
+    def _positions(self, count: int) -> tuple[int, ...]:
+        return _validate.resolve_argnums(self.shared, count, self.api) if self.shared else ()
+
+
+def check_func(func: Any, api: str) -> tuple[Callable[..., Any], torch.nn.Module | None]:
+    """A function of the parameters and one example, and the module it was made from, if any."""
+    if isinstance(func, (tuple, list)) and len(func) == 2:
+        return _model.functional(*func)[0], func[0]
+    if isinstance(func, torch.nn.Module):
+        raise TypeError(
+            f"{api}: got the module {type(func).__name__} alone; pass a pair (module, criterion), "
+            "or a function of parameters and one example"
+        )
+    _validate.check_callable(func, api)
+    return func, None
+
+
+@contextmanager
+def module_arguments(
+    module: torch.nn.Module | None, args: tuple[Any, ...]
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments with the module's parameters in front; nothing of it is recorded outside."""
+    if module is None:
+        yield args
+        return
+    with torch.no_grad():
+        yield (_model.trainable(module), *args)
+
+
+def _invented(batch: Batch) -> Batch:
+    """A batch of one example of zeros, like those that are missing."""
+    leaves = [
+        leaf if dim is None else leaf.new_zeros(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
+        for leaf, dim in zip(batch.leaves, batch.dims)
+    ]
+    return replace(batch, leaves=leaves, size=1)

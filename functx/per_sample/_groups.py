@@ -1,0 +1,186 @@
+"""Which leaves share a norm, the thresholds of those groups, and how a norm becomes a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functx import _tree
+from functx._validate import describe
+
+Scaling = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The leaves of what is differentiated, in groups with one norm each.
+
+    Attributes:
+        of_leaf: For each leaf the number of its group.
+        count: How many groups there are.
+        pack: Makes what users see of one entry a group.
+    """
+
+    of_leaf: list[int]
+    count: int
+    pack: Callable[[list[Any]], Any]
+
+    def thresholds(self, max_norm: Any, api: str) -> list[Any]:
+        """One threshold a group, from a number or from what `pack` would make of them."""
+        if max_norm is None or _is_number(max_norm):
+            found = [max_norm] * self.count
+        else:
+            found = _tree.leaves(max_norm)
+            like = _tree.flatten(self.pack(list(range(self.count))))
+            if _tree.flatten(max_norm)[1] != like[1]:
+                raise ValueError(
+                    f"{api}: max_norm must be a number or have one for each group, as "
+                    f"{self.pack(['...'] * self.count)}; got {describe(max_norm)}"
+                )
+            # Dicts are flattened in another order than groups are numbered in.
+            found = [one for _, one in sorted(zip(like[0], found), key=lambda pair: pair[0])]
+        for threshold in found:
+            if threshold is not None and not _is_number(threshold):
+                raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
+            if isinstance(threshold, (int, float)) and not threshold > 0:
+                raise ValueError(f"{api}: max_norm must be positive, got {threshold}")
+        return found
+
+
+def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Groups:
+    """The groups that the caller asks for.
+
+    Args:
+        differentiated: The pytree that is differentiated.
+        groups: A pytree prefix of it, of labels: leaves under equal labels are a group. ``None``
+            for one group of all, or for those that ``max_norm`` tells.
+        max_norm: If it is a pytree prefix (and ``groups`` is ``None``), each leaf of it is a group.
+        api: The name for error messages.
+
+    Raises:
+        ValueError: Neither is a prefix of ``differentiated``.
+    """
+    if groups is None and (max_norm is None or _is_number(max_norm)):
+        return Groups([0] * len(_tree.leaves(differentiated)), 1, lambda one: one[0])
+    try:
+        if groups is None:
+            heads, spec = _tree.flatten(max_norm)
+            numbers = _tree.unflatten(spec, range(len(heads)))
+            return Groups(
+                _tree.spread(numbers, differentiated),
+                len(heads),
+                lambda each: _tree.unflatten(spec, each),
+            )
+        labels = _tree.spread(groups, differentiated)
+    except ValueError as error:
+        name = "max_norm" if groups is None else "groups"
+        raise ValueError(
+            f"{api}: {name} must be a pytree prefix of what is differentiated: {error}"
+        ) from None
+    names = list(dict.fromkeys(labels))
+    return Groups(
+        [names.index(label) for label in labels], len(names), lambda each: dict(zip(names, each))
+    )
+
+
+def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
+    """Scale down to a norm of at most ``max_norm``: ``min(1, max_norm / norm)``.
+
+    Abadi et al., Deep learning with differential privacy, 2016.
+
+    Args:
+        norm: Norms of the examples' gradients, of shape ``(B,)``.
+        max_norm: The threshold.
+
+    Returns:
+        Factors of shape ``(B,)``.
+    """
+    # Written so that a norm of 0 divides nothing.
+    return torch.where(norm > max_norm, max_norm / norm.clamp_min(_tiny(norm)), 1.0).to(norm.dtype)
+
+
+def automatic(gamma: float = 0.01) -> Scaling:
+    """Scale every gradient to a norm just below ``max_norm``: ``max_norm / (norm + gamma)``.
+
+    AUTO-S of Bu et al., Automatic clipping, 2023. No threshold to tune: ``max_norm`` (1 if left
+    out) only scales the sum.
+
+    Args:
+        gamma: Keeps small gradients small; positive.
+
+    Returns:
+        A scaling, of norms and a threshold.
+
+    Raises:
+        ValueError: ``gamma`` is not positive.
+    """
+    if not gamma > 0:
+        raise ValueError(f"per_sample.automatic: gamma must be positive, got {gamma}")
+
+    def factor(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
+        return (1.0 if max_norm is None else max_norm) / (norm + gamma)
+
+    return factor
+
+
+def normalize(norm: torch.Tensor, max_norm: Any = None) -> torch.Tensor:
+    """Scale every gradient to the norm ``max_norm`` (1 if left out); zero stays zero.
+
+    Args:
+        norm: Norms of the examples' gradients, of shape ``(B,)``.
+        max_norm: The norm they get.
+
+    Returns:
+        Factors of shape ``(B,)``.
+    """
+    return (1.0 if max_norm is None else max_norm) / norm.clamp_min(_tiny(norm))
+
+
+def scaling_of(scaling: Any, max_norm: Any, api: str) -> Scaling:
+    """The function that a name or a function stands for.
+
+    Raises:
+        ValueError: An unknown name, or no ``max_norm`` where one is needed.
+        TypeError: Neither a name nor a function.
+    """
+    named: Mapping[str, Scaling] = {
+        "clip": clip,
+        "automatic": automatic(),
+        "normalize": normalize,
+    }
+    if isinstance(scaling, str):
+        if scaling not in named:
+            raise ValueError(f"{api}: scaling must be one of {sorted(named)}, got {scaling!r}")
+        if scaling == "clip" and max_norm is None:
+            raise ValueError(f"{api}: scaling='clip' needs max_norm, the largest norm to let pass")
+        return named[scaling]
+    if not callable(scaling):
+        raise TypeError(
+            f"{api}: scaling must be a name or a function (norm, max_norm) -> factor, got "
+            f"{describe(scaling)}"
+        )
+    return scaling
+
+
+def factors(scaling: Scaling, norm: torch.Tensor, max_norm: Any, api: str) -> torch.Tensor:
+    """What ``scaling`` makes of the norms of one group, checked for its shape."""
+    factor = scaling(norm, max_norm)
+    if not isinstance(factor, torch.Tensor) or factor.shape != norm.shape:
+        raise ValueError(
+            f"{api}: scaling must return a factor for each norm, a tensor of shape "
+            f"{tuple(norm.shape)}, got {describe(factor)}"
+        )
+    return factor
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _tiny(norm: torch.Tensor) -> float:
+    return torch.finfo(norm.dtype).tiny

@@ -1,0 +1,280 @@
+"""What is made of the gradients of a chunk: kept, normed, or clipped and added up.
+
+NOTE [one pass or two]
+The factor of an example is known when all its gradients have been normed. Until then they are
+either kept (one pass), or dropped and computed a second time (two passes), when they go straight
+into the sum. Kept, the gradients of a chunk exist together; dropped, those of one leaf at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from functx import _tree
+from functx.per_sample._batch import Batch
+from functx.per_sample._extras import Extras
+from functx.per_sample._groups import Groups, Scaling, factors
+from functx.per_sample._pull import Loss, pull
+from functx.per_sample._stack import Stack
+from functx.per_sample._sums import WeightedSum, norm_dtype, squared_norms
+
+
+class Leaves:
+    """The leaves that are differentiated: how many, and of what shape and dtype for one example.
+
+    Args:
+        loss: Says which arguments they are in.
+        batch: The arguments.
+        single: Whether the user thinks of one argument, not of a tuple.
+    """
+
+    def __init__(self, loss: Loss, batch: Batch, single: bool) -> None:
+        args = batch.args()
+        dims = _tree.unflatten(batch.spec, batch.dims)
+        chosen = tuple(args[position] for position in loss.positions)
+        found, self._spec = _tree.flatten(chosen)
+        mapped = _tree.leaves(tuple(dims[position] for position in loss.positions))
+        self.shapes = [
+            leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
+            for leaf, dim in zip(found, mapped)
+        ]
+        self.dtypes = [leaf.dtype for leaf in found]
+        self.devices = [leaf.device for leaf in found]
+        self._single = single
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """One value a leaf, as the pytree that users see."""
+        tree = _tree.unflatten(self._spec, values)
+        return tree[0] if self._single else tree
+
+
+class _Chunk:
+    """The receiver of one chunk's gradients: sums up squared norms."""
+
+    def __init__(self, job: _Job, size: int) -> None:
+        self._job, self._size = job, size
+        self._squares: list[torch.Tensor | None] = [None] * job.groups.count
+
+    def may_ask_again(self) -> bool:
+        return False
+
+    def again(self) -> Sequence[int]:
+        return ()
+
+    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+        group = self._job.groups.of_leaf[leaf]
+        square = squared_norms(rows, self._job.norm_dtype)
+        before = self._squares[group]
+        self._squares[group] = square if before is None else before + square
+
+    def norms(self) -> list[torch.Tensor]:
+        """One tensor of shape ``(c,)`` a group."""
+        device = self._job.leaves.devices[0]
+        return [
+            torch.zeros(self._size, dtype=self._job.norm_dtype, device=device)
+            if square is None
+            else square.sqrt()
+            for square in self._squares
+        ]
+
+
+class _Job:
+    """What the jobs share: values, norms and auxiliary outputs of all chunks."""
+
+    committing = False
+
+    def __init__(
+        self,
+        loss: Loss,
+        leaves: Leaves,
+        groups: Groups,
+        *,
+        accumulation_dtype: torch.dtype | None = None,
+        return_values: bool = False,
+        return_norms: bool = False,
+    ) -> None:
+        self.loss, self.leaves, self.groups = loss, leaves, groups
+        dtypes = [norm_dtype(dtype, accumulation_dtype) for dtype in leaves.dtypes]
+        self.norm_dtype = dtypes[0]
+        for dtype in dtypes:
+            self.norm_dtype = torch.promote_types(self.norm_dtype, dtype)
+        self._stacks: dict[str, Stack] = {}
+        if return_values:
+            self._stacks["values"] = Stack()
+        if return_norms:
+            self._stacks["norms"] = Stack()
+        if loss.has_aux:
+            self._stacks["aux"] = Stack()
+
+    def reserve(self, size: int) -> None:
+        """So many examples will come, in several chunks."""
+        for stack in self._stacks.values():
+            stack.reserve(size)
+
+    def _note(self, **found: Any) -> None:
+        for name, rows in found.items():
+            if name in self._stacks:
+                self._stacks[name].add(rows)
+
+    def _close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
+        found = {name: stack.close(kept, size, empty) for name, stack in self._stacks.items()}
+        if "norms" in found:
+            found["norms"] = self.groups.pack(found["norms"])
+        return found
+
+
+class Gradients(_Job):
+    """All gradients: leaves of shape ``(B, *leaf.shape)``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._stacks["gradients"] = Stack()
+
+    def run(self, batch: Batch) -> None:
+        """Take in one chunk."""
+        chunk = _KeepingChunk(self, batch.size, normed="norms" in self._stacks)
+        values, aux = pull(self.loss, batch, chunk)
+        rows = [
+            torch.zeros(batch.size, *shape, dtype=dtype, device=device) if kept is None else kept
+            for kept, shape, dtype, device in zip(
+                chunk.kept, self.leaves.shapes, self.leaves.dtypes, self.leaves.devices
+            )
+        ]
+        self._note(values=values, norms=chunk.norms(), aux=aux, gradients=rows)
+
+    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
+        """The gradients, and what else was asked for."""
+        found = self._close(kept, size, empty)
+        return self.leaves.tree(found.pop("gradients")), Extras(**found)
+
+
+class Norms(_Job):
+    """Norms alone: no gradient outlives its norm."""
+
+    def run(self, batch: Batch) -> None:
+        """Take in one chunk."""
+        chunk = _Chunk(self, batch.size)
+        values, aux = pull(self.loss, batch, chunk)
+        self._note(values=values, norms=chunk.norms(), aux=aux)
+
+    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
+        """The norms, and what else was asked for."""
+        found = self._close(kept, size, empty)
+        return found["norms"], Extras(**{**found, "norms": None})
+
+
+class ClippedSum(_Job):
+    """The sum of all gradients, each times the factor that its norm gives it."""
+
+    def __init__(
+        self,
+        *args: Any,
+        scaling: Scaling,
+        thresholds: list[Any],
+        accumulation_dtype: torch.dtype | None,
+        passes: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
+        self._scaling, self._thresholds, self._passes = scaling, thresholds, passes
+        self._wanted_dtype = accumulation_dtype
+        self.sums = [
+            WeightedSum(shape, _sum_dtype(dtype, accumulation_dtype), device)
+            for shape, dtype, device in zip(
+                self.leaves.shapes, self.leaves.dtypes, self.leaves.devices
+            )
+        ]
+
+    def run(self, batch: Batch) -> None:
+        """Take in one chunk."""
+        self.committing = False
+        if self._passes == 2:
+            twice = _TwiceChunk(self, batch.size)
+            values, aux = pull(self.loss, batch, twice)
+            norms = twice.found
+        else:
+            chunk = _KeepingChunk(self, batch.size, normed=True)
+            values, aux = pull(self.loss, batch, chunk)
+            norms = chunk.norms()
+            weights = self.weights(norms)
+            self.committing = True
+            for leaf, rows in enumerate(chunk.kept):
+                if rows is not None:
+                    self.sums[leaf].add(rows, weights[self.groups.of_leaf[leaf]])
+                chunk.kept[leaf] = None
+        self._note(values=values, norms=norms, aux=aux)
+
+    def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The factors of the examples, one tensor of shape ``(c,)`` a group."""
+        return [
+            factors(self._scaling, norm, threshold, self.loss.api)
+            for norm, threshold in zip(norms, self._thresholds)
+        ]
+
+    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
+        """The sum, and what else was asked for."""
+        totals = [
+            one.total(_as_wanted(dtype, self._wanted_dtype))
+            for one, dtype in zip(self.sums, self.leaves.dtypes)
+        ]
+        if empty:
+            totals = [torch.zeros_like(total) for total in totals]
+        return self.leaves.tree(totals), Extras(**self._close(kept, size, empty))
+
+
+class _KeepingChunk(_Chunk):
+    """Keeps the gradients of a chunk, all together."""
+
+    def __init__(self, job: _Job, size: int, normed: bool) -> None:
+        super().__init__(job, size)
+        self._normed = normed
+        self.kept: list[torch.Tensor | None] = [None] * len(job.leaves.shapes)
+
+    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+        if self._normed:
+            super().gradient(leaf, rows)
+        self.kept[leaf] = rows
+
+
+class _TwiceChunk(_Chunk):
+    """Norms first; the second time each gradient goes into the sum and nowhere else."""
+
+    _job: ClippedSum
+
+    def __init__(self, job: ClippedSum, size: int) -> None:
+        super().__init__(job, size)
+        self._seen: list[int] = []
+        self._weights: list[torch.Tensor] | None = None
+
+    def may_ask_again(self) -> bool:
+        return True
+
+    def again(self) -> Sequence[int]:
+        self.found = self.norms()
+        self._weights = self._job.weights(self.found)
+        self._job.committing = True
+        return self._seen
+
+    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+        if self._weights is None:
+            super().gradient(leaf, rows)
+            self._seen.append(leaf)
+        else:
+            self._job.sums[leaf].add(rows, self._weights[self._job.groups.of_leaf[leaf]])
+
+
+def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a sum of ``dtype`` numbers, when ``wanted`` was asked for."""
+    if wanted is None:
+        return dtype
+    return wanted.to_complex() if dtype.is_complex else wanted
+
+
+def _sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype to add up in: short ones in float32 unless something else is asked for."""
+    if wanted is None and dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return _as_wanted(dtype, wanted)

@@ -1,0 +1,112 @@
+"""A module and a criterion as a function of parameters and one example.
+
+The module sees a batch of one, since most modules expect a batch dimension: inputs and targets get
+one back inside ``vmap``. A criterion that averages over the batch is then that of the example.
+
+NOTE [batch norm]
+Batch normalisation in training mode reads statistics of the whole batch: the loss of one example is
+a function of all others, "its" gradient means nothing, and clipping it protects nobody. The same
+holds in evaluation mode without running statistics. Both are refused before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from functx import _torch, _tree
+
+Params = dict[str, torch.Tensor]
+
+
+def functional(
+    module: nn.Module, criterion: Callable[..., torch.Tensor]
+) -> tuple[Callable[..., torch.Tensor], Params]:
+    """A module and a criterion as a loss of one example, and the parameters to differentiate.
+
+    What every function of ``per_sample`` makes of a pair ``(module, criterion)``.
+
+    Args:
+        module: Any module without batch statistics. It is called with a batch of one example, in
+            the mode (training or evaluation) it is in; buffers and frozen parameters are read from
+            it at each call.
+        criterion: Takes the module's output and the targets of that batch of one, and returns a
+            tensor of one element; ``torch.nn.functional.cross_entropy``, say.
+
+    Returns:
+        ``(loss, params)``. ``loss(params, inputs, *targets)`` takes one example without batch
+        dimension; ``inputs`` may be a tensor, a tuple of positional or a dict of keyword arguments
+        of the module. ``params`` are the parameters that require grad, by name, detached: they
+        share memory with the module's. A tied parameter appears once.
+
+    Raises:
+        TypeError: Not a module and a callable.
+        ValueError: The module has no parameter that requires grad, or normalises over the batch.
+
+    Example:
+        >>> import torch, functx
+        >>> model = torch.nn.Linear(3, 2)
+        >>> cross_entropy = torch.nn.functional.cross_entropy
+        >>> loss, params = functx.per_sample.functional(model, cross_entropy)
+        >>> loss(params, torch.ones(3), torch.tensor(1)).shape
+        torch.Size([])
+    """
+    if not isinstance(module, nn.Module) or not callable(criterion):
+        raise TypeError(
+            "per_sample: expected a pair (module, criterion), got "
+            f"({type(module).__name__}, {type(criterion).__name__})"
+        )
+
+    def loss(params: Params, inputs: Any, *targets: Any) -> torch.Tensor:
+        check_no_batch_statistics(module)
+        inputs, targets = _tree.map_(_batch_of_one, (inputs, targets))
+        if isinstance(inputs, Mapping):
+            output = functional_call(module, params, (), dict(inputs))
+        elif isinstance(inputs, (tuple, list)):
+            output = functional_call(module, params, tuple(inputs))
+        else:
+            output = functional_call(module, params, (inputs,))
+        value = criterion(output, *targets)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.reshape(())
+        return value
+
+    check_no_batch_statistics(module)
+    return loss, trainable(module)
+
+
+def trainable(module: nn.Module) -> Params:
+    """The parameters of a module that require grad, by name, detached."""
+    params = {
+        name: param.detach() for name, param in module.named_parameters() if param.requires_grad
+    }
+    if not params:
+        raise ValueError(
+            f"per_sample: no parameter of {type(module).__name__} requires grad: nothing to "
+            "differentiate"
+        )
+    return params
+
+
+def check_no_batch_statistics(module: nn.Module) -> None:
+    """Raises ``ValueError`` if a module mixes the examples of a batch, see NOTE [batch norm]."""
+    for name, part in module.named_modules():
+        # Also the synchronised and lazy ones; instance normalisation is no subclass.
+        if not isinstance(part, _torch.BatchNorm):
+            continue
+        if part.training or part.running_mean is None:
+            mode = "in training mode" if part.training else "without running statistics"
+            raise ValueError(
+                f"per_sample: {type(part).__name__} {name!r} {mode} normalises with the statistics "
+                "of the batch, which mix its examples: there is no gradient of one example. Put "
+                "it in evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
+                "InstanceNorm instead"
+            )
+
+
+def _batch_of_one(leaf: Any) -> Any:
+    return leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,44 @@
+"""Sums over data-parallel ranks: every leaf in one buffer, one all-reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functx import _tree
+
+
+def all_reduced(tree: Any, process_group: Any) -> Any:
+    """The sum of a pytree of tensors over the ranks of a group.
+
+    Args:
+        tree: Tensors, of the same shapes on every rank.
+        process_group: A group of :mod:`torch.distributed`; ``True`` for the default one; ``None``
+            for no sum at all.
+
+    Returns:
+        The pytree, equal on every rank.
+
+    Raises:
+        RuntimeError: There is no process group.
+    """
+    if process_group is None or process_group is False:
+        return tree
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "per_sample: process_group was given, but torch.distributed has no process group; call "
+            "torch.distributed.init_process_group first"
+        )
+    group = None if process_group is True else process_group
+    leaves, spec = _tree.flatten(tree)
+    reduced: dict[int, torch.Tensor] = {}
+    for kind in dict.fromkeys((leaf.dtype, leaf.device) for leaf in leaves):
+        numbers = [i for i, leaf in enumerate(leaves) if (leaf.dtype, leaf.device) == kind]
+        buffer = torch.cat([leaves[i].detach().reshape(-1) for i in numbers])
+        dist.all_reduce(buffer, group=group)
+        parts = buffer.split([leaves[i].numel() for i in numbers])
+        reduced |= {i: part.view(leaves[i].shape) for i, part in zip(numbers, parts)}
+    return _tree.unflatten(spec, [reduced[i] for i in range(len(leaves))])

@@ -1,0 +1,173 @@
+"""Per-example gradients of a few examples, each handed over as soon as it is complete.
+
+A gradient of one parameter is complete when all uses of the parameter have been pulled back. It is
+given to a receiver there and then, and dropped: what the receiver does not keep never exists
+together with the gradients of the other parameters. (A node on every *use*, as hooks on modules
+are, would see parts of a gradient; the norm of a sum is no sum of norms.)
+
+Several examples are mapped with ``vmap``. One example alone is not: it runs as it is, without the
+limitations of ``vmap``, and if nobody could differentiate the result, in plain autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.func import vmap
+
+from functx import _torch, _tree, _validate
+from functx._pullback import Pullback, record
+from functx.per_sample import _random
+from functx.per_sample._batch import Batch
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is differentiated, and how.
+
+    Attributes:
+        func: The loss of one example.
+        positions: Of the differentiated arguments.
+        has_aux: Whether it returns ``(value, aux)``.
+        randomness: As for :func:`torch.func.vmap`.
+        api: The name for error messages.
+    """
+
+    func: Callable[..., Any]
+    positions: tuple[int, ...]
+    has_aux: bool
+    randomness: str
+    api: str
+
+
+class Receiver(Protocol):
+    """Who takes the gradients of one chunk of ``c`` examples."""
+
+    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+        """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
+
+    def again(self) -> Sequence[int]:
+        """Leaves whose gradients are wanted a second time, once all have been seen."""
+
+    def may_ask_again(self) -> bool:
+        """Whether `again` can name any leaf."""
+
+
+def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
+    """Runs the loss on each example, and feeds the gradients to ``receiver``.
+
+    Returns:
+        The values, of shape ``(c,)``, and the auxiliary outputs (``None`` without ``has_aux``),
+        leaves of shape ``(c, ...)``.
+    """
+    if batch.size == 1 and not _torch.transforming():
+        return _pull_one(loss, batch, receiver)
+    mapped = [number for number, dim in enumerate(batch.dims) if dim is not None]
+
+    def example(*rows: torch.Tensor) -> tuple[Any, Any]:
+        level = _torch.current_interpreter().level()
+        leaves = list(batch.leaves)
+        for number, row in zip(mapped, rows):
+            leaves[number] = row
+        args = _tree.unflatten(batch.spec, leaves)
+        value, aux, pullback = _record(loss, args, batch.kwargs)
+        _feed(pullback, value, receiver, lambda gradient: _rows(gradient, level, batch.size))
+        return value, (aux if loss.has_aux else ())
+
+    value, aux = vmap(
+        example, in_dims=tuple(batch.dims[number] for number in mapped), randomness=loss.randomness
+    )(*(batch.leaves[number] for number in mapped))
+    return value, (aux if loss.has_aux else None)
+
+
+def _pull_one(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
+    """As `pull`, for one example."""
+    args = batch.one(0)
+    with _random.allowed(loss.randomness, first=batch.start == 0):
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            value, aux, pullback = _record(loss, args, batch.kwargs)
+        else:
+            value, aux, pullback = _record_plain(loss, args, batch.kwargs)
+    _feed(pullback, value, receiver, lambda gradient: gradient.unsqueeze(0))
+    value, aux = _tree.map_(_stacked, (value, aux if loss.has_aux else ()))
+    return value, (aux if loss.has_aux else None)
+
+
+def _stacked(leaf: Any) -> torch.Tensor:
+    if not isinstance(leaf, torch.Tensor):
+        raise ValueError(
+            f"per_sample: expected aux to consist of tensors, got {_validate.describe(leaf)} of "
+            f"type {type(leaf).__name__}"
+        )
+    return leaf.unsqueeze(0)
+
+
+def _record(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Pullback]:
+    return record(
+        loss.func,
+        args,
+        kwargs,
+        loss.positions,
+        has_aux=loss.has_aux,
+        check_output=functools.partial(_validate.check_scalar, api=loss.api),
+        api=loss.api,
+    )
+
+
+def _record_plain(
+    loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, Pullback]:
+    """As `record`, in plain autograd: nothing around the call can differentiate the result."""
+    _validate.check_inputs(args, loss.positions, loss.api)
+
+    def leaf_of(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_()
+
+    with torch.enable_grad():
+        arguments = [
+            _tree.map_(leaf_of, arg) if position in loss.positions else arg
+            for position, arg in enumerate(args)
+        ]
+        output, aux = loss.func(*arguments, **kwargs), None
+        if loss.has_aux:
+            output, aux = _validate.split_aux(output, loss.api)
+        _validate.check_scalar(output, loss.api)
+    inputs = tuple(arguments[position] for position in loss.positions)
+    pullback = Pullback(inputs, *_tree.flatten(output))
+    return output.detach(), _tree.map_(_detached, aux), pullback
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _feed(
+    pullback: Pullback,
+    value: torch.Tensor,
+    receiver: Receiver,
+    rows: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def receivers(leaves: Sequence[int]) -> dict[int, Callable[[torch.Tensor], None]]:
+        def take(leaf: int, gradient: torch.Tensor) -> None:
+            receiver.gradient(leaf, rows(gradient))
+
+        return {leaf: functools.partial(take, leaf) for leaf in leaves}
+
+    one = torch.ones_like(value)
+    pullback.feed(one, receivers(range(pullback.arity)), retain_graph=receiver.may_ask_again())
+    wanted = receiver.again()
+    if wanted:
+        pullback.feed(one, receivers(wanted), retain_graph=False)
+
+
+def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
+    """The gradients of all examples, ``(c, *leaf.shape)``, from that which ``vmap`` maps."""
+    if _torch.is_batched(gradient) and _torch.wrapper_level(gradient) == level:
+        value, dim = _torch.unwrap_batched(gradient, level)
+        assert dim is not None
+        return value.movedim(dim, 0)
+    return gradient.expand(size, *gradient.shape)  # no example is in it: the same for all

@@ -1,0 +1,252 @@
+"""`map_reduce`, and `jacobian`: any function of one example, over a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.func import vmap
+
+from functx import _torch, _tree, _validate
+from functx._transforms import jacfwd, jacrev
+from functx._validate import Argnums
+from functx.per_sample import _random
+from functx.per_sample._batch import Batch, InDims
+from functx.per_sample._call import Call
+from functx.per_sample._chunks import Chunking
+from functx.per_sample._stack import Stack
+
+Reduce = Callable[[Any], Any]
+Combine = Callable[[Any, Any], Any]
+
+
+def map_reduce(
+    func: Callable[..., Any],
+    reduce: str | Reduce = "sum",
+    combine: Combine | None = None,
+    *,
+    in_dims: InDims = 0,
+    accumulation_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """Anything computed for each example, reduced chunk by chunk.
+
+    Args:
+        func: A function of one example, without batch dimension, that returns a pytree of tensors:
+            a gradient and its square, say.
+        reduce: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` over the examples; or a function of a
+            chunk's results, the pytree with a leading dimension ``c``, that returns a pytree.
+        combine: A function of what `reduce` made of the examples so far and of the next ones, that
+            returns the two in one; by default they are added. Only with a function for ``reduce``.
+        in_dims: Where the examples are, as for :func:`torch.func.vmap`.
+        accumulation_dtype: For ``"sum"`` and ``"mean"``, the dtype to add up in, and that of the
+            result; by default that of the leaf.
+        chunk_size: As for `grads`.
+        memory_budget: As for `grads`.
+        randomness: As for `grads`.
+
+    Returns:
+        A function of the same arguments, for a batch, as `grads` returns one (with
+        ``is_padding_example`` and iterators of batches): a pytree like that of ``func``, or what
+        ``reduce`` makes of it.
+
+    Raises:
+        TypeError: ``func``, ``reduce`` or ``combine`` can't be called.
+        ValueError: An unknown ``reduce``; ``combine`` without a function for it; ``in_dims`` or
+            sizes don't fit; no example to reduce, where there is no neutral element.
+
+    Example:
+        >>> import torch, functx
+        >>> square_of_gradient = lambda w, x: functx.grad(lambda w: (w * x).sum())(w) ** 2
+        >>> diagonal = functx.per_sample.map_reduce(square_of_gradient, "mean", in_dims=(None, 0))
+        >>> diagonal(torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([ 5., 10.])
+    """
+    api = "per_sample.map_reduce"
+    _validate.check_callable(func, api)
+    if isinstance(reduce, str):
+        if reduce not in ("sum", "mean", "min", "max"):
+            raise ValueError(
+                f"{api}: reduce must be 'sum', 'mean', 'min', 'max' or a function, got {reduce!r}"
+            )
+        if combine is not None:
+            raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
+    else:
+        _validate.check_callable(reduce, api)
+    if combine is not None:
+        _validate.check_callable(combine, api)
+    call = Call(func, in_dims, (), Chunking(chunk_size, memory_budget, randomness, api), api)
+
+    @functools.wraps(func, updated=())
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        return call.run(
+            lambda batch: _Reduction(func, reduce, combine, accumulation_dtype, randomness, api),
+            args,
+            kwargs,
+        )
+
+    return reduced
+
+
+def jacobian(
+    func: Callable[..., Any],
+    argnums: Argnums = 0,
+    *,
+    mode: str = "reverse",
+    in_dims: InDims = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """The Jacobian of a function for each example.
+
+    Args:
+        func: A function of one example, without batch dimension, that returns a pytree of real
+            floating point tensors (with ``has_aux`` a pair of that and a pytree of tensors).
+        argnums: Which positional arguments to differentiate.
+        mode: ``"reverse"``, a pullback for each number of the output, or ``"forward"``, a
+            pushforward for each number of the input.
+        in_dims: As for `grads`: by default the differentiated arguments are shared.
+        has_aux: Whether ``func`` returns ``(output, aux)``.
+        chunk_size: As for `grads`.
+        memory_budget: As for `grads`.
+        randomness: As for `grads`.
+
+    Returns:
+        A function of the same arguments, for a batch, as `grads` returns one: for each output of
+        shape ``m`` and each leaf of shape ``n`` a tensor of shape ``(B, *m, *n)``, in pytrees as
+        :func:`functx.jacrev` makes them; with ``has_aux`` the pair of that and ``aux``.
+
+    Raises:
+        TypeError: ``func`` can't be called.
+        ValueError: An unknown ``mode``; or as `grads`.
+        RuntimeError: As :func:`functx.jacrev`.
+
+    Example:
+        >>> import torch, functx
+        >>> scores = lambda w, x: torch.stack([w * x, w + x])
+        >>> jacobian = functx.per_sample.jacobian(scores)
+        >>> jacobian(torch.tensor(2.0), torch.tensor([3.0, 5.0]))
+        tensor([[3., 1.],
+                [5., 1.]])
+    """
+    api = "per_sample.jacobian"
+    if mode not in ("reverse", "forward"):
+        raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
+    _validate.check_callable(func, api)
+    _validate.check_argnums(argnums, api)
+    transform: Any = jacrev if mode == "reverse" else jacfwd
+    of_one = transform(func, argnums, has_aux=has_aux)
+    shared = (argnums,) if isinstance(argnums, int) else argnums
+    chunking = Chunking(chunk_size, memory_budget, randomness, api)
+    call = Call(func, in_dims, shared, chunking, api)
+
+    @functools.wraps(func, updated=())
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        return call.run(lambda batch: _Mapping(of_one, randomness), args, kwargs)
+
+    return transformed
+
+
+def mapped(func: Callable[..., Any], batch: Batch, randomness: str) -> Any:
+    """``func`` of each example of a chunk, leaves of shape ``(c, ...)``."""
+    numbers = [number for number, dim in enumerate(batch.dims) if dim is not None]
+
+    def example(*rows: torch.Tensor) -> Any:
+        leaves = list(batch.leaves)
+        for number, row in zip(numbers, rows):
+            leaves[number] = row
+        return func(*_tree.unflatten(batch.spec, leaves), **batch.kwargs)
+
+    if batch.size == 1 and not _torch.transforming():
+        with _random.allowed(randomness, first=batch.start == 0):
+            result = func(*batch.one(0), **batch.kwargs)
+        return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
+    return vmap(example, in_dims=tuple(batch.dims[number] for number in numbers),
+                randomness=randomness)(*(batch.leaves[number] for number in numbers))  # fmt: skip
+
+
+@dataclass
+class _Mapping:
+    """Results of all examples, side by side."""
+
+    func: Callable[..., Any]
+    randomness: str
+    committing: bool = False
+    stack: Stack = field(default_factory=Stack)
+
+    def reserve(self, size: int) -> None:
+        self.stack.reserve(size)
+
+    def run(self, batch: Batch) -> None:
+        self.stack.add(mapped(self.func, batch, self.randomness))
+
+    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
+        return self.stack.close(kept, size, empty)
+
+
+@dataclass
+class _Reduction:
+    """Results of all examples, in one."""
+
+    func: Callable[..., Any]
+    reduce: str | Reduce
+    combine: Combine | None
+    dtype: torch.dtype | None
+    randomness: str
+    api: str
+    committing: bool = False
+    total: Any = None
+    count: int = 0
+
+    def reserve(self, size: int) -> None:
+        """Nothing to reserve: what there is does not grow."""
+
+    def run(self, batch: Batch) -> None:
+        rows = mapped(self.func, batch, self.randomness)
+        part = self._reduced(rows)
+        if self.count:
+            part = self._combined(self.total, part)
+        self.total, self.count = part, self.count + batch.size
+
+    def _reduced(self, rows: Any) -> Any:
+        if callable(self.reduce):
+            return self.reduce(rows)
+        if self.reduce in ("min", "max"):
+            how = torch.amin if self.reduce == "min" else torch.amax
+            return _tree.map_(lambda leaf: how(leaf, 0), rows)
+        return _tree.map_(lambda leaf: leaf.sum(0, dtype=self.dtype), rows)
+
+    def _combined(self, before: Any, part: Any) -> Any:
+        if self.combine is not None:
+            return self.combine(before, part)
+        how = {"min": torch.minimum, "max": torch.maximum}.get(str(self.reduce), torch.add)
+        flat, spec = _tree.flatten(before)
+        parts, part_spec = _tree.flatten(part)
+        if spec != part_spec:
+            raise ValueError(
+                f"{self.api}: reduce returned another structure for another chunk, {part_spec} "
+                f"after {spec}; give combine"
+            )
+        for one, other in zip(flat, parts):
+            if one.shape != other.shape:
+                raise ValueError(
+                    f"{self.api}: reduce returned shape {tuple(other.shape)} after "
+                    f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
+                )
+        return _tree.unflatten(spec, [how(one, other) for one, other in zip(flat, parts)])
+
+    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
+        if empty and self.reduce != "sum":
+            raise ValueError(f"{self.api}: no example to reduce")
+        if empty:
+            return _tree.map_(torch.zeros_like, self.total)
+        if self.reduce == "mean":
+            return _tree.map_(lambda leaf: leaf / self.count, self.total)
+        return self.total

@@ -1,0 +1,69 @@
+"""Results with one entry an example, put together from chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functx import _torch, _tree
+
+
+class Stack:
+    """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
+
+    Rows are copied to their place at once, so that chunks and result are not alive together; unless
+    something differentiates or traces the result, which could not follow the copies.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[list[torch.Tensor]] = []
+        self._spec: _tree.TreeSpec = None
+        self._reserved = self._filled = 0
+
+    def reserve(self, size: int) -> None:
+        """So many rows will come in several chunks, from those on that have come."""
+        self._reserved = size
+
+    def add(self, tree: Any) -> None:
+        """Add the rows of a chunk."""
+        leaves, self._spec = _tree.flatten(tree)
+        if not leaves:
+            return
+        rows = len(leaves[0])
+        if self._filled:
+            for whole, part in zip(self._parts[-1], leaves):
+                whole[self._filled : self._filled + rows] = part
+            self._filled += rows
+        elif rows < self._reserved and not followed(leaves):
+            self._parts.append([part.new_empty(self._reserved, *part.shape[1:]) for part in leaves])
+            for whole, part in zip(self._parts[-1], leaves):
+                whole[:rows] = part
+            self._filled = rows
+        else:
+            self._parts.append(leaves)
+        if self._filled == self._reserved:
+            self._filled = self._reserved = 0
+
+    def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
+        """All rows; the arguments are those of ``Job.result``.
+
+        Returns:
+            The pytree, with zeros where an example does not count.
+        """
+        columns = list(zip(*self._parts))
+        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
+        self._parts = []
+        if empty:
+            whole = [leaf[:0] for leaf in whole]
+        if kept is not None:
+            whole = [
+                leaf.new_zeros(size, *leaf.shape[1:]).index_copy(0, kept.to(leaf.device), leaf)
+                for leaf in whole
+            ]
+        return _tree.unflatten(self._spec, whole)
+
+
+def followed(leaves: list[torch.Tensor]) -> bool:
+    """Whether something differentiates or traces what is made of tensors."""
+    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)

@@ -1,0 +1,206 @@
+"""`map_reduce`, `jacobian` and `gram` against loops over the examples, and what they refuse."""
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same, peak
+
+import functx
+from functx import per_sample
+
+B = 5
+W, X = numbers(3, 4), numbers(B, 3, start=1.0)
+CHUNKS = [None, 1, 2, 5]
+
+
+def scores(w, x):
+    return torch.tanh(x @ w)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+class TestMapReduce:
+    @pytest.mark.parametrize("how", ["sum", "mean", "min", "max"])
+    def test_by_name(self, how, chunk_size):
+        def pair(w, x):
+            return {"score": scores(w, x), "square": [x.square().sum()]}
+
+        f = per_sample.map_reduce(pair, how, in_dims=(None, 0), chunk_size=chunk_size)
+        all_scores, squares = scores(W, X), X.square().sum(1)
+        reduce = {"sum": torch.sum, "mean": torch.mean, "min": torch.amin, "max": torch.amax}[how]
+        expected = {"score": reduce(all_scores, 0), "square": [reduce(squares, 0)]}
+        assert_same(f(W, X), expected, eps=8)
+
+    def test_by_function(self, chunk_size):
+        f = per_sample.map_reduce(
+            lambda x: x.sum(),
+            lambda rows: {"largest": rows.topk(1).values},
+            lambda a, b: {"largest": torch.maximum(a["largest"], b["largest"])},
+            chunk_size=chunk_size,
+        )
+        assert_same(f(X), {"largest": X.sum(1).max()[None]}, eps=8)
+
+    def test_second_moment_of_gradients(self, chunk_size):
+        gradient = functx.grad(lambda w, x: scores(w, x).sum())
+        f = per_sample.map_reduce(
+            lambda w, x: gradient(w, x).square(), in_dims=(None, 0), chunk_size=chunk_size
+        )
+        each = torch.func.vmap(torch.func.grad(lambda w, x: scores(w, x).sum()), (None, 0))
+        assert_same(f(W, X), each(W, X).square().sum(0), eps=8)
+
+    def test_padding(self, chunk_size):
+        is_padding = torch.tensor([True, False, False, True, False])
+        f = per_sample.map_reduce(lambda x: x, "mean", chunk_size=chunk_size)
+        found = f(X.masked_fill(is_padding[:, None], torch.nan), is_padding_example=is_padding)
+        assert_same(found, X[~is_padding].mean(0), eps=8)
+
+
+class TestMapReduceRefuses:
+    def test_reduce(self):
+        with pytest.raises(ValueError, match="'sum', 'mean', 'min', 'max' or a function"):
+            per_sample.map_reduce(scores, "median")
+        with pytest.raises(ValueError, match="combine goes with a function"):
+            per_sample.map_reduce(scores, "sum", torch.add)
+
+    def test_parts_that_do_not_add(self):
+        f = per_sample.map_reduce(lambda x: x, lambda rows: rows, chunk_size=2)
+        with pytest.raises(ValueError, match=r"shape \(1, 3\) after \(2, 3\).*give combine"):
+            f(X)
+        f = per_sample.map_reduce(lambda x: x, lambda rows: [0] * len(rows), chunk_size=3)
+        with pytest.raises(ValueError, match=r"another structure.*give combine"):
+            f(X)
+
+    def test_nothing(self):
+        assert_same(per_sample.map_reduce(lambda x: x)(X[:0]), torch.zeros_like(X[0]))
+        with pytest.raises(ValueError, match="no example to reduce"):
+            per_sample.map_reduce(lambda x: x, "max")(X[:0])
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+class TestJacobian:
+    @pytest.mark.parametrize("mode", ["reverse", "forward"])
+    def test_values(self, mode, chunk_size):
+        f = per_sample.jacobian(scores, mode=mode, chunk_size=chunk_size)
+        expected = torch.func.vmap(torch.func.jacrev(scores), (None, 0))(W, X)
+        assert_same(f(W, X), expected, eps=8)
+
+    def test_of_inputs_with_aux(self, chunk_size):
+        f = per_sample.jacobian(
+            lambda w, x: (scores(w, x), x),
+            1,
+            has_aux=True,
+            chunk_size=chunk_size,
+            in_dims=(None, 0),
+        )
+        jacobian, aux = f(W, X)
+        expected = torch.func.vmap(torch.func.jacrev(scores, 1), (None, 0))(W, X)
+        assert_same((jacobian, aux), (expected, X), eps=8)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+class TestGram:
+    def jacobian(self, x):
+        found = torch.func.vmap(torch.func.jacrev(scores), (None, 0))(W, x)
+        return found.flatten(2)  # (B, 4, 12)
+
+    def test_of_a_loss(self, chunk_size):
+        f = per_sample.gram(lambda w, x: scores(w, x).sum(), chunk_size=chunk_size)
+        gradients = self.jacobian(X).sum(1)
+        assert_same(f(W, X), gradients @ gradients.mT, eps=32)
+
+    @pytest.mark.parametrize("outputs", ["full", "diagonal", "trace"])
+    @pytest.mark.parametrize("other", [False, True])
+    def test_of_scores(self, other, outputs, chunk_size):
+        x2 = numbers(3, 3, start=2.0)
+        f = per_sample.gram(scores, outputs=outputs, chunk_size=chunk_size)
+        found = f(W, X, others=x2) if other else f(W, X)
+        left, right = self.jacobian(X), self.jacobian(x2 if other else X)
+        equation = {"full": "iap,jbp->ijab", "diagonal": "iap,jap->ija", "trace": "iap,jap->ij"}
+        assert_same(found, torch.einsum(equation[outputs], left, right), eps=64)
+
+    def test_of_a_matrix_of_outputs(self, chunk_size):
+        f = per_sample.gram(lambda w, x: scores(w, x).view(2, 2), chunk_size=chunk_size)
+        left = self.jacobian(X).view(B, 2, 2, -1)
+        assert_same(f(W, X), torch.einsum("iabp,jcdp->ijabcd", left, left), eps=64)
+
+
+class TestGramRefuses:
+    def test_arguments(self):
+        with pytest.raises(ValueError, match="'full', 'diagonal' or 'trace'"):
+            per_sample.gram(scores, outputs="all")
+        with pytest.raises(ValueError, match=r"each of the 1 arguments.*got 2"):
+            per_sample.gram(scores)(W, X, others=(X, X))
+        with pytest.raises(TypeError, match="returns a tensor"):
+            per_sample.gram(lambda w, x: [w])(W, X)
+        with pytest.raises(ValueError, match="no example"):
+            per_sample.gram(scores)(W, X[:0])
+
+
+def test_gram_of_chunks_takes_two_chunks_of_memory():
+    w, x = numbers(30, 30), numbers(12, 30)
+    small, large = (
+        peak(per_sample.gram(lambda w, x: torch.tanh(x @ w), chunk_size=size), w, x)
+        for size in (1, 12)
+    )
+    assert small < 0.35 * large
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("args", "options", "match"),
+        [
+            ((W, X), {"in_dims": (None, 0, 0)}, "entry for each of the 2 positional"),
+            ((W, X), {"in_dims": (None, None)}, "no argument has a batch dimension"),
+            ((W, X), {"in_dims": (None, 2)}, "which it does not have"),
+            ((W, X), {"in_dims": (None, "x")}, "ints and None, got 'x'"),
+            ((W, X), {"in_dims": (None, [0])}, "in_dims of argument 1"),
+            ((W, X, X[:2]), {}, r"same number of examples, got sizes \[2, 5\]"),
+            ((W, 3), {"in_dims": (None, 0)}, "only tensors hold examples"),
+            ((W, torch.tensor(3.0)), {}, "which it does not have"),
+            ((W, iter(())), {}, "the iterator has no batch"),
+        ],
+    )
+    def test_arguments(self, args, options, match):
+        f = per_sample.grads(lambda w, *x: (x[0] @ w).sum(), **options)
+        with pytest.raises(ValueError, match=match):
+            f(*args)
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({}, "needs max_norm"),
+            ({"max_norm": -1.0}, "positive, got -1.0"),
+            ({"max_norm": {"w": 1.0}}, "pytree prefix"),
+            ({"max_norm": {"a": 1.0}, "groups": "b"}, "one for each group"),
+            ({"max_norm": 1.0, "groups": ["a", "b"]}, "groups must be a pytree prefix"),
+            ({"max_norm": "1"}, "must be numbers, got '1'"),
+            ({"max_norm": 1.0, "scaling": "sharp"}, "scaling must be one of"),
+            ({"max_norm": 1.0, "passes": 3}, "passes must be 1 or 2"),
+        ],
+    )
+    def test_clipping(self, options, match):
+        with pytest.raises(ValueError, match=match):
+            per_sample.clipped_sum(lambda w, x: (x @ w).sum(), **options)(W, X)
+
+    @pytest.mark.parametrize("chunk_size", [None, 1])
+    @pytest.mark.parametrize("grad_mode", [True, False])
+    def test_losses(self, grad_mode, chunk_size):
+        for bad, match in (
+            (lambda w, x: x @ w, "scalar Tensor"),
+            (lambda w, x: 3.0, "return a Tensor"),
+            (lambda w, x: ((x @ w).sum(), x), "has_aux=True"),
+        ):
+            f = per_sample.grads(bad, chunk_size=chunk_size)
+            with torch.set_grad_enabled(grad_mode), pytest.raises(RuntimeError, match=match):
+                f(W, X)
+
+    def test_padding(self):
+        f = per_sample.grads(lambda w, x: (x @ w).sum())
+        with pytest.raises(ValueError, match=r"bool tensor of shape \(5,\)"):
+            f(W, X, is_padding_example=torch.zeros(B))
+        with pytest.raises(ValueError, match="not with an iterator"):
+            f(W, iter([X]), is_padding_example=torch.zeros(B, dtype=torch.bool))
+
+    def test_process_group_without_one(self):
+        f = per_sample.clipped_sum(lambda w, x: (x @ w).sum(), max_norm=1.0, process_group=True)
+        with pytest.raises(RuntimeError, match="init_process_group first"):
+            f(W, X)
