@@ -1,0 +1,119 @@
+"""Per-example gradients of a module: a pair of module and criterion in place of a function."""
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from per_sample_loops import slow_norms, slow_sum
+from references import assert_same
+from torch import nn
+
+from functx import per_sample
+
+B = 5
+
+
+class TestModules:
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def test_pair(self):
+        model = self.model()
+        x, y = numbers(B, 3), torch.tensor([0, 1, 1, 0, 1])
+        total, extras = per_sample.clipped_sum(
+            (model, nn.functional.cross_entropy), max_norm=0.3, return_values=True
+        )(x, y)
+        factors, gradients = [], []
+        for one in range(B):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x[one : one + 1]), y[one : one + 1]).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            factors.append(min(1.0, 0.3 / slow_norms(gradients[-1:]).item()))
+        assert list(total) == [name for name, _ in model.named_parameters()]
+        assert_same(list(total.values()), slow_sum(gradients, factors), eps=16)
+        values = nn.functional.cross_entropy(model(x), y, reduction="none").detach()
+        assert_same(extras.values, values, eps=8)
+        assert not any(t.requires_grad for t in (*total.values(), extras.values))
+
+    def test_sees_what_an_optimizer_did(self):
+        model, x = self.model(), numbers(B, 3)
+        f = per_sample.norms((model, torch.sum))
+        before = f(x)
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+        assert not torch.equal(f(x), before)
+
+    def test_frozen_parameters(self):
+        model, x = self.model(), numbers(B, 3)
+        everything = per_sample.grads((model, torch.sum))(x)
+        model[0].requires_grad_(False)
+        some = per_sample.grads((model, torch.sum))(x)
+        assert list(some) == ["2.weight", "2.bias"]
+        assert_same(some, {name: everything[name] for name in some})
+
+    @pytest.mark.parametrize("chunk_size", [None, 1])
+    def test_tied_parameters_are_summed_before_the_norm(self, chunk_size):
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = nn.Embedding(5, 3, dtype=DTYPE)
+                self.head = nn.Linear(3, 5, bias=False, dtype=DTYPE)
+                self.head.weight = self.embed.weight
+
+            def forward(self, tokens):
+                return self.head(torch.tanh(self.embed(tokens))).flatten(0, 1)
+
+        def criterion(scores, tokens):
+            return nn.functional.cross_entropy(scores, tokens.flatten())
+
+        torch.manual_seed(0)
+        model, tokens = Tied(), torch.tensor([[0, 1, 2], [3, 3, 3], [4, 0, 4]])
+        norms = per_sample.norms((model, criterion), chunk_size=chunk_size)(tokens, tokens)
+        expected = []
+        for one in tokens:
+            model.zero_grad()
+            criterion(model(one[None]), one[None]).backward()
+            expected.append(model.embed.weight.grad.norm())
+        assert_same(norms, torch.stack(expected), eps=8)
+
+    def test_inputs_of_several_arguments(self):
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(numbers(3))
+
+            def forward(self, a, b):
+                assert a.shape == (1, 3)
+                return (self.w * a * b).sum(1)
+
+        model, a, b = Two(), numbers(B, 3), numbers(B, 3, start=1.0)
+        for inputs in ((a, b), {"b": b, "a": a}):
+            gradients = per_sample.grads((model, torch.sum), chunk_size=2)(inputs)
+            assert_same(gradients, {"w": a * b}, eps=8)
+
+    @pytest.mark.parametrize("kind", ["training", "no statistics", "nested"])
+    def test_batch_norm_is_refused(self, kind):
+        norm = nn.BatchNorm1d(3, track_running_stats=kind != "no statistics")
+        norm.train(kind != "no statistics")
+        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(norm) if kind == "nested" else norm)
+        for make in (per_sample.grads, per_sample.norms):
+            with pytest.raises(ValueError, match="statistics of the batch, which mix its examples"):
+                make((model, torch.sum))
+        with pytest.raises(ValueError, match="BatchNorm1d '1"):
+            per_sample.clipped_sum((model, torch.sum), max_norm=1.0)
+
+    def test_batch_norm_that_begins_to_train_is_refused(self):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+        f = per_sample.norms((model, torch.sum))
+        assert f(torch.randn(B, 3)).shape == (B,)
+        model.train()
+        with pytest.raises(ValueError, match="evaluation mode"):
+            f(torch.randn(B, 3))
+
+    def test_nothing_to_differentiate(self):
+        with pytest.raises(ValueError, match="no parameter of Linear requires grad"):
+            per_sample.grads((nn.Linear(2, 2).requires_grad_(False), torch.sum))
+
+    def test_a_module_alone(self):
+        with pytest.raises(TypeError, match=r"pass a pair \(module, criterion\)"):
+            per_sample.grads(nn.Linear(2, 2))
