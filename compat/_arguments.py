@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from functx.compat._dlpack import tensor_from_jax
-from functx.compat._encoding import decoder, encode
+from functx.compat._encoding import decoder, encode, is_key
 from functx.compat._lowering._dtypes import check_fits
 from functx.compat._program import Scalar
 
@@ -30,39 +30,37 @@ _SCALARS: dict[type, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the arguments.
+    """What is known of one leaf of the arguments, its values aside.
 
     Attributes:
         key: its part of the signature.
-        tensor: its values, if JAX traces it.
+        traced: whether JAX traces it; it travels as a tensor then.
         static: the leaf itself, if not.
         scalar: the Python type of a number, which is weakly typed.
         decode: what makes it from its encoding.
     """
 
     key: Hashable
-    tensor: Tensor | None = None
+    traced: bool = True
     static: Any = None
     scalar: Scalar | None = None
     decode: Callable[[Any], Any] | None = None
-
-    @property
-    def is_array(self) -> bool:
-        """Whether JAX traces it."""
-        return self.tensor is not None
 
     def value(self, array: Any) -> Any:
         """What the function is given for the array that travelled."""
         return array if self.decode is None else self.decode(array)
 
 
-def read_leaf(x: Any, device: torch.device | None, name: str) -> Leaf:
+def read_leaf(x: Any, device: torch.device | None, name: str) -> tuple[Leaf, Tensor | None]:
     """Classify one leaf of the arguments.
 
     Args:
         x: the leaf.
         device: where numbers and arrays go.
         name: of the function.
+
+    Returns:
+        What it is, and its values if JAX traces it.
 
     Raises:
         TypeError: it is neither an array nor hashable, or a value that JAX is tracing.
@@ -75,30 +73,28 @@ def read_leaf(x: Any, device: torch.device | None, name: str) -> Leaf:
                 f"from_jax: {name} got tensors on {device} and on {x.device}; move them to one"
                 " device"
             )
-        return Leaf((static_shape(x), x.dtype), x)
+        return Leaf((static_shape(x), x.dtype)), x
     if isinstance(x, (np.ndarray, np.generic)):
         check_fits(np.asarray(x), f"from_jax: an argument of {name}")
         x = jnp.asarray(x)
-    elif hasattr(x, "__jax_array__"):
+    elif not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"from_jax: {name} got a value that JAX is tracing; inside JAX's transforms call the"
-            " JAX function itself"
+            f"from_jax: {name} got torch tensors and a value that JAX is tracing; inside JAX's"
+            " transforms call it with JAX arrays alone"
         )
-    if isinstance(x, jax.Array) and not (x.weak_type and x.ndim == 0):
-        tensor = tensor_from_jax(encode(x), device)
-        decode = decoder(x)
-        return Leaf((x.shape, x.dtype), tensor, decode=decode)
     if isinstance(x, jax.Array):
+        if is_key(x) or not (x.weak_type and x.ndim == 0):
+            return Leaf((x.shape, x.dtype), decode=decoder(x)), tensor_from_jax(encode(x), device)
         x = x.item()
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         x = _plain_number(x)
     for kind, dtype in _SCALARS.items():
         if isinstance(x, kind):
-            return Leaf(kind, torch.tensor(x, dtype=dtype, device=device), scalar=kind)
+            return Leaf(kind, scalar=kind), torch.tensor(x, dtype=dtype, device=device)
     _check_hashable(x, name)
-    return Leaf((type(x), x), static=x)
+    return Leaf((type(x), x), traced=False, static=x), None
 
 
 def static_shape(t: Tensor) -> tuple[int, ...]:

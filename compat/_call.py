@@ -35,7 +35,17 @@ from functx.compat._encoding import torch_dtype_of
 from functx.compat._lowering._dtypes import to_jax_dtype
 from functx.compat._program import PROGRAMS, Program
 from functx.compat._settings import restored
-from functx.compat._torch import apply_function, below_autograd, below_vmap, redispatch
+from functx.compat._torch import (
+    SingleLevelFunction,
+    apply_function,
+    below_autograd,
+    below_vmap,
+    never_compiled,
+    old_batch_in_front,
+    old_vmap_level,
+    redispatch,
+    with_old_batch_in_front,
+)
 
 _library = torch.library.Library("functx", "FRAGMENT")
 _library.define(
@@ -67,6 +77,7 @@ def program_of(handle: str) -> Program:
     return program
 
 
+@never_compiled
 def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
     """Below all transforms: JAX computes.
 
@@ -85,6 +96,7 @@ def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
         return [give(out, device) for out in outs]
 
 
+@never_compiled
 def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
     """Fake and meta tensors: JAX says which shapes and dtypes come out."""
     program = _traced[handle] = program_of(handle)
@@ -100,19 +112,27 @@ def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
     return [torch.empty(o.shape, dtype=torch_dtype_of(o.dtype), device=device) for o in outs]
 
 
+@never_compiled
 def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     """One level of autograd, forward and reverse mode."""
     program = program_of(handle)
-    if _torch.forward_ad_level() >= 0:
-        duals = [forward_ad.unpack_dual(t) for t in tensors]
-        has_tangent = tuple(d.tangent is not None for d in duals)
-        if any(has_tangent):
-            tangents = [d.tangent for d in duals if d.tangent is not None]
-            return _push_forward(program.jvp(has_tangent), [d.primal for d in duals], tangents)
     needs = tuple(t.requires_grad for t in tensors)
-    if not torch.is_grad_enabled() or not any(needs):
+    recorded = torch.is_grad_enabled() and any(needs)
+    duals = _duals(tensors)
+    if duals and not recorded:
+        primals, tangents = zip(*duals)
+        return _push_forward(program, primals, tangents)
+    if not recorded:
         return _below(keyset, tensors, program)
-    return _record(keyset, tensors, program, needs)
+    return _record(keyset, tensors, program, needs, [d.primal for d in duals])
+
+
+def _duals(tensors: Sequence[Tensor]) -> list[Any]:
+    """Primals and tangents of tensors, some of which are duals at this level; or nothing."""
+    if _torch.forward_ad_level() < 0:
+        return []
+    duals = [forward_ad.unpack_dual(t) for t in tensors]
+    return duals if any(d.tangent is not None for d in duals) else []
 
 
 def _below(keyset: Any, tensors: Sequence[Tensor], program: Program) -> list[Tensor]:
@@ -121,18 +141,31 @@ def _below(keyset: Any, tensors: Sequence[Tensor], program: Program) -> list[Ten
 
 
 def _push_forward(
-    jvp: Program, primals: Sequence[Tensor], tangents: Sequence[Tensor]
+    program: Program, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    outs = call(jvp, [*primals, *tangents])
-    results, moved = outs[: len(jvp.info)], iter(outs[len(jvp.info) :])
+    results, moved = _jvp(program, primals, tangents)
     return [
-        forward_ad.make_dual(out, next(moved)) if has else out
-        for out, has in zip(results, jvp.info, strict=True)
+        out if tangent is None else forward_ad.make_dual(out, tangent)
+        for out, tangent in zip(results, moved, strict=True)
     ]
 
 
+def _jvp(
+    program: Program, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Results, and their tangents where they can have one."""
+    jvp = program.jvp(tuple(t is not None for t in tangents))
+    outs = call(jvp, [*primals, *(t for t in tangents if t is not None)])
+    results, moved = outs[: len(jvp.info)], iter(outs[len(jvp.info) :])
+    return results, [next(moved) if has else None for has in jvp.info]
+
+
 def _record(
-    keyset: Any, tensors: Sequence[Tensor], program: Program, needs: tuple[bool, ...]
+    keyset: Any,
+    tensors: Sequence[Tensor],
+    program: Program,
+    needs: tuple[bool, ...],
+    primals: Sequence[Tensor],
 ) -> list[Tensor]:
     residuals, rest = None, []
     if not program.irreversible:
@@ -149,7 +182,7 @@ def _record(
         outs = _below(keyset, tensors, program)
     if not any(map(_is_differentiable, outs)):
         return outs
-    node = _Node(program, needs, residuals, outs, rest)
+    node = _Node(program, needs, residuals, outs, rest, primals)
     return list(apply_function(JaxCall, node, *tensors))
 
 
@@ -163,6 +196,7 @@ class _Node:
         residuals: Any,
         outs: Sequence[Tensor],
         rest: Sequence[Tensor],
+        primals: Sequence[Tensor],
     ) -> None:
         self.program = program
         self.needs = needs
@@ -171,12 +205,15 @@ class _Node:
         # Until the node is attached.
         self.outs: Sequence[Tensor] = outs
         self.rest: Sequence[Tensor] = rest
+        # Those of the inputs, if they are duals at the level of the node.
+        self.primals: Sequence[Tensor] = primals
 
 
-class JaxCall(_torch.SingleLevelFunction):
+class JaxCall(SingleLevelFunction):
     """A node at one level; the results exist already."""
 
     @staticmethod
+    @never_compiled
     def forward(ctx: Any, node: _Node, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Put the results behind the node."""
         outs, rest = tuple(node.outs), node.rest
@@ -189,6 +226,15 @@ class JaxCall(_torch.SingleLevelFunction):
         return outs
 
     @staticmethod
+    @never_compiled
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Tangents of the results: inputs are duals at the level at which they are recorded."""
+        node: _Node = ctx.node
+        primals, node.primals = node.primals, ()
+        return tuple(_jvp(node.program, primals, tangents)[1])
+
+    @staticmethod
+    @never_compiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The pullback, as a call at whatever level the engine runs. NOTE [residuals]."""
         node: _Node = ctx.node
@@ -201,9 +247,7 @@ class JaxCall(_torch.SingleLevelFunction):
         given = [_torch.unwrap_if_dead(c) for c in cotangents if c is not None]
         inputs = saved[: len(needs)]
         again = node.residuals is None or (
-            torch.is_grad_enabled()
-            and inputs[0] is kept[0]  # the level is alive
-            and any(t.requires_grad for t in [*inputs, *given])
+            inputs[0] is kept[0] and _is_recorded([*inputs, *given])  # the level is alive
         )
         if again:
             gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
@@ -211,6 +255,13 @@ class JaxCall(_torch.SingleLevelFunction):
             gradients = _pull_back(node, needs, wanted, saved, given)
         results = iter(gradients)
         return (None, *(next(results) if need else None for need in needs))
+
+
+def _is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether this level differentiates with respect to any of these."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return bool(_duals(tensors))
 
 
 def _pull_back(
@@ -228,6 +279,7 @@ def _pull_back(
     return call(node.program.pullback(residuals, still, wanted), [*arrays, *cotangents])
 
 
+@never_compiled
 def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     """One level of vmap."""
     interpreter: Any = _torch.current_interpreter()
@@ -246,6 +298,28 @@ def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     ]
 
 
+@never_compiled
+def _batch_old(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """All levels of the vmap that batched backward passes of plain autograd use."""
+    return _batch_old_levels(program_of(handle), tensors, old_vmap_level())
+
+
+def _batch_old_levels(program: Program, tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    if level == 0:
+        return call(program, tensors)
+    values = [old_batch_in_front(t, level) for t in tensors]
+    sizes = [t.shape[0] for t in values]
+    size = next((n for n in sizes if n != 1), 1)
+    dims = tuple(0 if n == size else None for n in sizes)
+    batched = program.vmapped(dims, size)
+    values = [v if dim == 0 else v[0] for v, dim in zip(values, dims, strict=True)]
+    outs = _batch_old_levels(batched, values, level - 1)
+    return [
+        out if dim is None else with_old_batch_in_front(out, level)
+        for out, dim in zip(outs, batched.info, strict=True)
+    ]
+
+
 def _is_differentiable(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
@@ -253,4 +327,5 @@ def _is_differentiable(t: Tensor) -> bool:
 _library.impl("jax_call", _run, "CompositeExplicitAutograd")
 _library.impl("jax_call", _differentiate, "Autograd", with_keyset=True)
 _library.impl("jax_call", _batch, "FuncTorchBatched", with_keyset=True)
+_library.impl("jax_call", _batch_old, "Batched", with_keyset=True)
 torch.library.register_fake("functx::jax_call", _shapes, lib=_library)

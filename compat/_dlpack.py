@@ -100,7 +100,10 @@ def borrow(x: torch.Tensor, what: str) -> jax.Array:
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     x = x.resolve_conj().resolve_neg().contiguous()
     if x.dtype in MAY_NOT_FIT and not x64_enabled():
-        check_fits(x.cpu().numpy(), what)
+        try:
+            check_fits(x.cpu().numpy(), what)
+        except LoweringError as err:
+            raise LoweringError(f"{err}; or use from_jax(..., enable_x64=True)") from None
         x = x.to(MAY_NOT_FIT[x.dtype])
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()

@@ -24,7 +24,13 @@ from functx.compat._encoding import decoder, encode
 from functx.compat._jax import static_arguments
 from functx.compat._program import Program
 from functx.compat._settings import Settings, current_settings, with_x64
-from functx.compat._torch import is_plain, nonstrict_trace, runs_while_tracing
+from functx.compat._torch import (
+    is_plain,
+    never_compiled,
+    nonstrict_trace,
+    runs_while_tracing,
+    tree_map,
+)
 
 
 def from_jax(
@@ -113,7 +119,7 @@ class _Signature:
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            values = [leaf.value(next(given)) if leaf.is_array else leaf.static for leaf in leaves]
+            values = [leaf.value(next(given)) if leaf.traced else leaf.static for leaf in leaves]
             args, kwargs = join(values)
             outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
             outs = [_result(out, name) for out in outs]
@@ -121,7 +127,7 @@ class _Signature:
             return [encode(out) for out in outs]
 
         flat.__name__ = flat.__qualname__ = name
-        scalars = [leaf.scalar for leaf in leaves if leaf.is_array]
+        scalars = [leaf.scalar for leaf in leaves if leaf.traced]
         self.program = Program(flat, name, scalars, settings)
 
     def result(self, outs: Sequence[Tensor]) -> Any:
@@ -170,9 +176,10 @@ class TorchFunction:
         """Call the function on pytrees of tensors."""
         if torch.compiler.is_dynamo_compiling():
             _make_opaque(self)
-            return self._opaque(*args, **kwargs)
+            return self._opaque(*_without_none((args, kwargs)))
         return self._call(args, kwargs)
 
+    @never_compiled
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settings = current_settings()
         if self._x64:
@@ -180,17 +187,20 @@ class TorchFunction:
         dynamic, static, join = self._static.split(args, kwargs)
         flat, tree = jax.tree_util.tree_flatten(dynamic)
         device = next((x.device for x in flat if isinstance(x, Tensor)), None)
-        leaves = [read_leaf(x, device, self._name) for x in flat]
-        key = (tree, static, settings, tuple([leaf.key for leaf in leaves]))
+        if device is None and any(isinstance(x, jax.core.Tracer) for x in flat):
+            return self.__wrapped__(*args, **kwargs)  # called by another JAX function
+        read = [read_leaf(x, device, self._name) for x in flat]
+        key = (tree, static, settings, tuple([leaf.key for leaf, _ in read]))
         signature = self._signatures.get(key)
         if signature is None:
 
             def joined(values: Sequence[Any]) -> tuple[Any, Any]:
                 return join(jax.tree_util.tree_unflatten(tree, values))
 
+            leaves = [leaf for leaf, _ in read]
             made = _Signature(self.__wrapped__, self._name, leaves, joined, settings)
             signature = self._signatures.setdefault(key, made)
-        tensors = [leaf.tensor for leaf in leaves if leaf.tensor is not None]
+        tensors = [tensor for _, tensor in read if tensor is not None]
         return signature.result(call(signature.program, tensors))
 
 
@@ -198,13 +208,26 @@ def _again(g: Any, argnums: Any, argnames: Any, x64: bool) -> TorchFunction:
     return TorchFunction(g, argnums, argnames, x64)
 
 
+# Dynamo can't hand None to what it does not look inside.
+_NONE = "functx: None"
+
+
+def _without_none(tree: Any) -> Any:
+    return tree_map(lambda x: _NONE if x is None else x, tree)
+
+
+def _with_none(tree: Any) -> Any:
+    return tree_map(lambda x: None if isinstance(x, str) and x == _NONE else x, tree)
+
+
 @runs_while_tracing
 def _make_opaque(f: TorchFunction) -> bool:
     """Dynamo is to put calls of ``f`` into its graph as they are; what traces next looks inside."""
     if f._opaque is None:
 
-        def opaque(*args: Any, **kwargs: Any) -> Any:
-            return f._call(args, kwargs)
+        @never_compiled
+        def opaque(args: Any, kwargs: Any) -> Any:
+            return f._call(*_with_none((args, kwargs)))
 
         f._opaque = nonstrict_trace(opaque)
     return True

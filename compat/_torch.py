@@ -17,6 +17,9 @@ import torch
 from torch._C import _after_autograd_keyset, _functorch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
+# What `torch.compile` does with a frame.
+from torch._C._dynamo import eval_frame as _eval_frame
+
 # A tensor that a functorch level wraps has no data of its own to export; what it wraps has.
 from torch._C._functorch import get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
@@ -43,8 +46,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 # per operation.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The pytrees of operations' arguments (lists of tensors) have no public mapping.
-from torch.utils._pytree import tree_map_only
+# The pytrees of operations' arguments (lists of tensors) have no public mapping, and Dynamo traces
+# torch's own only.
+from torch.utils._pytree import tree_map, tree_map_only
 
 __all__ = [
     "DataDependentOutputException",
@@ -53,6 +57,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "SingleLevelFunction",
     "TorchDispatchMode",
     "apply_function",
     "base_of",
@@ -68,12 +73,17 @@ __all__ = [
     "make_fx",
     "map_tensors",
     "name_of",
+    "never_compiled",
     "nonstrict_trace",
+    "old_batch_in_front",
+    "old_vmap_level",
     "own_tensors",
     "redispatch",
     "runs_while_tracing",
     "storage_key",
+    "tree_map",
     "version_of",
+    "with_old_batch_in_front",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -134,6 +144,26 @@ def below_vmap() -> Any:
     )
 
 
+def old_vmap_level() -> int:
+    """How many batched backward passes are under way: ``torch.autograd.grad(is_grads_batched=)``.
+
+    They use the vmap from before functorch, and its tensors.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
+
+
+def old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor of such a level with its batch dimension as the first; of size 1 if it has none."""
+    return torch._remove_batch_dim(x, level, 1, 0)
+
+
+def with_old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor of such a level from one whose first dimension is the batch."""
+    return torch._add_batch_dim(x, 0, level)
+
+
 def nonstrict_trace(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function that Dynamo puts into its graph without looking inside; what follows it does."""
     import torch._dynamo  # not at the top: it takes as long to import as all of torch
@@ -150,9 +180,31 @@ def runs_while_tracing(f: F) -> F:
     return f
 
 
+def never_compiled(f: F) -> F:
+    """Mark a function whose frame, and those it calls, ``torch.compile`` leaves alone.
+
+    After a graph break it tries every frame that runs, also those that the dispatcher calls.
+    ``torch.compiler.disable`` would do the same, at the price of importing Dynamo at the first call
+    and of a wrapper at each.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)
+    _eval_frame.set_code_exec_strategy(f.__code__, strategy)
+    return f
+
+
 def redispatch(op: OpOverload, keyset: Any, *args: Any) -> Any:
     """Call an operator from its own kernel of the autograd key, with the keys below that."""
     return op.redispatch(keyset & _after_autograd_keyset, *args)
+
+
+class SingleLevelFunction(torch.autograd.function._SingleLevelFunction):
+    """A Function that makes one node, at one level, without functorch's per-call class."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        """What compiled autograd knows nodes of this kind by; only ``Function`` itself has it."""
+        return (ctx._autograd_function_id,)
 
 
 def apply_function(function: Any, *args: Any) -> Any:

@@ -99,3 +99,45 @@ def test_x64_is_read_from_the_thread():
     assert not _jax.x64_enabled()
     with jax.enable_x64(True):
         assert _jax.x64_enabled()
+
+
+def test_batch_dimensions_of_jax_are_seen():
+    seen = []
+    jax.jit(
+        lambda x, y: jax.vmap(
+            lambda x, y: seen.extend(map(_jax.batch_dim_of, (x, y))) or x, in_axes=(1, None)
+        )(x, y)
+    )(jnp.ones((2, 3)), jnp.ones(2))
+    assert seen == [1, None]
+
+
+def test_static_arguments_are_those_of_jit():
+    def f(a, b, c):
+        return a
+
+    assert _jax.static_arguments(f, None, None) == ((), ())
+    assert _jax.static_arguments(f, 1, None) == ((1,), ("b",))
+    assert _jax.static_arguments(f, None, "c") == ((2,), ("c",))
+    assert _jax.static_arguments(jax.jit(f, static_argnums=1), None, None) == ((1,), ("b",))
+
+
+def test_batched_backward_passes_use_the_old_vmap():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            level = _torch.old_vmap_level()
+            front = _torch.old_batch_in_front(g, level)
+            seen.append((level, front.shape))
+            return _torch.with_old_batch_in_front(front, level)
+
+    x = torch.ones(3, requires_grad=True)
+    (g,) = torch.autograd.grad(Probe.apply(x), x, torch.eye(3), is_grads_batched=True)
+    assert seen == [(1, (3, 3))]
+    assert torch.equal(g, torch.eye(3))
+    assert _torch.old_vmap_level() == 0
