@@ -6,6 +6,8 @@ checkpointing that composes with all of them.
 
 from functx import memory as memory
 from functx import per_sample as per_sample
+from functx._apply import apply_remat as apply_remat
+from functx._apply import remove_remat as remove_remat
 from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError

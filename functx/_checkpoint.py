@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch
+from functx import _torch_compiler
 from functx._errors import RematError
 from functx._remat import _function
 from functx._remat._api import checked_options, name_of
@@ -83,7 +83,7 @@ def checkpoint(
     _check_flag("use_reentrant", use_reentrant, optional=True)
     _check_flag("debug", debug)
     _check_flag("early_stop", early_stop)
-    overruling = _torch.checkpoint_overrules()
+    overruling = _torch_compiler.checkpoint_overrules()
     if overruling.debug is not None:
         debug = overruling.debug
     if overruling.early_stop is not None:
@@ -102,7 +102,7 @@ def checkpoint(
     name = name_of(function.args[1] if wrapped else function)
     if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
         forward, replays = _contexts(context_fn)
-        policy = _torch.selective_policy(forward)
+        policy = _torch_compiler.selective_policy(forward)
         if policy is None and not (_does_nothing(forward) and _does_nothing(replays)):
             # A partial: what the function closes over is still found.
             body = functools.partial(_under, _Turns(forward, replays), body)

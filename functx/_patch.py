@@ -20,7 +20,7 @@ import threading
 from types import CodeType, FunctionType
 from typing import Any
 
-from functx import _torch
+from functx import _torch_compiler
 from functx._checkpoint import checkpoint, within
 
 _lock = threading.RLock()
@@ -124,7 +124,7 @@ def _leave() -> None:
     global _active, _code
     _active -= 1
     if _active == 0:
-        function = _torch.torch_checkpoint()
+        function = _torch_compiler.torch_checkpoint()
         if function.__code__ is _replacement.__code__:
             assert _code is not None
             function.__code__ = _code
@@ -138,14 +138,14 @@ _original: Any = None
 
 def _install() -> None:
     global _code, _original
-    function = _torch.torch_checkpoint()
+    function = _torch_compiler.torch_checkpoint()
     _check(function)
     _code = function.__code__
     _original = FunctionType(_code, function.__globals__, function.__name__, function.__defaults__)
     _original.__kwdefaults__ = function.__kwdefaults__
     function.__code__ = _replacement.__code__
     # Where somebody has put their own function in place of torch's.
-    module, public = _torch.checkpoint_module, _torch.public_torch_checkpoint
+    module, public = _torch_compiler.checkpoint_module, _torch_compiler.public_torch_checkpoint
     if module.checkpoint is not public:
         _put(module, "checkpoint", public)
     _put(module.CheckpointFunction, "apply", staticmethod(_apply_function))
@@ -199,7 +199,7 @@ def _replacement(
 
 
 def _call(function: Any, *args: Any, **options: Any) -> Any:
-    if _original is not None and _torch.of_the_compiler(function):
+    if _original is not None and _torch_compiler.of_the_compiler(function):
         return _original(function, *args, **options)
     # NOTE [replays are patched]
     return checkpoint(functools.partial(within, Patch, function), *args, **options)

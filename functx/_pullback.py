@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from functx import _torch, _tree, _validate
+from functx import _torch, _torch_compiler, _tree, _validate
 from functx._remat._tracker import enter_transform, leave_transform
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
@@ -50,6 +50,7 @@ class Pullback:
         self._outputs: list[torch.Tensor] | None = outputs
         self._outputs_spec = spec
 
+    @_torch_compiler.uncompiled
     def __call__(
         self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> Any:

@@ -6,11 +6,10 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C import _functorch
@@ -22,13 +21,13 @@ from torch.autograd import graph as _graph
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _python_dispatch
-from torch.utils import checkpoint as _checkpoint
 
 # --- the stack of transforms -------------------------------------------------------------------
 
 # What transform an interpreter stands for, and the innermost one.
 TransformType = _functorch.TransformType
 peek_interpreter_stack = _functorch.peek_interpreter_stack
+Interpreter = _functorch.CInterpreter
 # Peeling levels off the stack, with the grad mode that the level below had, and putting them back.
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
@@ -318,51 +317,3 @@ def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 def detachable(t: torch.Tensor) -> bool:
     """Whether ``t.detach_()`` can take a tensor off its tape."""
     return not t._is_view()
-
-
-# --- torch.utils.checkpoint --------------------------------------------------------------------
-
-
-# As torch made it, if nobody replaced it before functx was imported.
-checkpoint_module = _checkpoint
-public_torch_checkpoint = _checkpoint.checkpoint
-
-
-def torch_checkpoint() -> Any:
-    """Torch's own ``checkpoint``, under what hides it from the compiler."""
-    function = inspect.unwrap(public_torch_checkpoint)
-    code = getattr(function, "__code__", None)
-    if getattr(function, "__globals__", None) is not vars(_checkpoint) or code is None:
-        raise RuntimeError(
-            f"functx: torch.utils.checkpoint.checkpoint had been replaced by {function!r} when "
-            "functx was imported. Import functx before whatever replaces it."
-        )
-    return function
-
-
-def of_the_compiler(function: Any) -> bool:
-    """Whether a function given to ``checkpoint`` is a graph of ``torch.compile``."""
-    return getattr(function, "__module__", None) == "torch._higher_order_ops.wrap" or isinstance(
-        getattr(function, "__self__", None), torch.fx.Interpreter
-    )
-
-
-class Overrules(NamedTuple):
-    """What torch's context managers around a call say of its options; ``None``: nothing."""
-
-    early_stop: bool | None
-    debug: bool | None
-
-
-def checkpoint_overrules() -> Overrules:
-    """What ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` say now."""
-    return Overrules(
-        _checkpoint._enable_checkpoint_early_stop, _checkpoint._checkpoint_debug_enabled
-    )
-
-
-def selective_policy(context: Any) -> Any:
-    """The policy behind a forward context of ``create_selective_checkpoint_contexts``, if so."""
-    if isinstance(context, _checkpoint._CachingTorchDispatchMode):
-        return context.policy_fn
-    return None

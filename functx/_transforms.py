@@ -25,7 +25,7 @@ from torch.func import (
     vmap,
 )
 
-from functx import _jacobian, _tree, _validate
+from functx import _jacobian, _torch_compiler, _tree, _validate
 from functx._pullback import record
 from functx._validate import Argnums
 
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 
+@_torch_compiler.uncompiled
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -92,6 +93,7 @@ def grad(
     return gradient
 
 
+@_torch_compiler.uncompiled
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -128,6 +130,7 @@ def grad_and_value(
     return gradient_and_value
 
 
+@_torch_compiler.uncompiled
 def value_and_grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -166,6 +169,7 @@ def value_and_grad(
     return value_and_gradient
 
 
+@_torch_compiler.uncompiled
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The output of a function, and its pullback: vector-Jacobian products.
 
@@ -209,6 +213,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return (output, pullback, aux) if has_aux else (output, pullback)
 
 
+@_torch_compiler.uncompiled
 def jacrev(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -274,6 +279,7 @@ def jacrev(
     return jacobian
 
 
+@_torch_compiler.uncompiled
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.
 
@@ -342,5 +348,9 @@ def _check_jacobian_output(output: Any) -> None:
 
 
 def _named_after(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``functools.wraps`` without the attributes: those of a module are its parameters."""
-    return functools.wraps(func, updated=())
+    """``functools.wraps`` without the attributes: those of a module are its parameters.
+
+    And hidden from ``torch.compile``, which would trace half of it.
+    """
+    wraps = functools.wraps(func, updated=())
+    return lambda wrapper: _torch_compiler.uncompiled(wraps(wrapper))

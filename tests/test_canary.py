@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from functx import _torch, _torch_operators
+from functx import _torch, _torch_compiler, _torch_operators
 
 NAMES = sorted(
     name for name, value in vars(_torch).items() if not name.startswith("__") and value is not None
@@ -169,22 +169,22 @@ def test_a_name_in_a_profile():
 
 
 def test_the_settings_of_torchs_checkpoint():
-    assert _torch.checkpoint_overrules() == (None, None)
+    assert _torch_compiler.checkpoint_overrules() == (None, None)
     with checkpoint.set_checkpoint_early_stop(False):
-        assert _torch.checkpoint_overrules() == (False, None)
+        assert _torch_compiler.checkpoint_overrules() == (False, None)
     with checkpoint.set_checkpoint_debug_enabled(True):
-        assert _torch.checkpoint_overrules() == (None, True)
+        assert _torch_compiler.checkpoint_overrules() == (None, True)
 
 
 def test_the_policy_of_selective_contexts():
     policy = lambda *_: True  # noqa: E731
     contexts = checkpoint.create_selective_checkpoint_contexts(policy)
-    assert _torch.selective_policy(contexts[0]) is policy
-    assert _torch.selective_policy(contexts[1]) is None
+    assert _torch_compiler.selective_policy(contexts[0]) is policy
+    assert _torch_compiler.selective_policy(contexts[1]) is None
 
 
 def test_torchs_checkpoint_is_found():
-    function = _torch.torch_checkpoint()
+    function = _torch_compiler.torch_checkpoint()
     assert function.__name__ == "checkpoint"
     assert not function.__code__.co_freevars
 
@@ -217,3 +217,13 @@ def test_a_custom_function_is_called_by_a_higher_order_operator():
     from torch._functorch.autograd_function import custom_function_call
 
     assert isinstance(custom_function_call, _torch.HigherOrderOperator)
+
+
+def test_what_the_compiler_is_not_to_look_into():
+    @_torch_compiler.uncompiled
+    def broken(x):
+        return torch.sin(x) if torch.compiler.is_compiling() else torch.cos(x)
+
+    compiled = torch.compile(lambda x: broken(x), backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2).cos())
+    torch._dynamo.reset()

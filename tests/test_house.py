@@ -12,9 +12,9 @@ import pytest
 # Lowest first. A module imports from its own layer and those below it. The longest entry counts: a
 # package alone is its `__init__.py` and every module of it without an entry of its own.
 LAYERS = [
-    ("functx._errors", "functx._torch"),
+    ("functx._errors", "functx._torch", "functx._torch_compiler"),
     ("functx._torch_operators",),
-    ("functx._tree", "functx._validate", "functx._policies"),
+    ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
     ("functx._storages", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
     ("functx._remat._arguments",),
@@ -50,6 +50,7 @@ LAYERS = [
 # Who may use private torch names, and why.
 PRIVATE_TORCH = {
     "functx._torch": "the one place for them",
+    "functx._torch_compiler": "its part about the compiler and checkpoint",
     "functx._torch_operators": "its part about operators",
     "functx._tree": "torch's pytrees have no public name; this file is their one place",
     "functx.compat._torch": "the one place for them on the JAX side",

@@ -233,7 +233,7 @@ class TestIdentity:
         def other(function, *args, use_reentrant=None, **kwargs):
             pass
 
-        monkeypatch.setattr(functx._patch._torch, "torch_checkpoint", lambda: other)
+        monkeypatch.setattr(functx._patch._torch_compiler, "torch_checkpoint", lambda: other)
         with pytest.raises(RuntimeError, match=r"use_reentrant.*functx\.checkpoint"):
             functx.patch_checkpoint()
         monkeypatch.undo()

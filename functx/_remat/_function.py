@@ -5,6 +5,11 @@ Python reads a closed-over variable when it runs. A replay must see what the for
 runs a copy of the function whose cells hold the values they had at the call. Functions reached
 through those cells, partials and bound methods are copied likewise. A copy's writes to its cells
 (``nonlocal``) stay in the copy: what a region counted, it counted once.
+
+NOTE [compiled regions]
+``torch.compile`` has a recomputation of its own, which its partitioner carries out: a region that
+it meets in plain autograd is handed over to that, and stays in the graph. It knows no transforms,
+so a region under one is a graph break, and runs in eager.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from functx import _tree
+from functx import _torch, _torch_compiler, _tree
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
 from functx._remat._region import Region
@@ -26,7 +33,17 @@ _EMPTY = object()
 
 
 def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
-    """``f(*args, **kwargs)`` as a region."""
+    """``f(*args, **kwargs)`` as a region. ``NOTE [compiled regions]``."""
+    # (The compiler understands this question about the stack; `is None` it answers wrongly.)
+    if torch.compiler.is_dynamo_compiling() and not isinstance(
+        _torch.peek_interpreter_stack(), _torch.Interpreter
+    ):
+        return checkpoint(f, *args, use_reentrant=False, **kwargs)
+    return _run(f, args, kwargs, o)
+
+
+@_torch_compiler.uncompiled
+def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
     if not differentiating() and not keeping():
         return f(*args, **kwargs)
     leaves, spec = _tree.flatten((args, kwargs))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_compiler
 from functx._errors import RematError, ReplayError
 from functx._remat._operator import call
 from functx._remat._options import Options
@@ -80,6 +80,7 @@ class RegionNode(_torch.SingleLevelFunction):
         return tuple(outs)
 
     @staticmethod
+    @_torch_compiler.uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The pullback, as a region of its own, at whatever level the engine runs."""
         payload = ctx.payload

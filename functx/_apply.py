@@ -1,0 +1,231 @@
+"""`apply_remat`: submodules of an existing model become regions, and nothing else about it changes.
+
+NOTE [forward of an instance]
+A region replaces ``forward`` on the instance, nothing on its class: the module keeps its type,
+parameters, hooks (which run outside of the region, and once) and ``state_dict``. The replacement
+is an object that knows its module, so it travels through ``copy.deepcopy`` and ``pickle`` with it.
+A *shallow* copy of a module (``copy.copy``, the replicas of ``nn.DataParallel``) shares the
+replacement with the original; which of the two is called is then seen from the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from functx import _where
+from functx._remat import _function
+from functx._remat._api import checked_options
+from functx._remat._module import RematModule
+from functx._remat._operator import differentiating
+from functx._remat._options import Options
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class RegionForward:
+    """``forward`` of a module, as a region. ``NOTE [forward of an instance]``.
+
+    Args:
+        module: whose ``forward`` this is.
+        options: of the region.
+        own: a ``forward`` that the instance had already, ``None`` for that of its class.
+    """
+
+    def __init__(self, module: nn.Module, options: Options, own: Any = None) -> None:
+        self.__self__ = module
+        self.options = options
+        self.own = own
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What runs in the region; shows its signature."""
+        return self._forward_of(self.__self__)
+
+    @property
+    def __func__(self) -> Any:
+        """As of a method."""
+        return type(self.__self__).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original ``forward``, as a region."""
+        module = self.__self__
+        if not torch.compiler.is_compiling():
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+                module = caller  # perhaps a shallow copy
+        if _where.is_marked_layer(module) and differentiating():
+            kwargs = _without_cache(module, kwargs)
+        return _function.run(self._forward_of(module), args, kwargs, self.options)
+
+    def _forward_of(self, module: nn.Module) -> Any:
+        return type(module).forward.__get__(module) if self.own is None else self.own
+
+    def __reduce__(self) -> Any:
+        return RegionForward, (self.__self__, self.options, self.own)
+
+    def __repr__(self) -> str:
+        return f"<forward of {self.options.name} as a region>"
+
+
+def apply_remat(
+    model: M,
+    where: _where.Where,
+    *,
+    every: int = 1,
+    policy: Any = None,
+    preserve_rng_state: bool | str = True,
+    determinism_check: str = "default",
+    debug: bool = False,
+    budget: Any = None,
+) -> M:
+    """Make submodules of a model into regions, in place.
+
+    Each keeps only the inputs of its ``forward`` and computes the rest again when it is
+    differentiated, as with `functx.remat`. All else stays: types, names, parameters, buffers,
+    ``state_dict``, hooks, pickling, copies (which are regions too).
+
+    Args:
+        model: an ``nn.Module``; also one that DDP, FSDP or ``torch.compile`` has wrapped.
+        where: which submodules:
+
+            - a class or a tuple of classes: their instances,
+            - a name as in ``model.named_modules()``, or a pattern of names, in which ``*`` stands
+              for anything up to the next dot and ``**`` for anything (``"layers.*"``),
+            - the name of a class,
+            - a compiled regular expression, which has to match a whole name,
+            - a predicate ``(name, module) -> bool``,
+            - modules of the model themselves,
+            - ``"gradient_checkpointing"``: the layers that Hugging Face transformers or diffusers
+              would checkpoint, in place of ``gradient_checkpointing_enable()``; as there, a cache
+              of keys and values is not used while a derivative is taken,
+            - or a list of these.
+
+            Each has to match something. The model itself is not its own submodule. What matches
+            inside of another match is a region in a region.
+        every: of the modules found, in their order, take the first of each ``every``.
+        policy: as for `functx.remat`.
+        preserve_rng_state: as for `functx.remat`.
+        determinism_check: as for `functx.remat`.
+        debug: as for `functx.remat`.
+        budget: as for `functx.remat`.
+
+    Returns:
+        ``model``, the same object. A module that was a region already has the new options.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``where`` is nothing that can mean modules.
+        ValueError: ``where`` matches nothing (the message lists what is near), or a module that
+            can't be made a region.
+
+    Example:
+        >>> import torch, functx
+        >>> net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+        >>> _ = functx.apply_remat(net, torch.nn.Linear, every=2)
+        >>> net(torch.zeros(2, 3)).sum().backward()
+        >>> _ = functx.remove_remat(net)
+    """
+    _check_model(model, "apply_remat")
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"apply_remat: every is {every!r}, expected a positive integer.")
+    if every < 1:
+        raise ValueError(f"apply_remat: every is {every}, expected a positive integer.")
+    options = checked_options(
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        debug=debug,
+        budget=budget,
+    )
+    found = list(_where.find(model, where, "apply_remat").items())[::every]
+    for name, module in found:
+        _check_module(name, module)
+    for name, module in found:
+        title = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        _set(module, replace(options, name=title))
+    return model
+
+
+def remove_remat(model: M, where: _where.Where | None = None) -> M:
+    """Undo `apply_remat`, in place: submodules have the ``forward`` they had.
+
+    Args:
+        model: an ``nn.Module``.
+        where: which submodules, as for `apply_remat`; ``None`` for all, and for the model itself.
+            Those that are no regions stay as they are.
+
+    Returns:
+        ``model``, the same object.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``where`` is nothing that can mean modules.
+        ValueError: ``where`` matches nothing.
+    """
+    _check_model(model, "remove_remat")
+    modules = (
+        model.modules() if where is None else _where.find(model, where, "remove_remat").values()
+    )
+    for module in modules:
+        region = vars(module).get("forward")
+        if isinstance(region, RegionForward):
+            if region.own is None:
+                del module.forward
+            else:
+                module.forward = region.own
+    return model
+
+
+def _set(module: nn.Module, options: Options) -> None:
+    own = vars(module).get("forward")
+    if isinstance(own, RegionForward):
+        own = own.own
+    module.forward = RegionForward(module, options, own)
+
+
+def _check_model(model: Any, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: expected an nn.Module first, got {type(model).__name__}.")
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, RematModule):
+        raise ValueError(
+            f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it out "
+            "of where, or build the model without."
+        )
+    if _where.is_marked_layer(module) and getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"apply_remat: {name!r} is checkpointed by transformers already. Call "
+            "model.gradient_checkpointing_disable() first, or keep it and use "
+            "functx.patch_checkpoint()."
+        )
+
+
+def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """As transformers does in a checkpointed layer: a replay would write to a cache again."""
+    dropped = {}
+    if kwargs.get("use_cache"):
+        dropped["use_cache"] = False
+    if not getattr(module, "_can_checkpoint_with_cache", False):
+        for name in ("past_key_values", "past_key_value", "layer_past"):
+            if kwargs.get(name) is not None:
+                dropped[name] = None
+    if not dropped:
+        return kwargs
+    _warn_once(type(module).__name__)
+    return {**kwargs, **dropped}
+
+
+@functools.cache
+def _warn_once(layer: str) -> None:
+    warnings.warn(
+        f"functx: {layer} is a region and a derivative is taken, so no cache of keys and values is "
+        "used. Pass use_cache=False to silence this.",
+        stacklevel=4,
+    )

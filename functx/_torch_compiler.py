@@ -1,0 +1,74 @@
+"""Private torch API of the compiler and of ``torch.utils.checkpoint``: part of `functx._torch`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils import checkpoint as _checkpoint
+
+_eval_frame = torch._C._dynamo.eval_frame
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(f: F) -> F:
+    """``f``, which ``torch.compile`` does not look into: a graph break, and all of it in eager.
+
+    As ``torch.compiler.disable``, which imports the compiler to say so (seconds), and wraps.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # this frame, and those it calls
+    _eval_frame.set_code_exec_strategy(f.__code__, strategy)  # type: ignore[attr-defined]
+    f._torchdynamo_disable = True  # type: ignore[attr-defined]
+    f._torchdynamo_disable_msg = "functx runs this in eager"  # type: ignore[attr-defined]
+    return f
+
+
+# --- torch.utils.checkpoint --------------------------------------------------------------------
+
+
+# As torch made it, if nobody replaced it before functx was imported.
+checkpoint_module = _checkpoint
+public_torch_checkpoint = _checkpoint.checkpoint
+
+
+def torch_checkpoint() -> Any:
+    """Torch's own ``checkpoint``, under what hides it from the compiler."""
+    function = inspect.unwrap(public_torch_checkpoint)
+    code = getattr(function, "__code__", None)
+    if getattr(function, "__globals__", None) is not vars(_checkpoint) or code is None:
+        raise RuntimeError(
+            f"functx: torch.utils.checkpoint.checkpoint had been replaced by {function!r} when "
+            "functx was imported. Import functx before whatever replaces it."
+        )
+    return function
+
+
+def of_the_compiler(function: Any) -> bool:
+    """Whether a function given to ``checkpoint`` is a graph of ``torch.compile``."""
+    return getattr(function, "__module__", None) == "torch._higher_order_ops.wrap" or isinstance(
+        getattr(function, "__self__", None), torch.fx.Interpreter
+    )
+
+
+class Overrules(NamedTuple):
+    """What torch's context managers around a call say of its options; ``None``: nothing."""
+
+    early_stop: bool | None
+    debug: bool | None
+
+
+def checkpoint_overrules() -> Overrules:
+    """What ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` say now."""
+    return Overrules(
+        _checkpoint._enable_checkpoint_early_stop, _checkpoint._checkpoint_debug_enabled
+    )
+
+
+def selective_policy(context: Any) -> Any:
+    """The policy behind a forward context of ``create_selective_checkpoint_contexts``, if so."""
+    if isinstance(context, _checkpoint._CachingTorchDispatchMode):
+        return context.policy_fn
+    return None

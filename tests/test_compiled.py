@@ -1,0 +1,120 @@
+"""Regions and transforms in code that torch.compile compiles."""
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same
+from torch import nn
+
+import functx
+
+WEIGHTS = [numbers(4, 4, start=float(i)) for i in range(8)]
+X = numbers(16, 4)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layers(first, second, x):
+    return torch.tanh(torch.sin(torch.tanh(x @ first)) @ second)
+
+
+def chain(remat, weights=WEIGHTS):
+    region = remat(layers)
+
+    def loss(x):
+        for i in range(0, len(weights), 2):
+            x = region(weights[i], weights[i + 1], x)
+        return x.square().sum()
+
+    return loss
+
+
+REGIONS = {
+    "remat": functx.remat,
+    "checkpoint": lambda f: lambda *args: functx.checkpoint(f, *args, use_reentrant=False),
+}
+
+
+def compiled(f, **options):
+    return torch.compile(f, backend="aot_eager", **options)
+
+
+def kept(out):
+    """Numbers that the compiled forward saved for its backward."""
+    return sum(t.numel() for t in out.grad_fn.saved_tensors)
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_region_stays_in_the_graph_and_is_recomputed(kind):
+    def run(remat):
+        weights = [w.clone().requires_grad_() for w in WEIGHTS]
+        out = compiled(chain(remat, weights), fullgraph=True)(X)
+        return kept(out), torch.autograd.grad(out, weights)
+
+    numbers_kept, gradients = run(REGIONS[kind])
+    all_kept, expected = run(lambda f: f)
+    assert_same(gradients, expected, eps=8)
+    assert numbers_kept < 0.6 * all_kept
+
+
+def test_random_numbers_of_a_compiled_region():
+    x = X.clone().requires_grad_()
+    region = functx.remat(lambda x: nn.functional.dropout(x, 0.5) * x)
+    out = compiled(lambda x: region(x).sum(), fullgraph=True)(x)
+    out.backward()
+    assert set(torch.unique((x.grad / x).detach().round(decimals=6)).tolist()) == {0.0, 4.0}
+    assert_same(out.detach(), (x.grad * x / 2).sum().detach(), eps=16)
+
+
+@pytest.mark.parametrize("make", [functx.remat, lambda m: functx.apply_remat(m, nn.Linear)])
+def test_modules(make):
+    def build(make):
+        torch.manual_seed(0)
+        return make(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh(), nn.Linear(4, 4).double()))
+
+    net, expected = build(make), build(lambda m: m)
+    compiled(net, fullgraph=True)(X).square().sum().backward()
+    expected(X).square().sum().backward()
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in expected.parameters()], 8)
+
+
+def test_apply_after_compile():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh()) for _ in range(6)))
+    fast = compiled(net, fullgraph=True)
+    before = kept(fast(X))
+    functx.apply_remat(fast, "_orig_mod.[0-9]")
+    assert kept(fast(X)) < before
+    functx.remove_remat(fast)
+    assert kept(fast(X)) == before
+
+
+@pytest.mark.parametrize("library", [functx, torch.func], ids=["functx", "torch.func"])
+@pytest.mark.parametrize("kind", [*REGIONS, "none"])
+def test_transforms_break_the_graph_and_are_right(library, kind):
+    loss = chain(REGIONS.get(kind, lambda f: f))
+
+    def step(x):
+        y = 2 * x
+        return library.vmap(library.grad(loss))(y).sin() + y
+
+    expected = functx.vmap(functx.grad(chain(lambda f: f)))(2 * X).sin() + 2 * X
+    assert_same(compiled(step)(X), expected, eps=8)
+
+
+@pytest.mark.parametrize("name", ["jacrev", "jacfwd", "hessian"])
+def test_jacobians(name):
+    loss = chain(functx.remat)
+    step = compiled(lambda x: getattr(functx, name)(lambda x: loss(x[None]))(x))
+    assert_same(step(X[0]), getattr(functx, name)(lambda x: chain(lambda f: f)(x[None]))(X[0]), 64)
+
+
+def test_vjp():
+    loss = chain(functx.remat)
+    step = compiled(lambda x: functx.vjp(loss, x)[1](torch.ones((), dtype=x.dtype))[0])
+    assert_same(step(X), functx.grad(chain(lambda f: f))(X), eps=8)
