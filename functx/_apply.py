@@ -11,7 +11,7 @@ replacement with the original; which of the two is called is then seen from the 
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -57,7 +57,9 @@ class RegionForward:
         """The original ``forward``, as a region."""
         module = self.__self__
         if not torch.compiler.is_compiling():
-            caller = sys._getframe(1).f_locals.get("self")
+            frame = getattr(inspect.currentframe(), "f_back", None)
+            caller = None if frame is None else frame.f_locals.get("self")
+            del frame  # it refers to all that its function does
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller  # perhaps a shallow copy
         if _where.is_marked_layer(module) and differentiating():
