@@ -36,7 +36,9 @@ def to_jax(f: Callable[..., Any] | torch.nn.Module, *, rng: bool = False) -> Any
     The result takes and returns pytrees of JAX arrays in place of torch tensors and works under
     ``jax.jit``, ``grad``, ``vmap``, ``jvp``, ``vjp``, ``hessian``, ``lax.scan`` and
     ``jax.checkpoint``.  A :func:`functx.remat` region inside becomes ``jax.checkpoint`` at the same
-    cut.  Gradients stop where torch's stop: at ``detach`` and in ``no_grad`` blocks.
+    cut.  Gradients stop where torch's stop: at ``detach`` and in ``no_grad`` blocks.  A custom
+    ``autograd.Function`` keeps its own backward and jvp; without a jvp, forward mode is the
+    transpose of its backward.
 
     Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
     seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
@@ -47,8 +49,10 @@ def to_jax(f: Callable[..., Any] | torch.nn.Module, *, rng: bool = False) -> Any
 
     Args:
         f: a torch function of pytrees of tensors, or a module.
-        rng: whether ``f`` draws random numbers.  The JAX function then takes a ``jax.random`` key
-            before all other arguments; equal keys give equal draws, also in a recompute.
+        rng: whether ``f`` draws random numbers.  The JAX function then takes a ``jax.random`` key,
+            before all other arguments or as ``rng=``.  Equal keys give equal draws, also in a
+            recompute; under ``jax.vmap``, keys that are mapped over give each example its own.
+            Within ``f`` draws repeat where torch's would: at a generator's restored state.
 
     Returns:
         For a function, the JAX function.  For a module the pair ``(params, fn)``: its parameters by
@@ -131,18 +135,22 @@ class Lowered:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function on pytrees of JAX arrays."""
-        key, args = self._split(args)
+        key, args, kwargs = self._split(args, kwargs)
         traced, arrays = self._prepare(args, kwargs)
         return traced.result(traced.run(arrays, self.captured(traced.program), key))
 
-    def _split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         if not self._rng:
-            return None, args
+            return None, args, kwargs
+        if _is_key(kwargs.get("rng")):
+            kwargs = dict(kwargs)
+            return kwargs.pop("rng"), args, kwargs
         if not args or not _is_key(args[0]):
             raise TypeError(
-                f"{self!r} takes a jax.random key as its first argument: jax.random.key(seed)"
+                f"{self!r} takes a jax.random key, as its first argument or as rng=:"
+                " jax.random.key(seed)"
             )
-        return args[0], args[1:]
+        return args[0], args[1:], kwargs
 
     def observed(self, observe: Observe, *args: Any) -> Any:
         """Call without ``jit``, showing the operands of each outermost region to ``observe``."""
@@ -265,8 +273,9 @@ def _trace(
 
     specs = [kind for kind in kinds if isinstance(kind, Spec)]
     device = _device(f)
+    name = getattr(f, "__name__", type(f).__name__)
     with torch.enable_grad(), torch.inference_mode(False), lowering():
-        program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs])
+        program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs], name)
     check(program, rng)
     for spec in specs:
         to_jax_dtype(spec.dtype)

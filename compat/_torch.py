@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -63,12 +64,15 @@ __all__ = [
     "base_of",
     "below_autograd",
     "below_vmap",
+    "called_from",
     "core_aten_decompositions",
     "decomposition_table",
     "function_being_applied",
     "is_functorch_wrapped",
     "is_mutable",
+    "is_once_differentiable",
     "is_plain",
+    "is_random",
     "is_zero_tensor",
     "make_fx",
     "map_tensors",
@@ -82,6 +86,7 @@ __all__ = [
     "runs_while_tracing",
     "storage_key",
     "tree_map",
+    "unhooked",
     "version_of",
     "with_old_batch_in_front",
 ]
@@ -105,6 +110,16 @@ def function_being_applied() -> type | None:
     return None
 
 
+def called_from(package: str) -> bool:
+    """Whether code of a package is on this thread's stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(package):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def base_of(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor behind the wrappers of functorch levels; its storage holds the data."""
     while is_functorch_wrapped(x):
@@ -120,6 +135,33 @@ def is_plain(x: torch.Tensor) -> bool:
 def is_zero_tensor(x: torch.Tensor) -> bool:
     """Whether ``x`` is a zero of forward mode that has no memory."""
     return x._is_zerotensor()
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether an operation draws random numbers, by its tags."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+_ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
+
+
+def is_once_differentiable(function: Any) -> bool:
+    """Whether the backward of a custom Function was wrapped by ``once_differentiable``.
+
+    The wrapper leaves no mark but its code.
+    """
+    return getattr(function.backward, "__code__", None) is _ONCE
+
+
+def unhooked() -> AbstractContextManager[Any]:
+    """Saves tensors as they are, whatever hooks of ``saved_tensors_hooks`` are active.
+
+    Which are, no public function tells; pushing ours where none is would fail where hooks are
+    disabled.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def is_mutable(target: Any) -> bool:

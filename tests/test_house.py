@@ -18,7 +18,12 @@ LAYERS = [
     ("functx._storages", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
     ("functx._remat._arguments",),
-    ("functx._remat._profile", "functx._remat._watch", "functx._remat._holders"),
+    (
+        "functx._remat._profile",
+        "functx._remat._custom",
+        "functx._remat._watch",
+        "functx._remat._holders",
+    ),
     ("functx._remat._writes", "functx._remat._escape", "functx._remat._module_state"),
     ("functx._remat._python_random", "functx._remat._tracker", "functx._remat._ledger"),
     ("functx._remat._prune",),

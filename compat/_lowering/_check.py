@@ -16,9 +16,10 @@ from torch.fx import GraphModule, Node
 from functx._errors import LoweringError
 from functx.compat._jax import x64_enabled
 from functx.compat._lowering._dtypes import ENABLE_X64, WIDE_FLOATS
+from functx.compat._lowering._graph import custom_function_of, is_region, modules_of
 from functx.compat._lowering._interpret import NEEDS_KEY
 from functx.compat._lowering._table import lookup, refusal
-from functx.compat._lowering._trace import Program, body_of, is_region, modules_of
+from functx.compat._lowering._trace import Program
 from functx.compat._torch import OpOverload
 
 
@@ -46,7 +47,7 @@ def _operations(program: Program) -> list[str]:
     missing: Counter[str] = Counter()
     refused: dict[str, str] = {}
     for node in _calls(program):
-        if node.target is operator.getitem or is_region(node):
+        if node.target is operator.getitem or is_region(node) or custom_function_of(node):
             continue
         op = node.target
         if not isinstance(op, OpOverload):
@@ -63,22 +64,12 @@ def _operations(program: Program) -> list[str]:
 
 
 def _random(program: Program, rng: bool) -> list[str]:
-    draws: Counter[str] = Counter()
-    replayed: Counter[str] = Counter()
-    for module in modules_of(program.module):
-        for node in module.graph.nodes:
-            if is_region(node) and getattr(node.meta.get("functx_region"), "replay", False):
-                replayed.update(_drawing(body_of(node)))
-        draws.update(_drawing(module))
-    if draws and not rng:
-        return [f"random operations ({', '.join(sorted(draws))}) need a key: {NEEDS_KEY}"]
-    if replayed:
-        return [
-            f"random operations ({', '.join(sorted(replayed))}) in a region that is differentiated"
-            " inside the function would draw anew in its recompute; differentiate in JAX instead:"
-            " jax.grad(to_jax(f, rng=True), argnums=1)"
-        ]
-    return []
+    if rng:
+        return []
+    found = {name for module in modules_of(program.module) for name in _drawing(module)}
+    if not found:
+        return []
+    return [f"random operations ({', '.join(sorted(found))}) need a key: {NEEDS_KEY}"]
 
 
 def _drawing(module: GraphModule) -> list[str]:

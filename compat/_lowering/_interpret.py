@@ -20,9 +20,11 @@ from jax import lax
 from torch.fx import GraphModule, Node
 
 from functx._errors import LoweringError
+from functx.compat._lowering._custom_rule import apply_custom_function
 from functx.compat._lowering._dtypes import to_jax_dtype
+from functx.compat._lowering._graph import body_of, custom_function_of, is_region
 from functx.compat._lowering._table import lookup
-from functx.compat._lowering._trace import body_of, is_region
+from functx.compat._torch import name_of
 
 # NOTE [replays]
 # A region that comes from a ``functx.grad`` inside the lowered function has a twin: "replay, then
@@ -32,6 +34,7 @@ from functx.compat._lowering._trace import body_of, is_region
 # values; and because the cotangent is among them, the recomputation can't be scheduled before it.
 
 NEEDS_KEY = "lower with to_jax(f, rng=True) and call with a jax.random key as first argument"
+_STOPS = ("aten::detach.default", "functx::straight_through.default")
 Observe = Callable[[Sequence[Any], str], Sequence[Any]]
 
 
@@ -70,12 +73,14 @@ class Interpreter:
         observe: called with the operands of each outermost forward region and its name; what it
             returns is used in their place (``crosscheck`` records them there).
         depth: how many regions enclose the graph being run.
-        rng: the random key of the graph being run, if any.
+        rng: the random key of the whole program, if any; each draw folds its number into it.
+        stops: whether derivatives stop where torch stops them.
     """
 
     observe: Observe | None = None
     depth: int = field(default=0)
     rng: Any = None
+    stops: bool = True
 
     def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Evaluate a graph.
@@ -90,11 +95,11 @@ class Interpreter:
         env: dict[Node, Any] = {}
         feed = iter(inputs)
         last_use = _last_uses(module)
-        for number, node in enumerate(module.graph.nodes):
+        for node in module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(feed)
             elif node.op == "call_function":
-                env[node] = self._call(node, env, number)
+                env[node] = self._call(node, env)
             elif node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], env.__getitem__)
                 return list(outputs)
@@ -102,36 +107,49 @@ class Interpreter:
                 env.pop(dead, None)
         raise AssertionError("a graph without an output")
 
-    def _call(self, node: Node, env: dict[Node, Any], number: int) -> Any:
-        if is_region(node):
+    def _call(self, node: Node, env: dict[Node, Any]) -> Any:
+        function = custom_function_of(node)
+        if function is not None or is_region(node):
             operands = [env[n] if isinstance(n, Node) else n for n in node.args[1:]]
-            return self._region(node, operands, number)
+            if function is None:
+                return self._region(node, operands)
+            return apply_custom_function(function, operands, self.rng, self._within)
         args: Any = torch.fx.map_arg(node.args, env.__getitem__)
         kwargs: Any = torch.fx.map_arg(node.kwargs, env.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
-        return apply_rule(node, args, kwargs, self._key(number))
+        if not self.stops and name_of(node.target) in _STOPS:  # type: ignore[arg-type]
+            return args[0]
+        return apply_rule(node, args, kwargs, self._key(node))
 
-    def _key(self, number: int) -> Any:
-        # By the node's place in its graph: a region that runs again draws the same.
-        return None if self.rng is None else partial(jax.random.fold_in, self.rng, number)
+    def _key(self, node: Node) -> Any:
+        # By the number of the draw: a region that runs again, or is replayed, draws the same.
+        number = node.meta.get("functx_draw")
+        if self.rng is None or number is None:
+            return None
+        return partial(jax.random.fold_in, self.rng, number)
 
-    def _region(self, node: Node, operands: list[Any], number: int) -> tuple[Any, ...]:
+    def _within(
+        self, rng: Any, graph: GraphModule, inputs: Sequence[Any], stops: bool = True
+    ) -> list[Any]:
+        """Run the graph of something inside this one."""
+        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops)
+        return inner.run(graph, inputs)
+
+    def _region(self, node: Node, operands: list[Any]) -> tuple[Any, ...]:
         body = body_of(node)
         region = node.meta.get("functx_region")
-        replay = bool(getattr(region, "replay", False))
         name = str(getattr(region, "name", "region"))
-        key = self._key(number)
-        inner = Interpreter(self.observe, self.depth + 1, None if key is None else key())
 
-        def run(*xs: Any) -> tuple[Any, ...]:
-            return tuple(inner.run(body, xs))
+        def run(rng: Any, *xs: Any) -> tuple[Any, ...]:
+            return tuple(self._within(rng, body, xs))
 
-        if replay:
-            operands = list(lax.optimization_barrier(tuple(operands)))
+        rng = self.rng
+        if getattr(region, "replay", False):
+            rng, operands = lax.optimization_barrier((rng, operands))
         elif self.observe is not None and self.depth == 0:
             operands = list(self.observe(operands, name))
-        return jax.checkpoint(run)(*operands)
+        return jax.checkpoint(run)(rng, *operands)
 
 
 def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:

@@ -9,19 +9,24 @@ differentiate, and each is written into the graph while the function runs:
   is only an alias, or second derivatives would be cut;
 - a write in a ``no_grad`` block changes the value and leaves the derivative: ``straight_through``.
 
-A custom ``autograd.Function`` would lose its backward here and is refused; so is an operation
-whose result shape or Python value depends on data.
+Every draw of random numbers is numbered (:mod:`._draws`).  A custom ``autograd.Function`` has a
+node of its own (:mod:`._functions`); one that came past it would lose its backward and is refused,
+as is an operation whose result shape or Python value depends on data.
 """
 
 from __future__ import annotations
 
 import threading
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from functx import _torch as engine
 from functx._errors import LoweringError
+from functx.compat._lowering._draws import Draws, draws
+from functx.compat._lowering._functions import within
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,
@@ -29,6 +34,7 @@ from functx.compat._torch import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
+    called_from,
     function_being_applied,
     is_mutable,
     map_tensors,
@@ -87,8 +93,9 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, random_draws: Draws) -> None:
         super().__init__()
+        self._draws = random_draws
         self.seen: set[int] = set()
         # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
         # to the first must write through the second, whose derivative is still attached.
@@ -103,16 +110,33 @@ class Observer(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device, say; reads no values
             return func(*args, **kwargs)
         map_tensors(lambda t: self.seen.add(id(t)), (args, kwargs))
+        if draws(func):
+            return self._numbered(func, args, kwargs)
+        return self._dispatch(func, args, kwargs)
+
+    def _numbered(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        # A generator is no value of a graph: its state is in the number.
+        state = self._draws.advance(kwargs.get("generator"))
+        kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
+        mode = engine.proxy_mode()
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None) if mode else None
+        out = self._dispatch(func, args, kwargs)
+        if mode is not None:
+            nodes = takewhile(lambda n: n is not last, reversed(mode.tracer.graph.nodes))
+            for i, node in enumerate(n for n in nodes if draws(n.target)):
+                node.meta["functx_draw"] = self._draws.number((state, i))
+        return out
+
+    def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten.detach.default and not _state.user_detach and torch.is_grad_enabled():
             return aten.alias.default(*args)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or within.forward:
             return _run(func, args, kwargs)
-        applied = function_being_applied()
+        applied = None if within.plain else function_being_applied()
         if applied is not None:
             raise LoweringError(
-                f"{applied.__name__} is a custom autograd.Function: its backward would be lost in"
-                " JAX. Write its forward with torch operations that JAX can differentiate, or"
-                " lower functions that do not call it"
+                f"{applied.__name__}, a custom autograd.Function, was applied in a way that functx"
+                " does not see, and its backward would be lost; please report this"
             )
         if is_mutable(func):
             return self._write_without_grad(func, args, kwargs)
@@ -167,7 +191,10 @@ def _data_dependent(func: OpOverload) -> LoweringError:
         if func in _READS_VALUE
         else "has a result whose shape or value depends on data"
     )
+    hint = ""
+    if called_from("torch.distributions"):
+        hint = " A torch distribution checks its arguments so: give it validate_args=False."
     return LoweringError(
         f"{func} {how}; JAX compiles a function before it sees data. Use torch.where, masks or"
-        " fixed sizes, or pass the value as a static Python argument"
+        " fixed sizes, or pass the value as a static Python argument." + hint
     )

@@ -69,6 +69,23 @@ def _randint_low(low: int, high: int, *_: Any, ctx: Any, **__: Any) -> Any:
     return _integers(ctx, low, high)
 
 
+@rule("random.from", random=True)
+def _random_from(x: Any, low: int, high: int | None, *, ctx: Any, **_: Any) -> Any:
+    return _integers(ctx, low, _whole(ctx.dtype) if high is None else high)
+
+
+@rule("random", "random.to", random=True)
+def _random_to(x: Any, high: int | None = None, *, ctx: Any, **_: Any) -> Any:
+    return _integers(ctx, 0, _whole(ctx.dtype) if high is None else high)
+
+
+def _whole(dtype: Any) -> int:
+    """Below which a dtype has every whole number."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).max)
+    return int(min(2 ** (jnp.finfo(dtype).nmant + 1) + 1, jnp.iinfo(jnp.int32).max))
+
+
 @rule("randint_like", random=True)
 def _randint_like(x: Any, high: int, *, ctx: Any, **_: Any) -> Any:
     return _integers(ctx, 0, high)

@@ -12,12 +12,13 @@ get the plain function.
 
 NOTE [custom functions]
 ``Function.apply`` does not pass through torch-function modes. ``SingleLevelFunction``, the Python
-class below it, is given an ``apply`` that asks the running region for stand-ins and does nothing
-else. It is installed when the first region runs, and is inert outside of regions.
+class below it, is given an ``apply`` that asks the running region for stand-ins, and whoever is
+`_custom.intercepting`. It is installed when the first region runs, and is inert otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
 from functx._remat._arguments import SCALARS, token
+from functx._remat._custom import applied
 from functx._remat._escape import Place
 from functx._remat._watch import python_on_tape, watching
 
@@ -330,7 +332,7 @@ class tracking:
             # Under a mode of the user's, which works on what it is shown: that is not for `lower`.
             lower.tracker = self._tracker if on_top else SILENT
         if not on_top and self._tracker is not SILENT:
-            _observe_custom_functions()
+            observe_custom_functions()
             self._pushed = RegionMode()
             self._pushed.tracker = self._tracker
             self._pushed.__enter__()
@@ -351,18 +353,20 @@ def _wrapped(t: Any) -> Any:
     return t if tracker is None else tracker.operands(nested_transform, [t])[0]
 
 
-def _observe_custom_functions() -> None:
+def observe_custom_functions() -> None:
     """NOTE [custom functions]."""
     base = _torch.SingleLevelFunction
     if "apply" in base.__dict__:
         return
 
-    def apply(cls: type, *args: Any) -> Any:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        plain = super(base, cls).apply  # type: ignore[misc]
+        plain = functools.partial(plain, **kwargs) if kwargs else plain
         tracker = active_tracker()
         if tracker is None:
-            return super(base, cls).apply(*args)  # type: ignore[misc]
+            return applied(cls, plain, args)
         python_on_tape()
-        out = super(base, cls).apply(*tracker.operands(custom_function, args))  # type: ignore[misc]
+        out = applied(cls, plain, tracker.operands(custom_function, args))
         tracker.note(out)
         return out
 

@@ -1,12 +1,10 @@
 """Derivatives stop in JAX exactly where torch stops them, inside regions too."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 import torch
 
 import functx
-from functx._errors import LoweringError
 from functx.compat import to_jax
 
 from .networks import arrays, assert_close
@@ -100,42 +98,3 @@ def test_saved_outputs_are_not_cut(op):
 
     expected = torch.autograd.functional.jacobian(f, x)
     assert_close(jax.jacrev(to_jax(in_jax))(arrays(X)), expected)
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return -g
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx, g):
-        return 5 * g * ctx.saved_tensors[0]
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
-        Reverse.apply,
-        Square.apply,
-        lambda x: functx.remat(lambda x: Square.apply(x))(x),
-        functx.grad(lambda x: Square.apply(x).sum()),
-        lambda x: torch.no_grad()(Square.apply)(x),
-    ],
-)
-def test_custom_function_is_refused_never_dropped(f):
-    with pytest.raises(LoweringError, match=r"custom autograd\.Function"):
-        to_jax(f)(jnp.ones(3))

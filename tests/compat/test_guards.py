@@ -104,14 +104,6 @@ def test_indices_as_a_tensor_are_refused():
         to_jax(lambda x: torch.tensor_split(x, torch.tensor([1, 2])))(jnp.ones(3))
 
 
-def test_random_numbers_in_a_replay_are_refused():
-    def f(x):
-        return functx.remat(lambda x: torch.nn.functional.dropout(torch.sin(x), 0.5))(x).sum()
-
-    with pytest.raises(LoweringError, match="draw anew in its recompute"):
-        to_jax(functx.grad(f), rng=True)(jax.random.key(0), jnp.ones(3))
-
-
 def test_environments():
     w = torch.ones(2)
     scale = 1

@@ -9,8 +9,8 @@ from torch import fx
 
 import functx
 from functx.compat import to_jax
+from functx.compat._lowering._graph import is_region
 from functx.compat._lowering._interpret import Interpreter
-from functx.compat._lowering._trace import is_region
 
 from .networks import arrays, assert_close, count_dots
 

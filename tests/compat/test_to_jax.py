@@ -282,24 +282,3 @@ def test_random_needs_a_key():
     assert (one == same).all()
     assert (one != other).any()
     assert set(np.unique(one)) == {0.0, 2.0}
-
-
-def test_draws_differ_between_operations_and_repeat_in_a_recompute():
-    def g(x):
-        return torch.nn.functional.dropout(x, 0.5), torch.nn.functional.dropout(x, 0.5)
-
-    a, b = to_jax(g, rng=True)(jax.random.key(0), jnp.ones(64))
-    assert (a != b).any()
-
-    def region(x):
-        return functx.remat(lambda x: torch.nn.functional.dropout(torch.sin(x), 0.5))(x).sum()
-
-    x, key = jnp.linspace(0.1, 1, 64), jax.random.key(3)
-    h = to_jax(region, rng=True)
-    gradient = jax.grad(h, 1)(key, x)
-    # cos(x) * 2 where kept: the value and the mask of the recompute belong together.
-    kept = np.asarray(gradient) != 0
-    np.testing.assert_allclose(
-        np.asarray(gradient)[kept], 2 * np.cos(np.asarray(x))[kept], rtol=1e-6
-    )
-    np.testing.assert_allclose(h(key, x), 2 * np.sin(np.asarray(x))[kept].sum(), rtol=1e-5)

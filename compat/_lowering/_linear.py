@@ -1,0 +1,120 @@
+"""A call that is linear in some arguments, with a transpose of its own.
+
+``linear(push, pull, kept, xs, like)`` is ``push(kept, xs)``; transposed, it is ``pull(kept,
+cotangents)``.  Neither is derived from the other.  (``jax.custom_derivatives.linear_call`` is that
+too, but can't be batched, nor differentiated in what it keeps.)
+
+Invariant: ``push`` and ``pull`` close over no tracers; whatever they read is in ``kept``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+Map = Callable[[Any, Sequence[Any]], list[Any]]
+
+linear_p = Primitive("functx_linear")
+linear_p.multiple_results = True
+
+
+def linear(push: Map, pull: Map, kept: Any, xs: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """``push(kept, xs)``, which is like ``like``, transposed by ``pull``."""
+    flat, tree = jax.tree_util.tree_flatten(kept)
+
+    def flat_push(*values: Any) -> list[Any]:
+        return push(jax.tree_util.tree_unflatten(tree, values[: len(flat)]), values[len(flat) :])
+
+    def flat_pull(*values: Any) -> list[Any]:
+        return pull(jax.tree_util.tree_unflatten(tree, values[: len(flat)]), values[len(flat) :])
+
+    return _bind(flat_push, flat_pull, flat, xs, tuple(jax.typeof(x) for x in like))
+
+
+def _bind(push: Any, pull: Any, kept: Sequence[Any], xs: Sequence[Any], results: Any) -> list[Any]:
+    return linear_p.bind(*kept, *xs, push=push, pull=pull, n_kept=len(kept), results=results)
+
+
+@linear_p.def_impl
+def _evaluate(*values: Any, push: Any, **_: Any) -> list[Any]:
+    return push(*values)
+
+
+@linear_p.def_abstract_eval
+def _abstract(*_: Any, results: Any, **__: Any) -> Any:
+    return list(results)
+
+
+def _jvp(primals: Any, tangents: Any, *, push: Any, pull: Any, n_kept: int, results: Any) -> Any:
+    kept, xs = primals[:n_kept], primals[n_kept:]
+    out = _bind(push, pull, kept, xs, results)
+    moved = [ad.instantiate_zeros(t) for t in tangents]
+    through_xs = _bind(push, pull, kept, moved[n_kept:], results)
+    if all(type(t) is ad.Zero for t in tangents[:n_kept]):
+        return out, through_xs
+    _, through_kept = jax.jvp(lambda *k: push(*k, *xs), tuple(kept), tuple(moved[:n_kept]))
+    return out, [a + b for a, b in zip(through_xs, through_kept)]
+
+
+def _transpose(
+    cotangents: Any, *values: Any, push: Any, pull: Any, n_kept: int, results: Any
+) -> list[Any]:
+    # Plain operations from here on, as after ``jax.custom_vjp``: second derivatives are theirs.
+    given = [ad.instantiate_zeros(c) for c in cotangents]
+    return [None] * n_kept + list(pull(*values[:n_kept], *given))
+
+
+def _batch(
+    values: Any, dims: Any, *, push: Any, pull: Any, n_kept: int, results: Any
+) -> tuple[Any, Any]:
+    (size,) = {v.shape[d] for v, d in zip(values, dims) if d is not None}
+    kept_dims = dims[:n_kept]
+    xs = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(values[n_kept:], dims[n_kept:])
+    ]
+
+    def batched(f: Any) -> Any:
+        return lambda *vs: jax.vmap(f, (*kept_dims, *(0 for _ in vs[n_kept:])))(*vs)
+
+    shapes = tuple(r.update(shape=(size, *r.shape)) for r in results)
+    out = _bind(batched(push), batched(pull), values[:n_kept], xs, shapes)
+    return out, [0] * len(out)
+
+
+def transpose(f: Any, zeros: Sequence[Any], cotangents: Any) -> list[Any] | None:
+    """The transpose of a function of arrays like ``zeros``, or None if it is not linear."""
+    try:
+        return list(jax.linear_transpose(f, *zeros)(cotangents))
+    except (NotImplementedError, AssertionError, TypeError, ValueError):
+        pass  # not linear, or with operations that JAX transposes only as part of a derivative
+    n = len(zeros)
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.jvp(f, xs[:n], xs[n:])[1])(*zeros, *zeros).jaxpr
+    if any(_depend(jaxpr, [True] * n + [False] * n)):
+        return None
+    return list(jax.vjp(f, *zeros)[1](cotangents))
+
+
+def _depend(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr depend on the flagged inputs."""
+    known = dict(zip(jaxpr.invars, flags))
+    for eqn in jaxpr.eqns:
+        given = [not isinstance(v, Literal) and known.get(v, False) for v in eqn.invars]
+        inner = [p for p in eqn.params.values() if isinstance(p, ClosedJaxpr)]
+        if len(inner) == 1 and len(inner[0].jaxpr.invars) == len(given):
+            found = _depend(inner[0].jaxpr, given)
+        else:
+            found = [any(given)] * len(eqn.outvars)
+        known |= dict(zip(eqn.outvars, found))
+    return [not isinstance(v, Literal) and known.get(v, False) for v in jaxpr.outvars]
+
+
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transpose
+batching.primitive_batchers[linear_p] = _batch
+mlir.register_lowering(linear_p, mlir.lower_fun(_evaluate, multiple_results=True))

@@ -1,0 +1,39 @@
+"""Who takes the place of a custom ``autograd.Function``'s ``apply`` on this thread, if anybody.
+
+``Function.apply`` passes through no mode. What observes it (``NOTE [custom functions]`` in
+`_tracker`) asks here first; the JAX lowering answers while it traces a function.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Apply = Callable[..., Any]
+Hook = Callable[[type, Apply, Sequence[Any]], Any]
+"""Takes the Function, its own ``apply`` and the arguments; returns what ``apply`` returns."""
+
+
+class _Hooks(threading.local):
+    current: Hook | None = None
+
+
+_hooks = _Hooks()
+
+
+@contextmanager
+def intercepting(hook: Hook) -> Iterator[None]:
+    """Let ``hook`` apply the custom Functions of this thread."""
+    outer, _hooks.current = _hooks.current, hook
+    try:
+        yield
+    finally:
+        _hooks.current = outer
+
+
+def applied(cls: type, apply: Apply, args: Sequence[Any]) -> Any:
+    """The result of a custom Function."""
+    hook = _hooks.current
+    return apply(*args) if hook is None else hook(cls, apply, args)
