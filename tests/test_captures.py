@@ -294,6 +294,27 @@ def test_an_inner_region_captures_what_only_an_ended_level_knows(stack, depth):
     check_program(program, eps=8)
 
 
+@pytest.mark.parametrize("first", ["wrapper", "value"])
+@pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "grad(grad)"])
+def test_an_inner_region_captures_a_tensor_and_its_value(stack, first):
+    """What `functx.grad` differentiates and what it was called with, which is a constant."""
+
+    def program(remat):
+        def f(w, value):
+            def step(x):
+                return torch.sin(x * w * value.exp() if first == "wrapper" else x * value.exp() * w)
+
+            return remat(lambda x: remat(step)(x))(X).sum()
+
+        if stack == "vmap(grad)":
+            return functx.vmap(lambda w: functx.grad(f)(w, w))(Y)
+        if stack == "grad(grad)":
+            return functx.grad(lambda w: functx.grad(f)(w, w))(Y[0])
+        return functx.grad(lambda w: f(w, Y))(Y)
+
+    check_program(program, eps=8)
+
+
 def test_the_check_can_fail():
     """Replay without captures, the mistake this file is about, is seen."""
 

@@ -1,6 +1,6 @@
 """The recompute engine: one idea a file."""
 
-from functx._remat import _rules  # noqa: F401  registers the rules
+from functx._remat import _by_sight, _rules  # noqa: F401  register themselves
 from functx._remat._api import remat as remat
 from functx._remat._region import on_region as on_region
 from functx._remat._rules.proxy import keep_regions as keep_regions

@@ -53,6 +53,7 @@ class FirstRun(Tracker):
     __slots__ = (
         "_depth",
         "_engine",
+        "_forgotten",
         "_index",
         "_known",
         "_lift_constants",
@@ -92,6 +93,7 @@ class FirstRun(Tracker):
         self._originals: list[Tensor] = []
         self._standins: list[Tensor] = []
         self._depth = 0
+        self._forgotten: list[int] = []
         # Stand-ins that are leaves of a throw-away tape, kept so that ids stay theirs.
         self.leaves: dict[int, Tensor] = {}
 
@@ -101,13 +103,20 @@ class FirstRun(Tracker):
         self._depth = _torch.interpreter_depth()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
             self._register("input", i, original, standin)
+        if self._region.options.by_sight:
+            # A body may close over what it is also given.
+            self._region.given = [weakref.ref(t) for t in originals]
 
     def made(self, t: Tensor) -> None:
         """Remember that, and where, it was made."""
-        ref = self._known[id(t)] = weakref.ref(t)
         # Where the operation was called that has made it.
         place = self.entries[-1].place if self.entries else None
-        self.births.append((len(self.births), ref, place or where()))
+        self.births.append((len(self.births), self.remember(t), place or where()))
+
+    def remember(self, t: Tensor) -> weakref.ref[Tensor]:
+        """Remember that it was made."""
+        ref = self._known[id(t)] = weakref.ref(t)
+        return ref
 
     def standin_births(self) -> list[Birth]:
         """Stand-ins that a gradient flows to, numbered by position from -1 down."""
@@ -126,7 +135,9 @@ class FirstRun(Tracker):
 
     def close(self, func: Any) -> None:
         """Record the operation."""
-        self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), where()))
+        if not self._region.options.by_sight:
+            entry = Entry(func, tuple(self._sources), tuple(self._scalars), where())
+            self.entries.append(entry)
         self._sources.clear()
         self._scalars.clear()
 
@@ -204,6 +215,9 @@ class FirstRun(Tracker):
     def _meet(self, t: Tensor) -> Tensor:
         alive = _torch.unwrap_if_dead(t)
         if alive is not t:
+            value = self._stood_for(t, alive)
+            if value is not None:
+                return self._capture(t, value)
             resolved = self.resolve(alive)
             if resolved is not alive:
                 return resolved
@@ -212,8 +226,10 @@ class FirstRun(Tracker):
             return t
         if _torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth:
             return self._meet_wrapper(t)
+        return self._meet_foreign(t, _torch.current_graph_task_id() != self._engine)
+
+    def _meet_foreign(self, t: Tensor, in_engine: bool) -> Tensor:
         region = self._region
-        in_engine = _torch.current_graph_task_id() != self._engine
         if (in_engine or self._returning) and not requires_grad_anywhere(t):
             # A gradient that the engine handed out: made here, though nobody saw it.
             # A result that no tape knows may be passed on as it is, whoever made it.
@@ -240,6 +256,17 @@ class FirstRun(Tracker):
         position = self._register("capture", len(self._region.captured) - 1, t, standin)
         self._sources.append(position)
         return standin
+
+    def _stood_for(self, t: Tensor, alive: Tensor) -> Tensor | None:
+        """What a wrapper of a level that ended is in the replay around this region, if it is.
+
+        Not by its value, which may be somebody else's value too.
+        """
+        deeper = _torch.is_wrapped(alive) and _torch.wrapper_level(alive) > self._depth
+        if self._region.outer is None or deeper or self.knows(alive):
+            return None
+        value = self._from_outside(t)
+        return value if tracked(value) and _torch.unwrap_if_dead(value) is value else None
 
     def _from_outside(self, t: Tensor) -> Tensor:
         """What a foreign tensor is for the region around this one."""

@@ -18,6 +18,7 @@ class Options:
         determinism_check: how replays are compared with the forward.
         prune: whether replays leave out what the pullback does not read.
         debug: whether both sequences of operations are shown where a replay departs.
+        by_sight: whether replays may run other operations than the forward, see `_by_sight`.
         replay: whether this is the pullback of another region.
     """
 
@@ -27,6 +28,7 @@ class Options:
     determinism_check: str = "default"
     prune: bool = True
     debug: bool = False
+    by_sight: bool = False
     replay: bool = False
 
     @property

@@ -101,6 +101,7 @@ class Region:
         outer: the tracker of the region that this one is called in, until the call has ended.
         outer_levels: a context with the levels that were active at the call.
         frames: one a transform level that was peeled off, outermost level first.
+        given: explicit inputs as the caller has them, weakly, where replays go by first sight.
         captured: tensors found while the first run is under way, as the body met them.
         constants: tensors read that are no inputs.
         before: base tensors that the body wrote to though they are inputs, by id, each with a
@@ -127,6 +128,7 @@ class Region:
         "environment",
         "first_run",
         "frames",
+        "given",
         "inputs",
         "ledger",
         "left",
@@ -166,6 +168,7 @@ class Region:
         self.environment: Any = None
         # What was captured, where replays are not compared and know it by identity.
         self.originals: list[Tensor] | None = None
+        self.given: Sequence[Any] = ()
         self.ledger: Ledger | None = None
         self.needed: list[bool] = []
         # For each result of the body: its place among the distinct tensors it computed, or the
@@ -203,7 +206,7 @@ class Region:
             "constant": lambda i: self.constants[i].for_replay(name),
         }
         externals: list[Tensor] = []
-        replay: Replay | Lenient
+        replay: Any
         if self.originals is not None:
             replay = Lenient(self.originals, late)
         else:
@@ -211,7 +214,9 @@ class Region:
             for position in self.rewritten:
                 externals[position] = _copy(externals[position])
             explicit = (*externals[: len(explicit)],)
-            if self.options.records:
+            if self.options.by_sight:
+                replay = _BY_SIGHT[0](self, externals, len(explicit))
+            elif self.options.records:
                 replay = RecordingReplay(self.entries, externals, self.options, self.left)
             else:
                 replay = Replay(self.entries, externals, name, self.left)
@@ -288,7 +293,8 @@ class Region:
         views = [r[1] for r in self._results if isinstance(r, tuple)]
         found = _escape.find(births, [*returned, *views])
         written = any(n < 0 and t.grad_fn is not None for n, t in found.items())
-        convertible = len(self.frames) == 1 and self.originals is None and not written
+        lenient = self.originals is not None or self.options.by_sight
+        convertible = len(self.frames) == 1 and not lenient and not written
         if found and not (convertible and all(_torch.detachable(t) for t in found.values())):
             _escape.refuse(self.options.name, births, found)
         self.left = list(found)
@@ -342,6 +348,15 @@ def _copy(t: Tensor) -> Tensor:
     with _torch.cleared_interpreter_stack():
         value = base_of(t).detach().clone()
     return rewrap(t, 0, value)
+
+
+_BY_SIGHT: list[Any] = []
+
+
+def by_sight_replay(tracker: Any) -> Any:
+    """Register the tracker of replays that are no repetitions."""
+    _BY_SIGHT.append(tracker)
+    return tracker
 
 
 class _Wanted(threading.local):
