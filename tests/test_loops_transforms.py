@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import functx
 
-pytestmark = pytest.mark.usefixtures("hooks")
+pytestmark = pytest.mark.usefixtures("no_hooks")
 
 ROUNDINGS = 64.0
 STACKS = [

@@ -25,7 +25,6 @@ from functx._errors import RematError
 from functx._remat._escape import Birth, where
 from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
-from functx._remat._recording import Recording, Result
 from functx._remat._region import Constant, Region
 from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (
@@ -386,19 +385,3 @@ class FirstRun(Tracker):
         """The run ended: what it wrote to must be known, or it can't run again."""
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
-
-
-class RecordingRun(Recording, FirstRun):
-    """A first run that also writes down what operations give."""
-
-    __slots__ = ("targets", "unwritten", "values")
-
-    def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
-        super().__init__(region, lift_constants=lift_constants)
-        self.start(region.options)
-
-    def record(self, result: Result) -> None:
-        """With the operation that gave it."""
-        if self.entries:
-            entry = self.entries[-1]
-            entry.results = [*(entry.results or ()), result]

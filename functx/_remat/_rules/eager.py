@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._remat._capture import FirstRun, RecordingRun
+from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
 from functx._remat._node import attach
 from functx._remat._operator import base_rule
 from functx._remat._profile import shown
+from functx._remat._recording_run import RecordingRun
 from functx._remat._region import Flat, Region
 from functx._remat._rules import proxy
 from functx._remat._rules.base import Frame
