@@ -42,12 +42,13 @@ class BySight(FirstRun):
         self._met = 0
         self.left: dict[int, Any] = {}
         self.leaves = {id(t): t for t in externals}
-        self.bind(externals[:explicit], externals[:explicit])
+        self._depth = _torch.interpreter_depth()
+        for i, t in enumerate(externals[:explicit]):
+            self._register("input", i, t, t)
+            given = region.given[i]()
+            if given is not None:  # as the body may close over it
+                self._index[id(given)] = (given, t, i)
         self._met = explicit
-        for i, ref in enumerate(region.given):
-            t = ref()
-            if t is not None:
-                self._index[id(t)] = (t, externals[i], i)
 
     def close(self, func: Any) -> None:
         """Nothing is recorded."""
