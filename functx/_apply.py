@@ -10,17 +10,14 @@ replacement with the original; which of the two is called is then seen from the 
 
 from __future__ import annotations
 
-import functools
 import inspect
-import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from functx import _where
-from functx._remat import _function
+from functx import _transformers, _where
 from functx._remat._api import checked_options
 from functx._remat._module import RematModule
 from functx._remat._operator import differentiating
@@ -42,6 +39,8 @@ class RegionForward:
         self.__self__ = module
         self.options = options
         self.own = own
+        forward = self._forward_of(module)
+        self._names = _transformers.positional(forward) if _where.is_marked_layer(module) else None
 
     @property
     def __wrapped__(self) -> Any:
@@ -62,9 +61,10 @@ class RegionForward:
             del frame  # it refers to all that its function does
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller  # perhaps a shallow copy
-        if _where.is_marked_layer(module) and differentiating():
-            kwargs = _without_cache(module, kwargs)
-        return _function.run(self._forward_of(module), args, kwargs, self.options)
+        forward = self._forward_of(module)
+        if self._names is not None and differentiating():
+            args, kwargs = _transformers.without_cache(module, self._names, args, kwargs)
+        return _transformers.run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
         return type(module).forward.__get__(module) if self.own is None else self.own
@@ -207,27 +207,3 @@ def _check_module(name: str, module: nn.Module) -> None:
             "model.gradient_checkpointing_disable() first, or keep it and use "
             "functx.patch_checkpoint()."
         )
-
-
-def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """As transformers does in a checkpointed layer: a replay would write to a cache again."""
-    dropped = {}
-    if kwargs.get("use_cache"):
-        dropped["use_cache"] = False
-    if not getattr(module, "_can_checkpoint_with_cache", False):
-        for name in ("past_key_values", "past_key_value", "layer_past"):
-            if kwargs.get(name) is not None:
-                dropped[name] = None
-    if not dropped:
-        return kwargs
-    _warn_once(type(module).__name__)
-    return {**kwargs, **dropped}
-
-
-@functools.cache
-def _warn_once(layer: str) -> None:
-    warnings.warn(
-        f"functx: {layer} is a region and a derivative is taken, so no cache of keys and values is "
-        "used. Pass use_cache=False to silence this.",
-        stacklevel=4,
-    )

@@ -15,9 +15,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch_compiler
+from functx import _torch_compiler, _transformers
 from functx._errors import RematError
-from functx._remat import _function
 from functx._remat._api import checked_options, name_of
 from functx._remat._operator import differentiating
 
@@ -98,8 +97,10 @@ def checkpoint(
         )
     policy = None
     body: Any = functools.partial(function) if isinstance(function, nn.Module) else function
-    wrapped = isinstance(function, functools.partial) and function.func is within
-    name = name_of(function.args[1] if wrapped else function)
+    named: Any = function
+    if isinstance(named, functools.partial) and named.func is within:
+        named = named.args[1]
+    name = name_of(named)
     if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
         forward, replays = _contexts(context_fn)
         policy = _torch_compiler.selective_policy(forward)
@@ -112,7 +113,7 @@ def checkpoint(
         determinism_check=determinism_check,
         debug=debug,
     )
-    return _function.run(body, args, kwargs, replace(options, name=name, prune=early_stop))
+    return _transformers.run(body, args, kwargs, replace(options, name=name, prune=early_stop))
 
 
 def checkpoint_sequential(
@@ -251,7 +252,7 @@ class _Turns:
 def _under(turns: _Turns, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     with turns.next():
         return function(*args, **kwargs)
-    raise RematError(  # type: ignore[unreachable]
+    raise RematError(
         "checkpoint: a context of context_fn suppressed an exception of the function, which then "
         "has no result. Let exceptions pass."
     )

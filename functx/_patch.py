@@ -16,11 +16,14 @@ called through the patch puts it in place for itself whenever it runs.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from types import CodeType, FunctionType
 from typing import Any
 
-from functx import _torch_compiler
+import torch
+
+from functx import _torch, _torch_compiler
 from functx._checkpoint import checkpoint, within
 
 _lock = threading.RLock()
@@ -149,6 +152,7 @@ def _install() -> None:
     if module.checkpoint is not public:
         _put(module, "checkpoint", public)
     _put(module.CheckpointFunction, "apply", staticmethod(_apply_function))
+    _put(torch.Tensor, "requires_grad_", _requires_grad_)
 
 
 def _put(owner: Any, name: str, now: Any) -> None:
@@ -209,3 +213,21 @@ def _apply_function(run_function: Any, preserve_rng_state: bool, *args: Any) -> 
     """``CheckpointFunction.apply``."""
     preserve = bool(preserve_rng_state)
     return _call(run_function, *args, use_reentrant=True, preserve_rng_state=preserve)
+
+
+def _requires_grad_(self: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    """``Tensor.requires_grad_``, which nobody may call under a transform.
+
+    With checkpointing, transformers and peft register a hook that calls it on what the embeddings
+    return, for the sake of the reentrant checkpoint that functx stands in for.
+    """
+    if requires_grad and _torch.peek_interpreter_stack() is not None:
+        frame = getattr(inspect.currentframe(), "f_back", None)
+        caller = "" if frame is None else frame.f_code.co_name
+        del frame
+        if caller.startswith("make_inputs_require_grad"):
+            return self
+    return _requires_grad(self, requires_grad)
+
+
+_requires_grad = torch.Tensor.requires_grad_

@@ -20,7 +20,7 @@ def uncompiled(f: F) -> F:
     """
     skip = _eval_frame._FrameAction.SKIP
     strategy = _eval_frame._FrameExecStrategy(skip, skip)  # this frame, and those it calls
-    _eval_frame.set_code_exec_strategy(f.__code__, strategy)  # type: ignore[attr-defined]
+    _eval_frame.set_code_exec_strategy(f.__code__, strategy)
     f._torchdynamo_disable = True  # type: ignore[attr-defined]
     f._torchdynamo_disable_msg = "functx runs this in eager"  # type: ignore[attr-defined]
     return f

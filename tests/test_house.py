@@ -40,6 +40,7 @@ LAYERS = [
     ("functx._remat._function",),
     ("functx._remat._module",),
     ("functx._remat",),
+    ("functx._transformers",),
     ("functx._checkpoint",),
     ("functx._apply", "functx._patch"),
     ("functx._schedules",),
