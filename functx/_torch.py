@@ -169,12 +169,12 @@ def gradient_edge(t: torch.Tensor) -> Any:
     return t if t.grad_fn is None else _graph.GradientEdge(t.grad_fn, t.output_nr)
 
 
-def require_grad(t: torch.Tensor) -> torch.Tensor:
+def require_grad(t: torch.Tensor, required: bool = True) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
     allowed = _functorch.get_inplace_requires_grad_allowed()
     _functorch.set_inplace_requires_grad_allowed(True)
     try:
-        return t.requires_grad_()
+        return t.requires_grad_(required)
     finally:
         _functorch.set_inplace_requires_grad_allowed(allowed)
 

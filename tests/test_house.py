@@ -17,7 +17,7 @@ LAYERS = [
     ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
     ("functx._storages", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
-    ("functx._remat._arguments",),
+    ("functx._remat._arguments", "functx._remat._constant"),
     (
         "functx._remat._profile",
         "functx._remat._custom",
@@ -33,6 +33,7 @@ LAYERS = [
     ("functx._remat._recording",),
     ("functx._remat._region",),
     ("functx._remat._environment", "functx._remat._operator"),
+    ("functx._remat._overwritten",),
     ("functx._remat._capture", "functx._remat._pullback"),
     ("functx._remat._by_sight", "functx._remat._recording_run"),
     ("functx._remat._node",),

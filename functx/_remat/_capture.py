@@ -22,10 +22,12 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._constant import Constant
 from functx._remat._escape import Birth, where
-from functx._remat._holders import Holders, base_of
+from functx._remat._holders import Holders
 from functx._remat._ledger import Ledger
-from functx._remat._region import Constant, Region
+from functx._remat._overwritten import Writes
+from functx._remat._region import Region
 from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (
     MADE_HERE,
@@ -67,6 +69,7 @@ class FirstRun(Tracker):
         "leaves",
         "ledger",
         "origins",
+        "writes",
     )
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
@@ -95,6 +98,7 @@ class FirstRun(Tracker):
         self._forgotten: list[int] = []
         # Stand-ins that are leaves of a throw-away tape, kept so that ids stay theirs.
         self.leaves: dict[int, Tensor] = {}
+        self.writes = Writes(region, self.ledger, self.leaves)
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
@@ -174,31 +178,11 @@ class FirstRun(Tracker):
 
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to, here or in a region inside this one."""
-        touched = {id(t) for t in tensors}
-        touched |= {id(_torch.view_base(t)) for t in tensors}
-        region = self._region
-        for constant in region.constants:
-            if id(constant.value) in touched:
-                with watching(False):
-                    constant.about_to_be_written()
-        for position, standin in enumerate(self._standins):
-            if id(standin) in touched:
-                if self.origins[position][0] != "constant":
-                    self._input_about_to_be_written(position, standin)
-                if region.outer is not None:
-                    with region.outer_levels():
-                        region.outer.written([self._originals[position], standin])
+        self.writes.about_to(tensors, self.origins, self._standins, self._originals)
 
-    def _input_about_to_be_written(self, position: int, standin: Tensor) -> None:
-        """Keep the value of an input that the body writes to: a replay must start from it."""
-        region = self._region
-        if requires_grad_anywhere(standin):
-            return  # torch says what it allows, and `run` what to do then
-        base = base_of(standin)
-        if id(base) not in region.before:
-            with watching(False), _torch.cleared_interpreter_stack():
-                region.before[id(base)] = (base, base.detach().clone())
-        region.rewritten.add(position)
+    def further_results(self) -> list[Tensor]:
+        """What the body wrote to, and gave another history by it."""
+        return self.writes.further_results(self.origins, self._standins)
 
     def resolve(self, t: Tensor) -> Tensor:
         """The stand-in of a foreign tensor, anything made here as it is."""
@@ -385,3 +369,4 @@ class FirstRun(Tracker):
         """The run ended: what it wrote to must be known, or it can't run again."""
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
+        self.writes.refuse_aliases(self._standins)

@@ -55,11 +55,12 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     if outer is not None and not made_here:
         inputs = outer.operands(nested_region, inputs)
     region.inputs, region.outer = inputs, outer
-    if outer is not None:
+    if outer is not None or _torch.peek_interpreter_stack() is not None:
         region.outer_levels = saved_levels()
     with tracking(SILENT):
         try:
             outs = _lower(region, inputs, region)
+            region.write_back(outs)
             results = region.assemble(outs)
             computed = region.computed(results)
         finally:
@@ -85,6 +86,7 @@ def _lower(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | 
         )
     frame = make_frame(interpreter, fn, region)
     lowered = frame.lower_all(inputs)
+    frame.inputs = inputs
     region.frames.insert(0, frame)
     with interpreter.lower():
         outs = _lower(frame, lowered, region)

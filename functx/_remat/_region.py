@@ -30,8 +30,9 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch
-from functx._errors import RematError, ReplayError
+from functx._errors import ReplayError
 from functx._remat import _escape
+from functx._remat._constant import Constant
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
 from functx._remat._options import Options
@@ -39,55 +40,12 @@ from functx._remat._profile import shown
 from functx._remat._prune import Departed, Pruned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import Lenient, Replay
+from functx._remat._tapes import requires_grad_anywhere
 from functx._remat._tracker import results, rewrap, tracking
+from functx._remat._watch import watching
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
-
-
-class Constant:
-    """A tensor the body read that no derivative flows to.
-
-    If the body writes to it (a running mean, a step counter), a replay must start from what the
-    forward found and must not write again: it gets a copy of the value from before.
-    """
-
-    __slots__ = ("before", "value", "version")
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self.version = _torch.version(value)
-        self.before: Tensor | None = None
-
-    def about_to_be_written(self) -> None:
-        """Keep the value that a replay must start from."""
-        if self.before is None:
-            with _torch.cleared_interpreter_stack():
-                self.before = self.value.detach().clone()
-
-    def seal(self, name: str) -> None:
-        """The first run ended: a write nobody announced can't be undone for a replay."""
-        if self.before is not None:
-            self.value = self.before
-        elif _torch.version(self.value) != self.version:
-            raise RematError(
-                f"remat: the region {name!r} wrote to a tensor of shape {tuple(self.value.shape)} "
-                "that it did not make, in a way functx can't see beforehand, so a replay could "
-                "not start from the same value. Write to it outside of the region."
-            )
-
-    def for_replay(self, name: str) -> Tensor:
-        """The value that the forward found."""
-        if self.before is not None:
-            with _torch.cleared_interpreter_stack():
-                return self.before.clone()
-        if _torch.version(self.value) != self.version:
-            raise ReplayError(
-                f"remat: a tensor of shape {tuple(self.value.shape)} that the region {name!r} "
-                "reads was modified in place between its forward and its replay. Modify it after "
-                "the backward, or pass a clone."
-            )
-        return self.value
 
 
 class Region:
@@ -106,7 +64,9 @@ class Region:
         constants: tensors read that are no inputs.
         before: base tensors that the body wrote to though they are inputs, by id, each with a
             copy of what it was.
-        rewritten: the externals that are such inputs.
+        rewritten: the inputs and captures that the body wrote to, by position.
+        overwritten: those externals whose history it changed; they are further results.
+        owners: what they are for the caller, until it has been written back.
         births: what the first run made, until it is known what of that left the region.
         left: numbers of the tensors that left the region otherwise than by return.
         first_run: the tracker of the run that is finding out; ``None`` before and after.
@@ -138,6 +98,8 @@ class Region:
         "origins",
         "outer",
         "outer_levels",
+        "overwritten",
+        "owners",
         "reaches",
         "rewritten",
     )
@@ -158,6 +120,8 @@ class Region:
         self.constants: list[Constant] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.rewritten: set[int] = set()
+        self.overwritten: list[int] = []
+        self.owners: list[Tensor] = []
         self.births: list[Any] = []
         self.left: list[int] = []
         self.entries: list[Any] = []
@@ -197,8 +161,14 @@ class Region:
             ) from None
 
     def _again(self, tensors: Sequence[Tensor], pruning: Any) -> list[Tensor | None]:
-        explicit = tensors[: len(tensors) - self._n_captured()]
-        late = tensors[len(explicit) :]
+        n_explicit = len(tensors) - self._n_captured()
+        if self.rewritten:
+            tensors = [*tensors]
+            for position in self.rewritten:
+                kind, i = self.origins[position]
+                i += n_explicit if kind == "capture" else 0
+                tensors[i] = _copy(tensors[i])
+        explicit, late = tensors[:n_explicit], tensors[n_explicit:]
         name = self.options.name
         given = {
             "input": explicit.__getitem__,
@@ -211,9 +181,6 @@ class Region:
             replay = Lenient(self.originals, late)
         else:
             externals = [given[kind](i) for kind, i in self.origins]
-            for position in self.rewritten:
-                externals[position] = _copy(externals[position])
-            explicit = (*externals[: len(explicit)],)
             if self.options.by_sight:
                 replay = _BY_SIGHT[0](self, externals, len(explicit))
             elif self.options.records:
@@ -233,8 +200,15 @@ class Region:
         except Exception as error:
             error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
             raise
+        outs = [*outs, *(self._external(p, tensors, externals) for p in self.overwritten)]
         left = [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
         return [*self._distinct(outs), *left]
+
+    def _external(self, position: int, tensors: Sequence[Tensor], externals: Any) -> Tensor:
+        kind, i = self.origins[position]
+        if kind == "constant":
+            return externals[position]
+        return tensors[i + (len(tensors) - self._n_captured() if kind == "capture" else 0)]
 
     def values(self) -> int:
         """A checksum of everything that the first run gave, if that is recorded."""
@@ -274,13 +248,17 @@ class Region:
             self._results.append(
                 places.setdefault(id(out), len(places)) if foreign is None else foreign
             )
-        outs = self._distinct(outs)
+        extra = first.further_results()
+        self._results += range(len(places), len(places) + len(extra))
+        outs = self._distinct([*outs, *extra])
         leaves = first.check_tape(outs)
         self.needed = [True] * len(first.holders)
         if ledger is not None and ledger.settle(outs):
             self.ledger = ledger
             if not lenient:
                 self.needed = [h.grown(leaves) or ledger.needs(h.storage) for h in first.holders]
+                for kind, i in (first.origins[p] for p in self.rewritten):
+                    self.needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
         if lenient:
             self.originals = first.captured_originals()
         # Stand-ins are numbered from -1 down.
@@ -307,6 +285,16 @@ class Region:
                 distinct.append(out)
         return distinct
 
+    def write_back(self, distinct: Sequence[Tensor | None]) -> None:
+        """Give inputs that the body wrote to their new history. ``NOTE [overwritten]``."""
+        for owner, r in zip(self.owners, self._results[len(self._results) - len(self.owners) :]):
+            assert isinstance(r, int)
+            value = distinct[r]
+            if value is not None and value is not owner:
+                with watching(True):
+                    owner.copy_(value)
+        self.owners = []
+
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results of the body, from its distinct ones at the level of the call.
 
@@ -319,7 +307,7 @@ class Region:
             else _torch.view_again(r[1], r[0])
             if isinstance(r, tuple)
             else r
-            for r in self._results
+            for r in self._results[: len(self._results) - len(self.overwritten)]
         ]
 
     def computed(self, results: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -338,16 +326,21 @@ class Region:
         self.outer = self.outer_levels = None
         self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
+        self.owners = []
         for frame in self.frames:
             frame.captured = []
+            frame.inputs = ()
         self.frames = []  # frames know their region; knowing them too would be a cycle
 
 
 def _copy(t: Tensor) -> Tensor:
-    """A tensor at the same levels, in memory of its own."""
-    with _torch.cleared_interpreter_stack():
-        value = base_of(t).detach().clone()
-    return rewrap(t, 0, value)
+    """A tensor at the same levels, with the same history, in memory of its own."""
+    with watching(True):
+        if requires_grad_anywhere(t):
+            return t.clone()
+        with _torch.cleared_interpreter_stack():
+            value = base_of(t).detach().clone()
+        return rewrap(t, 0, value)
 
 
 _BY_SIGHT: list[Any] = []

@@ -16,7 +16,8 @@ def leaves_below(*nodes: Any) -> list[Tensor]:
     while stack:
         current = stack.pop()
         if type(current).__name__ == "AccumulateGrad":
-            found.append(current.variable)
+            if current.variable is not None:  # a leaf that has been given a history since
+                found.append(current.variable)
             continue
         for following, _ in current.next_functions:
             if following is not None and following not in seen:

@@ -56,12 +56,13 @@ def python_on_tape() -> None:
 
 
 class watching:
-    """Run the enclosed code watched by all regions it is in, or by none."""
+    """Run the enclosed code watched by all regions it is in (but one, perhaps), or by none."""
 
-    __slots__ = ("_found", "_on")
+    __slots__ = ("_but", "_found", "_on")
 
-    def __init__(self, on: bool) -> None:
+    def __init__(self, on: bool, *, but: Watcher | None = None) -> None:
         self._on = on
+        self._but = but
 
     def __enter__(self) -> None:
         self._found: list[tuple[Watcher, bool]] = []
@@ -69,7 +70,7 @@ class watching:
             mode = _torch.get_dispatch_mode_at(i)
             if isinstance(mode, Watcher):
                 self._found.append((mode, mode.paused))
-                mode.paused = not self._on
+                mode.paused = not self._on or mode is self._but
 
     def __exit__(self, *exc: Any) -> None:
         for mode, before in self._found:

@@ -21,6 +21,7 @@ class Frame(ABC):
     level and returns unwrapped results. ``NOTE [levels]`` in `_region`.
 
     Attributes:
+        inputs: the explicit inputs of this level, until the call has ended.
         fn: the function at this level: the frame of the next inner level, or the region's body.
         captured: tensors of this level that were captured during the first run.
         slots: how each input of this level is taken apart (and put together again).
@@ -32,6 +33,7 @@ class Frame(ABC):
         self.fn = fn
         self.level = level
         self.inside = level
+        self.inputs: Sequence[Tensor] = ()
         self.captured: list[Tensor] = []
         self.slots: list[Any] = []
 

@@ -88,10 +88,12 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
     if _torch.forward_ad_level() >= 0 and not isinstance(fn, DualFrame) and has_dual(inputs, fn):
         dual = DualFrame(fn, region)
         lowered = dual.lower_all(inputs)
+        dual.inputs = inputs
         region.frames.insert(0, dual)
         return dual.finish(run(dual, lowered, region), inputs)
     frame = EagerFrame(fn, region)
     lowered = frame.lower_all(inputs)
+    frame.inputs = inputs
     region.frames.insert(0, frame)
     outs = first_run(frame, lowered, region)
     return frame.finish(outs, inputs)

@@ -97,6 +97,7 @@ def emit(fn: Flat, inputs: Sequence[Tensor], region: Region, first_run: Any) -> 
     """
     frame = KeptFrame(fn, region)
     lowered = frame.lower_all(inputs)
+    frame.inputs = inputs
     region.frames.insert(0, frame)
     mode = _torch.proxy_mode()
     if mode is None:
