@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 
 from functx import _torch
 from functx._errors import LoweringError
+from functx._torch_compiler import uncompiled
 from functx.compat._dlpack import borrow, give
 from functx.compat._encoding import torch_dtype_of
 from functx.compat._lowering._dtypes import to_jax_dtype
@@ -40,7 +41,6 @@ from functx.compat._torch import (
     apply_function,
     below_autograd,
     below_vmap,
-    never_compiled,
     old_batch_in_front,
     old_vmap_level,
     redispatch,
@@ -77,7 +77,7 @@ def program_of(handle: str) -> Program:
     return program
 
 
-@never_compiled
+@uncompiled
 def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
     """Below all transforms: JAX computes.
 
@@ -96,7 +96,7 @@ def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
         return [give(out, device) for out in outs]
 
 
-@never_compiled
+@uncompiled
 def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
     """Fake and meta tensors: JAX says which shapes and dtypes come out."""
     program = _traced[handle] = program_of(handle)
@@ -112,7 +112,7 @@ def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
     return [torch.empty(o.shape, dtype=torch_dtype_of(o.dtype), device=device) for o in outs]
 
 
-@never_compiled
+@uncompiled
 def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     """One level of autograd, forward and reverse mode."""
     program = program_of(handle)
@@ -213,7 +213,7 @@ class JaxCall(SingleLevelFunction):
     """A node at one level; the results exist already."""
 
     @staticmethod
-    @never_compiled
+    @uncompiled
     def forward(ctx: Any, node: _Node, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Put the results behind the node."""
         outs, rest = tuple(node.outs), node.rest
@@ -226,7 +226,7 @@ class JaxCall(SingleLevelFunction):
         return outs
 
     @staticmethod
-    @never_compiled
+    @uncompiled
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Tangents of the results: inputs are duals at the level at which they are recorded."""
         node: _Node = ctx.node
@@ -234,7 +234,7 @@ class JaxCall(SingleLevelFunction):
         return tuple(_jvp(node.program, primals, tangents)[1])
 
     @staticmethod
-    @never_compiled
+    @uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The pullback, as a call at whatever level the engine runs. NOTE [residuals]."""
         node: _Node = ctx.node
@@ -279,7 +279,7 @@ def _pull_back(
     return call(node.program.pullback(residuals, still, wanted), [*arrays, *cotangents])
 
 
-@never_compiled
+@uncompiled
 def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     """One level of vmap."""
     interpreter: Any = _torch.current_interpreter()
@@ -298,7 +298,7 @@ def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     ]
 
 
-@never_compiled
+@uncompiled
 def _batch_old(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     """All levels of the vmap that batched backward passes of plain autograd use."""
     return _batch_old_levels(program_of(handle), tensors, old_vmap_level())

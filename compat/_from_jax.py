@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
+from functx._torch_compiler import uncompiled
 from functx.compat._arguments import Leaf, StaticArguments, read_leaf
 from functx.compat._call import call
 from functx.compat._dlpack import array_from_torch
@@ -26,7 +27,6 @@ from functx.compat._program import Program
 from functx.compat._settings import Settings, current_settings, with_x64
 from functx.compat._torch import (
     is_plain,
-    never_compiled,
     nonstrict_trace,
     runs_while_tracing,
     tree_map,
@@ -179,7 +179,7 @@ class TorchFunction:
             return self._opaque(*_without_none((args, kwargs)))
         return self._call(args, kwargs)
 
-    @never_compiled
+    @uncompiled
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settings = current_settings()
         if self._x64:
@@ -225,7 +225,7 @@ def _make_opaque(f: TorchFunction) -> bool:
     """Dynamo is to put calls of ``f`` into its graph as they are; what traces next looks inside."""
     if f._opaque is None:
 
-        @never_compiled
+        @uncompiled
         def opaque(args: Any, kwargs: Any) -> Any:
             return f._call(*_with_none((args, kwargs)))
 

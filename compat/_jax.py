@@ -38,6 +38,16 @@ def x64_enabled() -> bool:
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
+def is_tracing() -> bool:
+    """Whether a transform of JAX is running a function on this thread.
+
+    ``trace_state_clean`` is private; nothing public tells, before a tracer is at hand.
+    """
+    from jax._src.core import trace_state_clean
+
+    return not trace_state_clean()
+
+
 def is_jax_array(x: Any) -> bool:
     """Whether ``x`` is a JAX array or tracer."""
     import jax

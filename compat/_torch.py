@@ -18,9 +18,6 @@ import torch
 from torch._C import _after_autograd_keyset, _functorch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
-# What `torch.compile` does with a frame.
-from torch._C._dynamo import eval_frame as _eval_frame
-
 # A tensor that a functorch level wraps has no data of its own to export; what it wraps has.
 from torch._C._functorch import get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
@@ -77,7 +74,6 @@ __all__ = [
     "make_fx",
     "map_tensors",
     "name_of",
-    "never_compiled",
     "nonstrict_trace",
     "old_batch_in_front",
     "old_vmap_level",
@@ -219,19 +215,6 @@ def runs_while_tracing(f: F) -> F:
     What ``torch._dynamo.assume_constant_result`` does, without importing that.
     """
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return f
-
-
-def never_compiled(f: F) -> F:
-    """Mark a function whose frame, and those it calls, ``torch.compile`` leaves alone.
-
-    After a graph break it tries every frame that runs, also those that the dispatcher calls.
-    ``torch.compiler.disable`` would do the same, at the price of importing Dynamo at the first call
-    and of a wrapper at each.
-    """
-    skip = _eval_frame._FrameAction.SKIP
-    strategy = _eval_frame._FrameExecStrategy(skip, skip)
-    _eval_frame.set_code_exec_strategy(f.__code__, strategy)
     return f
 
 

@@ -2,7 +2,8 @@
 
 ``grad``, ``grad_and_value``, ``value_and_grad``, ``vjp``, ``jacrev`` and ``hessian`` are functx's
 own: same signatures and results as torch's, at the peak memory of ``torch.autograd.grad`` (see
-NOTE [lean] in ``_pullback.py``). The others are torch's.
+NOTE [lean] in ``_pullback.py``). The others are torch's. JAX arrays are transformed by JAX: NOTE
+[whose arrays] in ``_arrays.py``.
 """
 
 from __future__ import annotations
@@ -16,16 +17,13 @@ from torch.func import (
     debug_unwrap,
     functional_call,
     functionalize,
-    jacfwd,
-    jvp,
-    linearize,
     rearrange,
     replace_all_batch_norm_modules_,
     stack_module_state,
-    vmap,
 )
 
 from functx import _jacobian, _torch_compiler, _tree, _validate
+from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
 from functx._validate import Argnums
 
@@ -47,6 +45,11 @@ __all__ = [
     "vjp",
     "vmap",
 ]
+
+vmap = by_arguments(torch.func.vmap)
+jacfwd = by_arguments(torch.func.jacfwd)
+jvp = by_primals(torch.func.jvp)
+linearize = by_primals(torch.func.linearize)
 
 
 @_torch_compiler.uncompiled
@@ -87,6 +90,8 @@ def grad(
 
     @_named_after(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
+        if (backend := backend_of("grad", args, kwargs)) is not None:
+            return backend.grad(func, argnums, has_aux)(*args, **kwargs)
         _, aux, gradients = transformed(args, kwargs)
         return (gradients, aux) if has_aux else gradients
 
@@ -124,6 +129,8 @@ def grad_and_value(
 
     @_named_after(func)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
+        if (backend := backend_of("grad_and_value", args, kwargs)) is not None:
+            return backend.grad_and_value(func, argnums, has_aux)(*args, **kwargs)
         value, aux, gradients = transformed(args, kwargs)
         return gradients, ((value, aux) if has_aux else value)
 
@@ -163,6 +170,8 @@ def value_and_grad(
 
     @_named_after(func)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        if (backend := backend_of("value_and_grad", args, kwargs)) is not None:
+            return backend.value_and_grad(func, argnums, has_aux)(*args, **kwargs)
         value, aux, gradients = transformed(args, kwargs)
         return ((value, aux) if has_aux else value), gradients
 
@@ -201,6 +210,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     api = "vjp(f, *primals)"
     _validate.check_callable(func, "vjp")
+    if (backend := backend_of("vjp", primals, {})) is not None:
+        return backend.vjp(func, *primals, has_aux=has_aux)
     output, aux, pullback = record(
         func,
         primals,
@@ -258,6 +269,9 @@ def jacrev(
 
     @_named_after(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
+        if (backend := backend_of("jacrev", args, kwargs)) is not None:
+            options = {"has_aux": has_aux, "chunk_size": chunk_size}
+            return backend.jacrev(func, argnums, **options)(*args, **kwargs)
         _validate.check_real(_tree.leaves(args), "jacrev", "inputs")
         positions = _validate.resolve_argnums(argnums, len(args), "jacrev")
         output, aux, pullback = record(
@@ -306,10 +320,12 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     """
     _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
-    transformed = jacfwd(jacrev(func, argnums), argnums)
+    transformed = torch.func.jacfwd(jacrev(func, argnums), argnums)
 
     @_named_after(func)
     def second_derivative(*args: Any) -> Any:
+        if (backend := backend_of("hessian", args, {})) is not None:
+            return backend.hessian(func, argnums)(*args)
         positions = _validate.resolve_argnums(argnums, len(args), "hessian")
         _validate.check_inputs(args, positions, "hessian(f)(*args)")
         return transformed(*args)

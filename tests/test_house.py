@@ -12,7 +12,7 @@ import pytest
 # Lowest first. A module imports from its own layer and those below it. The longest entry counts: a
 # package alone is its `__init__.py` and every module of it without an entry of its own.
 LAYERS = [
-    ("functx._errors", "functx._torch", "functx._torch_compiler"),
+    ("functx._errors", "functx._arrays", "functx._torch", "functx._torch_compiler"),
     ("functx._torch_operators",),
     ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
     ("functx._storages", "functx.memory"),

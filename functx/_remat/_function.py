@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from functx import _torch, _torch_compiler, _tree
+from functx._arrays import backend_of
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
 from functx._remat._region import Region
@@ -44,6 +45,8 @@ def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o:
 
 @_torch_compiler.uncompiled
 def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
+    if (backend := backend_of("remat", args, kwargs)) is not None:
+        return backend.remat(f, o.policy)(*args, **kwargs)
     if not differentiating() and not keeping():
         return f(*args, **kwargs)
     leaves, spec = _tree.flatten((args, kwargs))

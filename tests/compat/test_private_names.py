@@ -39,7 +39,7 @@ def private_imports(source):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_private_names_live_in_one_file(path):
-    if path.name != "_torch.py":
+    if path.name not in ("_torch.py", "_jax.py"):
         assert not private_imports(path.read_text())
 
 
@@ -141,3 +141,13 @@ def test_batched_backward_passes_use_the_old_vmap():
     assert seen == [(1, (3, 3))]
     assert torch.equal(g, torch.eye(3))
     assert _torch.old_vmap_level() == 0
+
+
+def test_jax_tells_whether_it_is_tracing():
+    seen = []
+    f = lambda x: seen.append(_jax.is_tracing()) or x  # noqa: E731
+    f(1.0)
+    jax.vmap(f)(jnp.ones(2))
+    jax.jit(f)(1.0)
+    jax.grad(f)(1.0)
+    assert seen == [False, True, True, True]

@@ -1,0 +1,216 @@
+"""functx's transforms of JAX arrays: the same names and options, done by JAX.
+
+An option that has no meaning there raises and says what to use instead; those that only concern
+when torch frees memory are accepted, since JAX decides that by itself. Reached through
+``functx._arrays``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from functx import _torch, _tree
+from functx.compat._encoding import is_key
+from functx.compat._jax import is_tracing
+from functx.compat._policies import jax_policy
+
+_TORCH, _JAX, _OTHER = "torch tensor", "JAX array", None
+_KINDS = {_TORCH, _JAX, _OTHER}
+_kinds: dict[type, str | None] = {}
+
+
+def find(api: str, args: Any, kwargs: Any) -> JaxTransforms | None:
+    """The transforms to use for these arguments: JAX's if there are JAX arrays among them.
+
+    Without arrays of either kind, JAX's if JAX is tracing: what it traces may be closed over.
+
+    Raises:
+        TypeError: arrays of both kinds are among the arguments. Typed random keys do not count.
+    """
+    try:
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+    except (TypeError, ValueError):  # a dict whose keys can't be sorted is no pytree of JAX
+        leaves = _tree.leaves((args, kwargs))
+    found = {_kinds.get(cls, cls) for cls in set(map(type, leaves))}
+    if not found <= _KINDS:  # a type that was not met before
+        found = set(map(_kind, leaves))
+    if _JAX in found:
+        if _TORCH not in found:
+            return TRANSFORMS
+        if all(_kind(x) is not _JAX or is_key(x) for x in leaves):
+            return None
+        raise TypeError(_mixed(api, args, kwargs))
+    if _TORCH not in found and is_tracing() and not _torch.tracing():
+        return TRANSFORMS
+    return None
+
+
+def _kind(x: Any) -> str | None:
+    cls = type(x)
+    try:
+        return _kinds[cls]
+    except KeyError:
+        is_jax = isinstance(x, jax.Array) or issubclass(cls, jax.core.Tracer)
+        kind = _TORCH if issubclass(cls, torch.Tensor) else _JAX if is_jax else _OTHER
+        _kinds[cls] = kind
+        return kind
+
+
+def _mixed(api: str, args: Any, kwargs: Any) -> str:
+    paths, _ = jax.tree_util.tree_flatten_with_path(args)
+    named, _ = jax.tree_util.tree_flatten_with_path(kwargs)
+    found = [(f"args{jax.tree_util.keystr(path)}", x) for path, x in paths]
+    found += [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in named]
+    what = ", ".join(f"{name} is a {_kind(x)}" for name, x in found if _kind(x) is not _OTHER)
+    return (
+        f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
+        " other (torch.from_dlpack, jax.numpy.asarray), or the function:"
+        " functx.compat.from_jax makes a JAX function take torch tensors, to_jax the other way"
+    )
+
+
+def _refuse(api: str, option: str, value: Any, default: Any, instead: str) -> None:
+    if value is not default and value != default:
+        raise TypeError(
+            f"functx.{api}: {option}={value!r} has no meaning for JAX arrays; {instead}"
+        )
+
+
+_KEYS = "JAX draws from explicit keys: split the key, and map over the keys"
+
+
+class JaxTransforms:
+    """What functx's transforms are in JAX; each takes the options of the functx transform."""
+
+    def vmap(
+        self,
+        func: Callable[..., Any],
+        in_dims: Any = 0,
+        out_dims: Any = 0,
+        randomness: str = "error",
+        *,
+        chunk_size: int | None = None,
+    ) -> Callable[..., Any]:
+        """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
+        _refuse("vmap", "randomness", randomness, "error", _KEYS)
+        _refuse("vmap", "chunk_size", chunk_size, None, "use jax.lax.map(..., batch_size=)")
+
+        def batched(*args: Any, **kwargs: Any) -> Any:
+            f = functools.partial(func, **kwargs) if kwargs else func
+            return jax.vmap(f, in_axes=in_dims, out_axes=out_dims)(*args)
+
+        return batched
+
+    def grad(self, func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Any:
+        """``jax.grad``."""
+        return jax.grad(func, argnums, has_aux)
+
+    def value_and_grad(
+        self, func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
+    ) -> Any:
+        """``jax.value_and_grad``."""
+        return jax.value_and_grad(func, argnums, has_aux)
+
+    def grad_and_value(
+        self, func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
+    ) -> Any:
+        """``jax.value_and_grad``, the other way round."""
+        transformed = jax.value_and_grad(func, argnums, has_aux)
+        return lambda *args, **kwargs: transformed(*args, **kwargs)[::-1]
+
+    def vjp(self, func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+        """``jax.vjp``; its pullback can always be called again, and differentiated."""
+        transform: Any = jax.vjp
+        output, pullback, *aux = transform(func, *primals, has_aux=has_aux)
+
+        def vjp_fn(
+            cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
+        ) -> Any:
+            return pullback(cotangents)
+
+        return (output, vjp_fn, *aux)
+
+    def jvp(
+        self,
+        func: Callable[..., Any],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        *,
+        strict: bool = False,
+        has_aux: bool = False,
+    ) -> Any:
+        """``jax.jvp``."""
+        _refuse("jvp", "strict", strict, False, "JAX gives zeros for what does not depend on x")
+        return jax.jvp(func, primals, tangents, has_aux=has_aux)
+
+    def linearize(self, func: Callable[..., Any], *primals: Any) -> Any:
+        """``jax.linearize``."""
+        return jax.linearize(func, *primals)
+
+    def jacrev(
+        self,
+        func: Callable[..., Any],
+        argnums: Any = 0,
+        *,
+        has_aux: bool = False,
+        chunk_size: int | None = None,
+        _preallocate_and_copy: bool = False,
+    ) -> Any:
+        """``jax.jacrev``."""
+        instead = "use jax.lax.map(..., batch_size=) of the pullback"
+        _refuse("jacrev", "chunk_size", chunk_size, None, instead)
+        return jax.jacrev(func, argnums, has_aux)
+
+    def jacfwd(
+        self,
+        func: Callable[..., Any],
+        argnums: Any = 0,
+        has_aux: bool = False,
+        *,
+        randomness: str = "error",
+    ) -> Any:
+        """``jax.jacfwd``."""
+        _refuse("jacfwd", "randomness", randomness, "error", _KEYS)
+        return jax.jacfwd(func, argnums, has_aux)
+
+    def hessian(self, func: Callable[..., Any], argnums: Any = 0) -> Any:
+        """``jax.hessian``."""
+        return jax.hessian(func, argnums)
+
+    def remat(self, f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
+        """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
+        translated = jax_policy(policy)
+
+        def rematted(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+            out_tree: Any = None
+            passed: list[Any] = []
+
+            def flat(arrays: list[Any]) -> list[Any]:
+                nonlocal out_tree, passed
+                given = iter(arrays)
+                full = [next(given) if _is_array(x) else x for x in leaves]
+                inner_args, inner_kwargs = jax.tree_util.tree_unflatten(tree, full)
+                outs, out_tree = jax.tree_util.tree_flatten(f(*inner_args, **inner_kwargs))
+                passed = [None if _is_array(x) else (x,) for x in outs]
+                return [x for x in outs if _is_array(x)]
+
+            arrays = [x for x in leaves if _is_array(x)]
+            outs = iter(jax.checkpoint(flat, policy=translated)(arrays))
+            values = [next(outs) if x is None else x[0] for x in passed]
+            return jax.tree_util.tree_unflatten(out_tree, values)
+
+        return rematted
+
+
+def _is_array(x: Any) -> bool:
+    return _kind(x) is _JAX or isinstance(x, (np.ndarray, np.generic))
+
+
+TRANSFORMS = JaxTransforms()
