@@ -6,6 +6,7 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,6 +116,12 @@ def without_modes() -> Iterator[None]:
 
 # The one base class of what normalises over the batch: lazy, synchronised and of any rank.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+# --- operators ---------------------------------------------------------------------------------
+
+# What a list of operators may consist of.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
 
 # --- memory ------------------------------------------------------------------------------------
 
@@ -228,6 +235,33 @@ def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
 def proxy_mode() -> Any:
     """The mode that is tracing a graph now, if any."""
     return _proxy_tensor.get_proxy_mode()
+
+
+def name_in_graph(t: torch.Tensor, name: str) -> None:
+    """While a graph is traced, note at the node that gives ``t`` that it has a name."""
+    mode = _proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return
+    slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+    if slot is not None:
+        meta = slot.proxy.node.meta
+        meta["functx_names"] = (*meta.get("functx_names", ()), name)
+
+
+def module_path() -> str:
+    """Where among the modules that are running this is, from the outermost one: ``"0.attn"``."""
+    running: list[torch.nn.Module] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    if not running:
+        return ""
+    for path, module in running[-1].named_modules(remove_duplicate=False):
+        if module is running[0]:
+            return path
+    return ""
 
 
 def without_proxies() -> Any:

@@ -36,6 +36,19 @@ def is_view(func: Any) -> bool:
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
+@functools.cache
+def _written(func: Any) -> tuple[list[int], list[str]]:
+    mutable = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.is_write]
+    return [i for i, _ in mutable], [a.name for _, a in mutable]
+
+
+def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to, by its schema."""
+    places, names = _written(func)
+    written = [args[i] for i in places if i < len(args)]
+    return written + [kwargs[name] for name in names if name in kwargs]
+
+
 def returns_one_list(func: Any) -> bool:
     """Whether an operator's only result is a list of tensors."""
     returns = func._schema.returns

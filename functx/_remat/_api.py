@@ -71,7 +71,10 @@ def remat(
             decorator. An ``nn.Module`` gives an ``nn.Module`` that shares its parameters, buffers,
             hooks and submodules. Arguments and results are any pytrees; leaves that are no tensors
             just pass. ``None`` gives a decorator.
-        policy: what to keep beside the inputs; ``None`` keeps nothing.
+        policy: what to keep beside the inputs, of what the pullback reads: one of
+            `functx.checkpoint_policies`, a list of ATen operators, or a function
+            ``policy(ctx, op, *args, **kwargs)`` that returns a bool or a
+            ``torch.utils.checkpoint.CheckpointPolicy``. ``None`` keeps nothing.
         static_argnums: accepted for compatibility with JAX; arguments that are no tensors are
             static here in any case.
         static_argnames: likewise, by name.
@@ -147,7 +150,9 @@ def checked_options(
         )
     if budget is not None:
         raise NotImplementedError("remat: the option budget is not there yet.")
-    _policies.check(policy)
+    policy = None if policy is None else _policies.as_policy(policy)
+    if policy == _policies.Everything(False):
+        policy = None
     return Options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,

@@ -25,9 +25,10 @@ from functx._errors import RematError
 from functx._remat._constant import Constant
 from functx._remat._escape import Birth, where
 from functx._remat._holders import Holders
-from functx._remat._ledger import Ledger
+from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
 from functx._remat._region import Region
+from functx._remat._saving import Saver, called, watched_per_example
 from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (
     MADE_HERE,
@@ -83,7 +84,8 @@ class FirstRun(Tracker):
         # Where values are compared, all of them are computed again.
         pruned = pruned and not region.options.values
         self.entries: list[Entry] = []
-        self.ledger = Ledger(self.entries) if pruned else None
+        tell_of_a_region()
+        self.ledger = Ledger(self.entries, _saver(region)) if pruned else None
         self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
@@ -147,7 +149,10 @@ class FirstRun(Tracker):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation."""
         try:
-            return super().run(func, args, kwargs)
+            out = super().run(func, args, kwargs)
+            if watched_per_example():
+                called(func, args, kwargs)
+            return out
         except RuntimeError as error:
             if "leaf Variable that requires grad is being used in an in-place" not in str(error):
                 raise
@@ -370,3 +375,10 @@ class FirstRun(Tracker):
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
         self.writes.refuse_aliases(self._standins)
+
+
+def _saver(region: Region) -> Saver | None:
+    policy = region.options.policy
+    if policy is None:
+        return None
+    return Saver(policy, [f.batch_size for f in region.frames if f.batch_size is not None])

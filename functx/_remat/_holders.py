@@ -3,14 +3,41 @@
 NOTE [alive]
 A saved tensor may be the tensor itself, an alias that shares its storage, or a wrapper of some
 transform around it. So what counts is storages, by weak references, and, for tensors that the
-engine itself holds (results and inputs), how many more holders each has than it should.
+engine itself holds (results and inputs), how many more holders each has than it should. Aliases
+that the engine holds of what a policy may keep are counted by memory, and never taken for a tape's.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+
 from torch import Tensor
 
 from functx import _torch
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.holds: list[Counter[int]] = []
+
+
+_own = _Own()
+
+
+def holding(counts: Counter[int]) -> None:
+    """From here to `not_holding`, ``counts`` says how many aliases the engine holds, by memory."""
+    _own.holds.append(counts)
+
+
+def not_holding(counts: Counter[int]) -> None:
+    """These aliases are gone, or are a tape's now."""
+    _own.holds = [c for c in _own.holds if c is not counts]
+
+
+def held_by_the_engine(storage: int) -> int:
+    """How many aliases of some memory the engine holds. ``NOTE [alive]``."""
+    return sum(counts[storage] for counts in _own.holds)
 
 
 class Holders:
@@ -46,7 +73,8 @@ def _holders(t: Tensor) -> list[tuple[int, int]]:
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
         counts.append((id(t), _torch.use_count(t)))
-    counts.append((0, _torch.storage_use_count(_torch.storage_key(t))))
+    storage = _torch.storage_key(t)
+    counts.append((0, _torch.storage_use_count(storage) - held_by_the_engine(storage)))
     return counts
 
 
@@ -66,4 +94,5 @@ def held_by_a_tape(t: Tensor) -> bool:
         if _torch.use_count(t) > 2:  # its wrapper and this very look at it
             return True
     # The tensor, and this very look at its storage.
-    return bool(_torch.storage_use_count(_torch.storage_key(t)) > 2)
+    storage = _torch.storage_key(t)
+    return bool(_torch.storage_use_count(storage) > 2 + held_by_the_engine(storage))

@@ -22,55 +22,23 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_operators
-from functx._remat._holders import base_of, held_by_a_tape
+from functx._policies import Everything
+from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
+from functx._remat._saving import IN_PLACE, Saver, alias, kept_around, key_of, served
+from functx._remat._step import (
+    DRAWS_BLINDLY,
+    KNOWN,
+    PLAIN,
+    UNWRITTEN,
+    Step,
+    has_memory,
+    in_place,
+    layout_of,
+    skippable,
+    writes,
+)
 from functx._remat._tapes import tensors_of
 from functx._remat._watch import Watcher
-
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-
-
-_aten = torch.ops.aten
-# Draws that take only a shape from what they are given; dropout multiplies by it, as it is.
-_DRAWS_BLINDLY = {
-    *(_aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.native_dropout),
-    *(_aten.uniform_, _aten.normal_, _aten.random_, _aten.exponential_, _aten.cauchy_),
-    *(_aten.log_normal_, _aten.geometric_),
-}
-# What writes running statistics, though its schema does not say so.
-_WRITES_SILENTLY = {
-    *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
-    *(_aten.batch_norm_update_stats),
-}
-
-
-class Step:
-    """One ATen operation.
-
-    NOTE [what runs has its inputs]
-    An operation that a replay can't do without (it draws, say) reads values too: on memory nobody
-    wrote to, it may refuse its arguments or crash. So it is a root like any other. The exceptions
-    look at no value: views, and draws that take only a shape from what they are given.
-
-    Attributes:
-        func: the overload.
-        reads: the steps that wrote what it reads.
-        externals: storages it reads that the body did not make.
-        layouts: of its results, if they could be handed out empty where it is dead.
-        writes: whether it writes to its first argument and gives that; where it is dead, nothing
-            has to be written.
-        part_of: what it is a part of: an operation of the body, a node of a tape.
-    """
-
-    __slots__ = ("externals", "func", "layouts", "part_of", "reads", "writes")
-
-    def __init__(self, func: Any, reads: set[int], externals: set[int], part_of: Any) -> None:
-        self.func = func
-        self.reads = reads
-        self.externals = externals
-        self.layouts: list[Layout | None] | None = None
-        self.writes = False
-        self.part_of = part_of
 
 
 class Ledger(Watcher):
@@ -85,91 +53,163 @@ class Ledger(Watcher):
 
     Args:
         operations: those of the body, so far.
+        saver: asks the policy of the region what to keep; ``None`` where it keeps nothing.
 
     Attributes:
         steps: what ran, in order.
         reliable: whether the record is complete; if not, nothing may be left out of a replay.
+        holds_regions: whether a region ran inside.
+        kept: keys of the results that the region keeps.
+        devices: of those among them that went to host memory, by key.
     """
 
-    def __init__(self, operations: Sequence[Any]) -> None:
+    def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
         super().__init__()
         self._operations = operations
+        self.saver = saver
         self.steps: list[Step] = []
         self.reliable = True
-        self._writers: dict[int, list[int]] = {}
+        self.holds_regions = False
+        self.kept: list[int] = []
+        self.devices: dict[int, torch.device] = {}
+        self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
         self._external: set[int] = set()
         self._made: list[tuple[Any, int]] = []  # weak reference, storage
-        self._roots: set[int] = set()
-        self._live: set[int] = set()
+        self._roots: set[int] = set()  # keys of what must come about
+        self._live: set[int] = set()  # and of what a tape holds
+        self._runs: list[bool] = []
         self._sources: list[set[int]] = []
+
+    def __enter__(self) -> Any:
+        if self.saver is not None:
+            self.saver.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        if self.saver is not None:
+            self.saver.__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
         args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
+        if self.paused or _torch_operators.is_view(func):
+            return func(*args, **kwargs)
+        if self.saver is not None and _torch_operators.is_mutable(func):
+            self.saver.about_to_write(_torch_operators.arguments_written(func, args, kwargs))
         out = func(*args, **kwargs)
-        if not self.paused and not _torch_operators.is_view(func):
-            self._note(func, args, kwargs, out)
+        made = self._note(func, args, kwargs, out)
+        if made:
+            self._offer(func, args, kwargs, out, made)
         return out
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
         self._note(func, args, kwargs, out)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _offer(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Any]) -> None:
+        """Whether the policy keeps what an operation made."""
+        number = len(self.steps) - 1
+        if served([t for _, t, _ in made]):
+            self.saver = self.saver or Saver(Everything(False))
+            for place, t, storage in made:
+                self.saver.given(key_of(number, place), t.detach(), storage)
+        elif self.saver is not None and func.overloadpacket not in UNWRITTEN:
+            self.saver.ran(number, func, args, kwargs, out, made)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Any]:
         if self.reliable:
             try:
-                self._write_down(func, args, kwargs, out)
+                return self._write_down(func, args, kwargs, out)
             except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
                 self.reliable = False
+        return []
 
-    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Any]:
+        """Record an operation.
+
+        Returns:
+            Place, tensor and storage of each result that could be kept.
+        """
         number = len(self.steps)
         read: set[int] = set()
         for t in tensors_of(*args, kwargs):
-            if type(t) not in _PLAIN:
+            if type(t) not in PLAIN:
                 self.reliable = False
-                return
+                return []
             read.add(_torch.storage_key(t))
         reads: set[int] = set()
         externals: set[int] = set()
         for storage in read:
-            writers = self._writers.get(storage)
-            if writers is None:
+            writer = self._writers.get(storage)
+            if writer is None:
                 self._external.add(storage)
             else:
-                reads.update(writers)
+                reads.add(writer)
             if storage in self._external:
                 externals.add(storage)
         step = Step(func, reads, externals, (len(self._operations), _torch.current_node_number()))
         self.steps.append(step)
         parts = out if isinstance(out, (tuple, list)) else [out]
         results = tensors_of(out)
-        views = bool(results)
         dense = all(part is None or isinstance(part, Tensor) for part in parts)
-        for t in results:
+        made = []
+        for place, t in enumerate(parts if dense else results):
+            if t is None:
+                continue
             key = _torch.storage_key(t)
             if key in read:
                 continue  # a view, or written in place
-            views = False
-            dense = dense and type(t) is Tensor and _dense(t)
-            self._writers[key] = [number]
+            dense = dense and type(t) is Tensor and has_memory(t) and place < IN_PLACE
+            made.append((place, t, key))
+            self._writers[key] = key_of(number, min(place, IN_PLACE))
             self._external.discard(key)
             self._made.append((_torch.StorageWeakRef(t.untyped_storage()), key))
-        written = _written(func)
+        views = bool(results) and not made
+        written = writes(func)
+        alone = written and in_place(func, args, out)
         if written:
-            if externals:
-                self._roots.add(number)
-            for storage in read:
-                self._writers[storage] = [*self._writers.get(storage, ()), number]
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if (draws and func.overloadpacket in _DRAWS_BLINDLY) or torch.Tag.inplace_view in func.tags:
-            return
-        if written and not draws and _in_place(func, args, out):
+            targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs))
+            # By what is written silently, nobody knows.
+            for storage in {_torch.storage_key(t) for t in targets} or read:
+                self._wrote(number, storage, reads, alone=alone)
+        # What others do to generators, nobody knows.
+        step.draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in KNOWN
+        if torch.Tag.inplace_view in func.tags:
+            return []
+        if alone:
             step.writes = True
-        elif draws or written or not _skippable(func, results, dense):
-            self._roots.add(number)
+        elif written or not skippable(func, results, dense):
+            self._roots.add(key_of(number, IN_PLACE))
         elif not views:
             step.layouts = [None if t is None else layout_of(t) for t in parts]
+            return made
+        return []
+
+    def _wrote(self, number: int, storage: int, before: set[int], *, alone: bool) -> None:
+        """An operation wrote to some memory: it read what was there before."""
+        for key in before:
+            self.steps[key >> 6].rewritten = True
+        if storage in self._external:
+            self._roots.add(key_of(number, IN_PLACE))
+        self._writers[storage] = key_of(number, IN_PLACE)
+        if self.saver is not None:
+            self.saver.wrote(number, storage) if alone else self.saver.lost(storage)
+
+    def named(self, t: Tensor, name: str) -> bool:
+        """A value was given a name.
+
+        Returns:
+            Whether it can be kept under it: the region made it, and it is all of its memory.
+        """
+        storage = _torch.storage_key(t)
+        if not self.reliable or storage in self._external or storage not in self._writers:
+            return True
+        if t.numel() * t.element_size() != t.untyped_storage().nbytes():
+            return False
+        if self.saver is not None:
+            self.saver.named(t, storage, name)
+        return True
 
     def settle(self, results: Sequence[Tensor | None]) -> bool:
         """Decide which steps are live.
@@ -187,37 +227,87 @@ class Ledger(Watcher):
                 self.reliable = False
         return self.reliable
 
+    def take_kept(self) -> list[Tensor]:
+        """The values that the region keeps, in the order of `kept`."""
+        saver, self.saver = self.saver, None
+        if saver is None:
+            return []
+        values, self.devices = saver.take(self.kept if self.reliable else [])
+        return values
+
+    def let_go(self) -> None:
+        """The run has ended, however it did: hold nothing any more."""
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.let_go()
+
     def _decide(self, results: Sequence[Tensor | None]) -> None:
+        for storage, t in kept_around().items():
+            if storage in self._writers and storage not in self._external:
+                self.saver = self.saver or Saver(Everything(False))
+                self.saver.given(self._writers[storage], alias(t), storage)
         spared = set()
         for t in results:
             if t is None:
                 self._sources.append(set())
                 continue
             storage = _torch.storage_key(base_of(t))
-            self._sources.append(set(self._writers.get(storage, ())))
+            writer = self._writers.get(storage)
+            self._sources.append(set() if writer is None else {writer})
             if not (self.python_on_tape or held_by_a_tape(t)):
                 spared.add(storage)
         live = set(self._roots)
-        for ref, key in self._made:
-            if key not in spared and not ref.expired():
-                live.update(self._writers[key])  # whoever made it, and whoever wrote to it since
+        for ref, storage in self._made:
+            if storage not in spared and not ref.expired():
+                own = held_by_the_engine(storage)
+                if not own or _torch.storage_use_count(storage) > own + 1:
+                    live.add(self._writers[storage])
         self._made.clear()
         self._writers.clear()
-        self._live = self._closed(live)
+        self._live = live
+        keys = set() if self.saver is None else self.saver.keys()
+        self._runs, given = self._needed(live, keys)
+        self.kept = sorted(given)
 
-    def _closed(self, numbers: set[int]) -> set[int]:
-        """Steps, and the steps they read from."""
-        closed = set(numbers)
+    def _needed(
+        self, live: Iterable[int], kept: Iterable[int] = (), draws: bool = True
+    ) -> tuple[list[bool], set[int]]:
+        """Which steps must run for some results, and which kept results are handed out.
+
+        Args:
+            live: keys of the results.
+            kept: keys of the results that need no step to run.
+            draws: whether generators matter.
+        """
+        masks = [0] * len(self.steps)  # which results of a step are needed
+        for key in live:
+            masks[key >> 6] |= 1 << (key & 63)
+        stops: dict[int, int] = {}
+        for key in kept:
+            stops[key >> 6] = stops.get(key >> 6, 0) | 1 << (key & 63)
+        runs = [False] * len(self.steps)
+        given: set[int] = set()
+        drawn = self.holds_regions
         for number in range(len(self.steps) - 1, -1, -1):
-            if number in closed:
-                closed |= self.steps[number].reads
-        return closed
+            step, mask = self.steps[number], masks[number]
+            # A later draw must find the generator where it was, and so must a region inside.
+            must = step.draws and draws and (drawn or (step.layouts is None and not step.writes))
+            if mask and not must and stops and not mask & ~stops.get(number, 0):
+                given |= {key_of(number, i) for i in range(64) if mask >> i & 1}
+            elif mask or must:
+                runs[number] = True
+                drawn = drawn or step.draws
+                if mask or step.func.overloadpacket not in DRAWS_BLINDLY:
+                    for key in step.reads:
+                        masks[key >> 6] |= 1 << (key & 63)
+        return runs, given
 
     def _with_siblings(self, numbers: Iterable[int]) -> set[int]:
         """Steps, what they read from, and what is part of the same. ``NOTE [siblings]``."""
         siblings: dict[Any, list[int]] = {}
-        for number in self._live:
-            siblings.setdefault(self.steps[number].part_of, []).append(number)
+        for number, live in enumerate(self._needed(self._live)[0]):
+            if live:
+                siblings.setdefault(self.steps[number].part_of, []).append(number)
         stack = list(numbers)
         closed: set[int] = set()
         while stack:
@@ -225,65 +315,47 @@ class Ledger(Watcher):
             if number not in closed:
                 closed.add(number)
                 step = self.steps[number]
-                stack += step.reads
+                stack += [key >> 6 for key in step.reads]
                 stack += siblings.pop(step.part_of, ())
         return closed
 
-    def replay_of(self, wanted: Sequence[int] | None) -> list[tuple[Step, bool]]:
-        """Every step, and whether a replay runs it.
+    def replay_of(
+        self, wanted: Sequence[int] | None, have_kept: bool
+    ) -> tuple[list[bool], set[int]]:
+        """Which steps a replay runs, and which kept results it hands out.
 
         Args:
             wanted: the results that are pulled back; ``None`` for all.
+            have_kept: whether the kept values are at hand.
         """
-        live = self._live
+        kept = self.kept if have_kept else []
         known = len(self._sources)  # tensors that left otherwise than by return come after
         some = wanted is not None and len(wanted) < known and all(i < known for i in wanted)
         if some and not self.python_on_tape:
             # What a tape saved belongs to the results that come after it. What none comes after
             # was made for the tape alone (the value before an in-place operation, say).
-            for_some = self._closed(set().union(*self._sources))
-            for_these = self._with_siblings(n for i in wanted or () for n in self._sources[i])
-            live = self._closed(self._roots | (live - (for_some - for_these)))
-        return [
-            (s, n in live or (s.layouts is None and not s.writes)) for n, s in enumerate(self.steps)
-        ]
+            for_some, _ = self._needed(set().union(*self._sources), draws=False)
+            these = self._with_siblings(key >> 6 for i in wanted or () for key in self._sources[i])
+            live = {k for k in self._live if not for_some[k >> 6] or k >> 6 in these}
+            return self._needed(self._roots | live, kept)
+        if len(kept) == len(self.kept):
+            return self._runs, set(kept)
+        return self._needed(self._live)
 
     def needs(self, storage: int) -> bool:
-        """Whether a live step reads a storage that the body did not make."""
+        """Whether a live step reads a storage that the body did not make.
+
+        What is kept makes no difference: derivatives of it are derivatives of what it came from.
+        """
+        runs = self._needed(self._live)[0] if self.kept else self._runs
         return self.python_on_tape or any(
-            storage in self.steps[number].externals for number in self._live
+            storage in step.externals for step, run in zip(self.steps, runs) if run
         )
 
 
-def _written(func: Any) -> bool:
-    """Whether an operation writes to an argument, by its schema or, silently, without."""
-    return _torch_operators.is_mutable(func) or func.overloadpacket in _WRITES_SILENTLY
-
-
-def _in_place(func: Any, args: Any, out: Any) -> bool:
-    """Whether all that an operation does is to write to its first argument, shape as it was."""
-    return func.overloadpacket.__name__.endswith("_") and bool(args) and out is args[0]
-
-
-def _skippable(func: Any, results: Sequence[Tensor], dense: bool) -> bool:
-    """Whether memory can be handed out in place of the results, whatever values it would read."""
-    if not results or not dense:
-        return False  # Python looks at the result; or it is no tensor like others
-    tags = func.tags
-    return not (torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags)
-
-
-def _dense(t: Tensor) -> bool:
-    """Whether ``t`` has memory that could be handed out empty: forward mode's zeros have none."""
-    return t.layout is torch.strided and not _torch_operators.is_zero_tensor(t)
-
-
-def layout_of(t: Tensor) -> Layout:
-    """What it takes to make a tensor like ``t``."""
-    return t.shape, t.stride(), t.dtype, t.device
-
-
-def empty(layout: Layout) -> Tensor:
-    """Memory nobody wrote to."""
-    shape, stride, dtype, device = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+def tell_of_a_region() -> None:
+    """The regions that are running hold another one."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Ledger):
+            mode.holds_regions = True

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler
 from functx._errors import RematError, ReplayError
+from functx._remat._observers import notify
 from functx._remat._operator import call
 from functx._remat._options import Options
 from functx._remat._prune import placeholder
 from functx._remat._pullback import Pullback
-from functx._remat._region import Flat, Region, notify
+from functx._remat._region import Flat, Region
 
 
 class _Payload:
@@ -23,9 +24,11 @@ class _Payload:
 
     __slots__ = (
         "absent",
+        "apart",
         "fn",
         "frames",
         "level",
+        "n_kept",
         "needed",
         "outs",
         "places",
@@ -41,17 +44,20 @@ class _Payload:
         # Frames of inner levels, outermost first: what a result here is a result of there.
         self.frames = self.region.frames[self.region.frames.index(frame) + 1 :]
         self.absent: list[Any] = []
+        self.n_kept = len(self.region.kept)
+        # Kept values that torch refuses to save.
+        self.apart: list[Tensor] = []
         self.under_dual_level: bool = any(f.holds_duals() for f in self.region.frames)
         self.outs: Sequence[Tensor] | None = outs
         self.places = places
 
-    def want(self, wanted: Sequence[int]) -> list[int]:
+    def want(self, wanted: Sequence[int], kept: Sequence[Tensor]) -> list[int]:
         """Results of the function for results of the node; the region is told."""
         places = [self.places[i] for i in wanted]
         own = places
         for frame in self.frames:
             own = frame.wanted_above(own)
-        self.region.want(own)
+        self.region.want(own, kept)
         return places
 
 
@@ -76,7 +82,10 @@ class RegionNode(_torch.SingleLevelFunction):
             else:
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
-        ctx.save_for_backward(*kept)
+        values = payload.region.kept
+        if any(t.is_inference() for t in values):
+            payload.apart, values = values, []
+        ctx.save_for_backward(*kept, *values)
         return tuple(outs)
 
     @staticmethod
@@ -106,10 +115,10 @@ class RegionNode(_torch.SingleLevelFunction):
                 f"between its forward and its replay ({error}). Modify it after the backward, or "
                 "give the region a clone."
             ) from error
-        pullback = Pullback(payload.fn, needs, wanted, payload.level, payload.want)
+        pullback = Pullback(payload.fn, needs, wanted, payload.level, payload.want, payload.n_kept)
         kept, absent = iter(saved), iter(payload.absent)
         primals = [next(kept) if need else next(absent)() for need in payload.needed]
-        tensors = [*primals, *(c for c in cotangents if c is not None)]
+        tensors = [*primals, *kept, *payload.apart, *(c for c in cotangents if c is not None)]
         tensors = [_torch.unwrap_if_dead(t) for t in tensors]
         if not torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
             grads = pullback(*tensors)
@@ -119,7 +128,9 @@ class RegionNode(_torch.SingleLevelFunction):
                 determinism_check=region.options.determinism_check,
                 replay=True,
             )
-            grads = call(Region(pullback, tensors, options), made_here=True)
+            beyond = payload.n_kept or region.connected
+            connected = payload.needed if beyond else ()
+            grads = call(Region(pullback, tensors, options, connected=connected), made_here=True)
         results = iter(grads)
         return (None, *(next(results) if need else None for need in needs))
 
@@ -156,6 +167,6 @@ def attach(
     finally:
         _torch.set_single_level_function_allowed(allowed)
     kept = [t for t, need in zip(tensors, frame.needed()) if need]
-    notify(kept, region.options.name)
+    notify([*kept, *region.kept], region.options.name)
     taped = iter(results)
     return [next(taped) if r else o for o, r in zip(outs, requires)]

@@ -5,60 +5,106 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functx import _torch, _torch_operators
-from functx._remat._ledger import Step, empty, layout_of
+from functx._offload import from_host
+from functx._remat._saving import IN_PLACE, key_of, serve
+from functx._remat._step import Step, empty, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
 
 class Pruned(Watcher):
-    """Runs what is live; in place of everything else, hands out memory nobody wrote to."""
+    """Runs what is live; in place of everything else, hands out memory nobody wrote to.
 
-    def __init__(self, steps: Sequence[tuple[Step, bool]]) -> None:
+    Args:
+        steps: what ran in the forward.
+        runs: which of them run now.
+        kept: results that the region kept, by key; they are handed out instead of run for.
+        devices: where those of them belong that are in host memory.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        runs: Sequence[bool],
+        kept: dict[int, Tensor],
+        devices: dict[int, torch.device],
+    ) -> None:
         super().__init__()
         self._steps = steps
+        self._runs = runs
+        self._kept = kept
+        self._giving = {key >> 6 for key in kept}
+        self._devices = devices
         self._at = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
         runs = self.paused or _torch_operators.is_view(func)
+        at = self._at
         if not runs:
-            step, runs = self._next(func)
+            step = self._next(func)
+            runs = self._runs[at] or (
+                step.layouts is None and not step.writes and at not in self._giving
+            )
         if runs:
             args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
             return func(*args, **kwargs)
         if not _torch.dispatch_mode_depth():
-            return _stand_in(step, args)
+            return self._stand_in(at, args)
         with watching(False):
-            out = _stand_in(step, args)
+            out = self._stand_in(at, args)
+        if at in self._giving:
+            # A region around this one must know that the result comes from what is kept.
+            values = [t for key, t in self._kept.items() if key >> 6 == at]
+            args, kwargs = (*(args[:1] if step.writes else ()), *values), {}
         for watcher in watchers():
             watcher.skipped(func, args, kwargs or {}, out)
         return out
 
-    def _next(self, func: Any) -> tuple[Step, bool]:
+    def _next(self, func: Any) -> Step:
         at = self._at
-        step, runs = self._steps[at] if at < len(self._steps) else (None, False)
+        step = self._steps[at] if at < len(self._steps) else None
         if step is None or step.func is not func:
             was = "had ended" if step is None else f"ran {step.func}"
             raise Departed(f"it runs {func} where the forward {was}")
         self._at = at + 1
-        return step, runs
+        return step
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
         self._next(func)
 
+    def _stand_in(self, at: int, args: Any) -> Any:
+        """What an operation gives that does not run."""
+        step = self._steps[at]
+        if step.writes:
+            if at in self._giving:
+                value = self._value(step, key_of(at, IN_PLACE))
+                args[0].as_strided(value.shape, value.stride(), 0).copy_(value)
+            return args[0]
+        assert step.layouts is not None
+        outs = [
+            None
+            if layout is None
+            else self._value(step, key)
+            if (key := key_of(at, place)) in self._kept
+            else empty(layout)
+            for place, layout in enumerate(step.layouts)
+        ]
+        serve(outs if at in self._giving else ())
+        if _torch_operators.returns_one_list(step.func):
+            return outs
+        return outs[0] if _torch_operators.returns_one(step.func) else tuple(outs)
 
-def _stand_in(step: Step, args: Any) -> Any:
-    """What a dead operation gives."""
-    if step.writes:
-        return args[0]
-    assert step.layouts is not None
-    outs = [None if layout is None else empty(layout) for layout in step.layouts]
-    if _torch_operators.returns_one_list(step.func):
-        return outs
-    return outs[0] if _torch_operators.returns_one(step.func) else tuple(outs)
+    def _value(self, step: Step, key: int) -> Tensor:
+        """A kept result; a copy if it is going to be written to."""
+        value = self._kept[key]
+        if key in self._devices:
+            return from_host(value, self._devices[key])
+        return value.clone() if step.rewritten else value.detach()
 
 
 class Departed(BaseException):

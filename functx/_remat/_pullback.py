@@ -15,7 +15,7 @@ from functx._remat._tracker import SILENT, active_tracker, tracking
 
 
 class Pullback:
-    """``(inputs, cotangents) -> gradients`` of a function, by running it on a fresh tape.
+    """``(inputs, kept values, cotangents) -> gradients`` of a function, run on a fresh tape.
 
     The function runs at the level it ran at first; levels entered since (a vmap over cotangents)
     are none of its business, its random operations least of all. The tape is pulled back *after
@@ -26,7 +26,8 @@ class Pullback:
         fn: the function to replay.
         needs: which inputs get a gradient.
         wanted: the results of the node that have a cotangent.
-        want: tells the region which results will be read, and which results of ``fn`` they are.
+        want: tells the region what its replay is for; answers which results of ``fn`` that is.
+        n_kept: how many values of the region's own are among the arguments.
         level: the level of the node; 0 is plain autograd, on which replays then run too: that
             keeps old-style Functions, hooks and ``.numpy()`` working.
     """
@@ -37,8 +38,10 @@ class Pullback:
         needs: Sequence[bool],
         wanted: Sequence[int],
         level: int,
-        want: Callable[[Sequence[int]], list[int]],
+        want: Callable[[Sequence[int], Sequence[Tensor]], list[int]],
+        n_kept: int = 0,
     ) -> None:
+        self.n_kept = n_kept
         self.want = want
         self.fn = fn
         self.needs = tuple(needs)
@@ -47,16 +50,16 @@ class Pullback:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Gradients of the inputs that need one, in their order."""
-        n = len(self.needs)
-        primals, cotangents = tensors[:n], tensors[n:]
+        n, m = len(self.needs), len(self.needs) + self.n_kept
+        primals, kept, cotangents = tensors[:n], tensors[n:m], tensors[m:]
         del tensors
         tracker = active_tracker()
         recording = torch.is_grad_enabled()
         depth = max((_torch.wrapper_level(t) for t in primals), default=-1)
         plain = self.level == 0 and depth <= 0
         with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), torch.enable_grad():
-            tape = (_plain if plain else _fresh_level)(self, primals, recording)
-        del primals
+            tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)
+        del primals, kept
         inputs, outs = tape
         if tracker is not None:
             tracker.note(inputs)
@@ -71,18 +74,22 @@ Tape = tuple[list[Tensor], list[Any]]
 """The inputs that need a gradient, and where the tape of each wanted result begins."""
 
 
-def _plain(pullback: Pullback, primals: Sequence[Tensor], recording: bool) -> Tape:
+def _plain(
+    pullback: Pullback, primals: Sequence[Tensor], kept: Sequence[Tensor], recording: bool
+) -> Tape:
     """On plain autograd, below all transforms."""
     inputs = [
         # A stand-in of the base level is a leaf already; anything else must be cut off.
         t if not need or (recording and t.requires_grad) else t.detach().requires_grad_()
         for t, need in zip(primals, pullback.needs)
     ]
-    wanted = pullback.want(pullback.wanted)
+    wanted = pullback.want(pullback.wanted, kept)
     return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
 
 
-def _fresh_level(pullback: Pullback, primals: Sequence[Tensor], recording: bool) -> Tape:
+def _fresh_level(
+    pullback: Pullback, primals: Sequence[Tensor], kept: Sequence[Tensor], recording: bool
+) -> Tape:
     """At a grad level that has ended when this returns."""
     level = _torch.enter_grad_level()
     try:
@@ -90,7 +97,7 @@ def _fresh_level(pullback: Pullback, primals: Sequence[Tensor], recording: bool)
         for t, need in zip(inputs, pullback.needs):
             if need:
                 _torch.require_grad(t)
-        wanted = pullback.want(pullback.wanted)
+        wanted = pullback.want(pullback.wanted, kept)
         return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
     finally:
         _torch.exit_grad_level()

@@ -23,8 +23,8 @@ that late-bound closures, rebound globals and swapped module parameters do not c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +75,9 @@ class Region:
         environment: the surroundings that a replay restores.
         ledger: what ran below all transforms; ``None`` if that is not known.
         needed: for each input, explicit and captured, whether a pullback reads it.
+        kept: results of operations that the policy keeps, until nodes hold them.
+        connected: inputs that a pullback needs though it may not read them: values that were kept
+            depend on them.
     """
 
     __slots__ = (
@@ -83,6 +86,7 @@ class Region:
         "births",
         "body",
         "captured",
+        "connected",
         "constants",
         "entries",
         "environment",
@@ -90,6 +94,7 @@ class Region:
         "frames",
         "given",
         "inputs",
+        "kept",
         "ledger",
         "left",
         "needed",
@@ -110,7 +115,9 @@ class Region:
         inputs: Sequence[Tensor],
         options: Options,
         reaches: tuple[Any, Sequence[Any]] = (None, ()),
+        connected: Sequence[bool] = (),
     ) -> None:
+        self.connected = connected
         self.body = body
         self.reaches = reaches
         self.inputs = inputs
@@ -135,6 +142,7 @@ class Region:
         self.given: Sequence[Any] = ()
         self.ledger: Ledger | None = None
         self.needed: list[bool] = []
+        self.kept: list[Tensor] = []
         # For each result of the body: its place among the distinct tensors it computed, or the
         # foreign tensor that it handed back.
         self._results: list[int | Tensor | tuple[Tensor, Tensor] | None] = []
@@ -143,12 +151,11 @@ class Region:
         """Run the body: the first time to find out what it needs, later to do the same again."""
         if self.first_run is not None:
             return self._find_out(tensors)
-        wanted = self._take_wanted()
-        steps = None if self.ledger is None else self.ledger.replay_of(wanted)
-        if steps is None or _torch.tracing():
+        pruned = self._pruned()
+        if pruned is None or _torch.tracing():
             return self._again(tensors, nullcontext())
         try:
-            return self._again(tensors, Pruned(steps))
+            return self._again(tensors, pruned)
         except Departed as departure:
             if all(self.needed):
                 # Perhaps only the kernels differ (a cache was warm); what matters is compared.
@@ -214,13 +221,24 @@ class Region:
         """A checksum of everything that the first run gave, if that is recorded."""
         return hash(tuple(result.bits for entry in self.entries for result in entry.results or ()))
 
-    def want(self, wanted: Sequence[int]) -> None:
-        """Only these of the distinct results of the next replay on this thread are read."""
-        _wanted.of = (self, tuple(wanted))
+    def want(self, wanted: Sequence[int], kept: Sequence[Tensor]) -> None:
+        """What the next replay on this thread is for, and what it need not run for.
 
-    def _take_wanted(self) -> tuple[int, ...] | None:
+        Args:
+            wanted: which of the distinct results are read.
+            kept: the values that the region kept.
+        """
+        _wanted.of = (self, tuple(wanted), kept)
+
+    def _pruned(self) -> Pruned | None:
         of, _wanted.of = _wanted.of, None
-        return of[1] if of is not None and of[0] is self else None
+        wanted, kept = of[1:] if of is not None and of[0] is self else (None, ())
+        if self.ledger is None:
+            return None
+        keys = self.ledger.kept
+        runs, given = self.ledger.replay_of(wanted, have_kept=len(kept) == len(keys))
+        values = {key: base_of(t) for key, t in zip(keys, kept) if key in given}
+        return Pruned(self.ledger.steps, runs, values, self.ledger.devices)
 
     def _n_captured(self) -> int:
         return sum(kind == "capture" for kind, _ in self.origins)
@@ -259,6 +277,11 @@ class Region:
                 self.needed = [h.grown(leaves) or ledger.needs(h.storage) for h in first.holders]
                 for kind, i in (first.origins[p] for p in self.rewritten):
                     self.needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
+        for i, connected in enumerate(self.connected):
+            self.needed[i] = self.needed[i] or connected
+        if ledger is not None:
+            with watching(True):  # a copy to host memory is an operation for regions around this
+                self.kept = ledger.take_kept()
         if lenient:
             self.originals = first.captured_originals()
         # Stand-ins are numbered from -1 down.
@@ -325,6 +348,7 @@ class Region:
         self.reaches = (None, ())
         self.outer = self.outer_levels = None
         self.captured = []
+        self.kept = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         self.owners = []
         for frame in self.frames:
@@ -353,37 +377,7 @@ def by_sight_replay(tracker: Any) -> Any:
 
 
 class _Wanted(threading.local):
-    of: tuple[Region, tuple[int, ...]] | None = None
+    of: tuple[Region, tuple[int, ...], Sequence[Tensor]] | None = None
 
 
 _wanted = _Wanted()
-
-
-class _Observers(threading.local):
-    def __init__(self) -> None:
-        self.callbacks: list[Callable[[list[Tensor], str], None]] = []
-
-
-_observers = _Observers()
-
-
-@contextmanager
-def on_region(callback: Callable[[list[Tensor], str], None]) -> Iterator[None]:
-    """Call ``callback(inputs, name)`` for each region of this thread that gets an autograd node.
-
-    Args:
-        callback: receives the tensors the node keeps (explicit inputs, then captures) as they
-            are at the level of the node, and the region's name. It must not keep them alive
-            unless it means to.
-    """
-    _observers.callbacks.append(callback)
-    try:
-        yield
-    finally:
-        _observers.callbacks.remove(callback)
-
-
-def notify(inputs: Sequence[Tensor], name: str) -> None:
-    """Tell the observers of this thread about a node that was attached."""
-    for callback in _observers.callbacks:
-        callback(list(inputs), name)

@@ -123,6 +123,10 @@ class Replay(Tracker):
         self._slot = 0
         self._scalars = []
 
+    def comes_next(self, func: Any) -> bool:
+        """Whether the forward ran this operation here."""
+        return self._at < len(self._entries) and self._entries[self._at].func is func
+
     def complete(self) -> None:
         """The body returned: everything that ran forward must have run."""
         if self._at != len(self._entries):

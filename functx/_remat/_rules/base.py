@@ -26,7 +26,10 @@ class Frame(ABC):
         captured: tensors of this level that were captured during the first run.
         slots: how each input of this level is taken apart (and put together again).
         inside: the number of the level that `__call__` entered last.
+        batch_size: of a batched level.
     """
+
+    batch_size: int | None = None
 
     def __init__(self, level: int, fn: Flat, region: Region) -> None:
         self.region = region

@@ -110,6 +110,8 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
             outs = fn(*inputs)
     finally:
         region.first_run = None
+        if first.ledger is not None:
+            first.ledger.let_go()
     written = {id(c.value) for c in region.constants if c.before is not None}
     first.check_writes()
     environment.seal(written)

@@ -23,7 +23,7 @@ class VmapFrame(Frame):
 
     def __init__(self, interpreter: Any, fn: Flat, region: Region) -> None:
         super().__init__(interpreter.level(), fn, region)
-        self.batch_size: int = interpreter.batch_size()
+        self.batch_size = interpreter.batch_size()
         self.randomness: str = interpreter.randomness()
         self.out_dims: list[int | None] = []
 

@@ -1,0 +1,313 @@
+"""What a region keeps of its operations' results: the policy, asked while the body runs first.
+
+Kept values are tensors below all transforms: what an ATen operation returned. In a replay they are
+handed out where that operation would run, so they mean the same at every level, in a second
+pullback, and in the replay of a replay.
+
+NOTE [one example]
+Below ``vmap`` operations are batched, and a policy is to be asked about one example. So each
+function that the body calls is run once more, on meta tensors of one example's shapes, and the
+policy is asked about the operations that this runs. Their results are found among those of the
+real ones by order, kind and size; only what is kept depends on it, never a value.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch
+from functx._offload import to_host
+from functx._policies import Decision, Everything, Policy, Value
+from functx._policy_kinds import is_dot
+from functx._remat._holders import holding, not_holding
+from functx._remat._tapes import tensors_of
+from functx._remat._tracker import SILENT, tracking
+
+IN_PLACE = 63
+"""The place, among the results of an operation, of memory that it wrote to."""
+
+
+def key_of(number: int, place: int) -> int:
+    """One number for a result of an operation."""
+    return number << 6 | place
+
+
+class _Now(threading.local):
+    def __init__(self) -> None:
+        self.savers: list[Saver] = []  # of the regions that are running, outermost first
+        self.served: Sequence[weakref.ref[Tensor]] = ()
+
+
+_now = _Now()
+
+
+def serve(values: Sequence[Tensor | None]) -> None:
+    """What a replay hands out next was kept: a region inside may keep it too, at no cost."""
+    _now.served = [weakref.ref(t) for t in values if t is not None]
+
+
+def served(results: Sequence[Tensor]) -> bool:
+    """Whether an operation's results were handed out by the replay of a region around this one."""
+    found, _now.served = _now.served, ()
+    return len(found) > 0 and len(found) == len(results) and found[0]() is results[0]
+
+
+class Saver:
+    """Asks a policy about what a body runs, and holds what may be kept until the body has run.
+
+    Args:
+        policy: what to ask.
+        batch_sizes: of the ``vmap`` levels that the body runs under.
+    """
+
+    def __init__(self, policy: Policy, batch_sizes: Sequence[int] = ()) -> None:
+        self._policy = policy
+        self._held: dict[int, tuple[Tensor, Decision]] = {}
+        self._free: set[int] = set()  # kept by a region around this one anyway
+        self._places: dict[int, int] = {}  # storage -> the key of its newest value
+        self._values: dict[int, Value] = {}  # storage -> what was judged, where names matter
+        self._waiting: list[tuple[int, Any, list[tuple[int, Tensor, int]]]] = []
+        self._counts: Counter[int] = Counter()
+        holding(self._counts)
+        self._batch = math.prod(batch_sizes)
+        self.per_example = (
+            bool(batch_sizes) and policy.reads_operations and type(policy) is not Everything
+        )
+
+    def __enter__(self) -> None:
+        _now.savers.append(self)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self in _now.savers:
+            _now.savers.remove(self)
+
+    def ran(
+        self, number: int, func: Any, args: Any, kwargs: Any, out: Any, made: list[Any]
+    ) -> None:
+        """An operation ran.
+
+        Args:
+            number: its place in the region.
+            func: the overload.
+            args: its arguments.
+            kwargs: likewise.
+            out: what it returned.
+            made: place, tensor and storage of each result in memory of its own.
+        """
+        if not made:
+            return
+        if self.per_example:
+            self._waiting.append((number, func, [(i, t.detach(), s) for i, t, s in made]))
+            for _, _, storage in made:
+                self._counts[storage] += 1
+            return
+        if self._policy.reads_operations or self._policy.reads_names:
+            value = Value(func, args, kwargs, out, number, _modules_running)
+            self._judge(number, value, [(i, t.detach(), s) for i, t, s in made])
+
+    def given(self, key: int, t: Tensor, storage: int) -> None:
+        """A region around this one keeps the result anyway."""
+        self._free.add(key)
+        self._hold(key, t, storage, Decision.SAVE)
+
+    def _judge(self, number: int, value: Value, made: list[Any]) -> None:
+        decision = self._policy.decide(value)
+        value.forget()
+        for place, t, storage in made:
+            key = key_of(number, place)
+            self._places[storage] = key
+            if self._policy.reads_names:
+                self._values[storage] = Value(value.func, (), {}, None, memo=value.memo)
+            if decision:
+                self._hold(key, t, storage, decision)
+
+    def _hold(self, key: int, t: Tensor, storage: int, decision: Decision) -> None:
+        self._places[storage] = key
+        if key not in self._held:
+            self._counts[storage] += 1
+            self._held[key] = (t, decision)
+        else:
+            self._held[key] = (self._held[key][0], decision)
+
+    def _drop(self, key: int, storage: int) -> None:
+        if self._held.pop(key, None) is not None:
+            self._counts[storage] -= 1
+
+    def named(self, t: Tensor, storage: int, name: str) -> None:
+        """A value that covers all of its memory was given a name."""
+        if storage not in self._places:
+            return
+        key = self._places[storage]
+        value = self._values.setdefault(storage, Value(None, (), {}, None))
+        value.names |= {name}
+        decision = self._policy.decide(value)
+        if decision:
+            self._hold(key, alias(t), storage, decision)
+        elif key not in self._free:
+            self._drop(key, storage)
+
+    def about_to_write(self, written: Sequence[Any]) -> None:
+        """An operation may write to what is held: what is kept is the value from before."""
+        if not (self._held or self._waiting):
+            return
+        # Copies are seen by regions around this one: they have to know what a copy reads.
+        for t in tensors_of(*written):
+            storage = _torch.storage_key(t)
+            key = self._places.get(storage)
+            if key in self._held:
+                held, decision = self._held[key]
+                self._held[key] = (self._moved(held, storage), decision)
+            for _, _, made in self._waiting:
+                for i, (place, held, where) in enumerate(made):
+                    if where == storage:
+                        copy = self._moved(held, storage)
+                        made[i] = (place, copy, _torch.storage_key(copy))
+
+    def wrote(self, number: int, storage: int) -> None:
+        """An operation wrote in place: the memory holds another value now."""
+        self._places[storage] = key_of(number, IN_PLACE)
+        self._values.pop(storage, None)
+
+    def lost(self, storage: int) -> None:
+        """An operation wrote to several tensors in place: nothing of this one can be kept."""
+        self._places.pop(storage, None)
+        self._values.pop(storage, None)
+
+    def keys(self) -> set[int]:
+        """The results that may be kept."""
+        return set(self._held)
+
+    def take(self, keys: Sequence[int]) -> tuple[list[Tensor], dict[int, torch.device]]:
+        """The values to keep, in this order, and where those come from that went to the host.
+
+        All others are let go.
+        """
+        kept, devices = [], {}
+        for key in keys:
+            t, decision = self._held[key]
+            if decision is Decision.OFFLOAD:
+                devices[key] = t.device
+                t = to_host(t)
+            kept.append(t)
+        self.let_go()
+        return kept, devices
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        not_holding(self._counts)
+        self._waiting.clear()
+        self._held.clear()
+
+    def _moved(self, held: Tensor, storage: int) -> Tensor:
+        """A copy to hold instead."""
+        copy = held.clone()
+        self._counts[storage] -= 1
+        self._counts[_torch.storage_key(copy)] += 1
+        return copy
+
+    def _judge_waiting(self, examples: Sequence[Value] | None) -> None:
+        """Match what ran with the operations of one example; without them, judge what ran."""
+        waiting, self._waiting = self._waiting, []
+        at = 0
+        for value in examples or ():
+            for i in range(at, len(waiting)):
+                if self._same(value, waiting[i]):
+                    number, _, made = waiting[i]
+                    value.number = number
+                    self._judge(number, value, made)
+                    at = i + 1
+                    break
+        for number, _, made in waiting:
+            for place, _, storage in made:
+                self._places.setdefault(storage, key_of(number, place))
+                self._counts[storage] -= 1
+
+    def _same(self, value: Value, ran: tuple[int, Any, list[Any]]) -> bool:
+        _, func, made = ran
+        outs, real = tensors_of(value.out), made[0][1]
+        if not outs or outs[0].dtype != real.dtype:
+            return False
+        same = func.overloadpacket is value.func.overloadpacket
+        if not same and not (is_dot(func) and is_dot(value.func)):
+            return False
+        one, all_of_them = outs[0].numel(), real.numel()
+        if not one or not all_of_them:
+            return one == all_of_them
+        return all_of_them % one == 0 and self._batch % (all_of_them // one) == 0
+
+
+def alias(t: Tensor) -> Tensor:
+    """Another tensor over the same memory, made where nobody watches."""
+    with tracking(SILENT), _torch.cleared_interpreter_stack():
+        return t.detach()
+
+
+def watched_per_example() -> bool:
+    """Whether a policy has to be asked about one example of what runs. ``NOTE [one example]``."""
+    return any(saver.per_example for saver in _now.savers)
+
+
+def kept_around() -> dict[int, Tensor]:
+    """What the regions around, that are running, may keep, by memory."""
+    return {_torch.storage_key(t): t for saver in _now.savers for t, _ in saver._held.values()}
+
+
+def called(func: Any, args: Any, kwargs: Any) -> None:
+    """A function of the body returned: what it ran is judged, by what one example would run."""
+    savers = [s for s in _now.savers if s._waiting]
+    if savers:
+        examples = _one_example(func, args, kwargs)
+        for saver in savers:
+            saver._judge_waiting(None if examples is None else [_again(v) for v in examples])
+
+
+def _again(value: Value) -> Value:
+    return Value(value.func, value.args, value.kwargs, value.out, modules=value.modules)
+
+
+class _Recorder(_torch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Value] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.ran.append(Value(func, args, kwargs or {}, out, modules=_modules_running))
+        return out
+
+
+def _one_example(func: Any, args: Any, kwargs: Any) -> list[Value] | None:
+    try:
+        with (
+            tracking(SILENT),
+            _torch.cleared_interpreter_stack(),
+            _torch.without_modes(),
+            torch.no_grad(),
+            _Recorder() as recorder,
+        ):
+            func(*_meta(list(args)), **_meta(kwargs))
+    except Exception:  # what has no shapes without values is judged as it ran
+        return None
+    return recorder.ran
+
+
+def _meta(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+    if isinstance(tree, dict):
+        return {key: _meta(x) for key, x in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_meta(x) for x in tree])
+    return tree
+
+
+def _modules_running() -> str:
+    return _torch.module_path()
