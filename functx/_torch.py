@@ -61,6 +61,8 @@ wrapper_level = _functorch.maybe_get_level
 get_unwrapped = _functorch.get_unwrapped
 # Wrappers whose level has ended stand for the value inside.
 unwrap_if_dead = _functorch.unwrap_if_dead
+# A tensor without memory of its own; the public way makes one with memory.
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # Whether a tensor is made of others, whose storages are the real ones.
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 

@@ -23,6 +23,7 @@ import torch
 from functx import _torch, memory
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
+from functx.per_sample._failure import is_out_of_memory
 
 
 class Job(Protocol):
@@ -235,16 +236,6 @@ class Chunking:
             return memory.profile(run)
         finally:
             _random.restore(saved)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or on the CPU."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "not enough memory" in text or "can't allocate memory" in text or "out of memory" in text
-    )
 
 
 def _outside() -> int:

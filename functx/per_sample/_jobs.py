@@ -16,6 +16,7 @@ import torch
 from functx import _tree
 from functx.per_sample._batch import Batch
 from functx.per_sample._extras import Extras
+from functx.per_sample._factors import Factored, product, squared_norms_of, weighted
 from functx.per_sample._groups import Groups, Scaling, factors
 from functx.per_sample._pull import Loss, pull
 from functx.per_sample._stack import Stack
@@ -54,9 +55,15 @@ class Leaves:
 class _Chunk:
     """The receiver of one chunk's gradients: sums up squared norms."""
 
+    factors = True
+    committing = False
+
     def __init__(self, job: _Job, size: int) -> None:
         self._job, self._size = job, size
-        self._squares: list[torch.Tensor | None] = [None] * job.groups.count
+        self.restart()
+
+    def restart(self) -> None:
+        self._squares: list[torch.Tensor | None] = [None] * self._job.groups.count
 
     def may_ask_again(self) -> bool:
         return False
@@ -64,9 +71,12 @@ class _Chunk:
     def again(self) -> Sequence[int]:
         return ()
 
-    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
         group = self._job.groups.of_leaf[leaf]
-        square = squared_norms(rows, self._job.norm_dtype)
+        if isinstance(rows, Factored):
+            square = squared_norms_of(rows.terms, self._job.norm_dtype)
+        else:
+            square = squared_norms(rows, self._job.norm_dtype)
         before = self._squares[group]
         self._squares[group] = square if before is None else before + square
 
@@ -135,7 +145,8 @@ class Gradients(_Job):
 
     def run(self, batch: Batch) -> None:
         """Take in one chunk."""
-        chunk = _KeepingChunk(self, batch.size, normed="norms" in self._stacks)
+        normed = "norms" in self._stacks
+        chunk = _KeepingChunk(self, batch.size, normed=normed, factors=False)
         values, aux = pull(self.loss, batch, chunk)
         rows = [
             torch.zeros(batch.size, *shape, dtype=dtype, device=device) if kept is None else kept
@@ -196,16 +207,29 @@ class ClippedSum(_Job):
             values, aux = pull(self.loss, batch, twice)
             norms = twice.found
         else:
-            chunk = _KeepingChunk(self, batch.size, normed=True)
+            chunk = _KeepingChunk(self, batch.size, normed=True, factors=True)
             values, aux = pull(self.loss, batch, chunk)
             norms = chunk.norms()
             weights = self.weights(norms)
             self.committing = True
             for leaf, rows in enumerate(chunk.kept):
                 if rows is not None:
-                    self.sums[leaf].add(rows, weights[self.groups.of_leaf[leaf]])
+                    self.add(leaf, rows, weights)
                 chunk.kept[leaf] = None
         self._note(values=values, norms=norms, aux=aux)
+
+    def add(
+        self, leaf: int, rows: torch.Tensor | Factored, weights: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the gradients of a chunk by one leaf, weighted by the factors of its group."""
+        weight = weights[self.groups.of_leaf[leaf]]
+        if not isinstance(rows, Factored):
+            self.sums[leaf].add(rows, weight)
+        elif weight.requires_grad:
+            self.sums[leaf].add(product(rows.terms).reshape(-1, *rows.shape), weight)
+        else:
+            left, right = rows.terms[0]
+            weighted(rows.terms, weight, self.sums[leaf].matrix(left.size, right.size))
 
     def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The factors of the examples, one tensor of shape ``(c,)`` a group."""
@@ -226,27 +250,34 @@ class ClippedSum(_Job):
 
 
 class _KeepingChunk(_Chunk):
-    """Keeps the gradients of a chunk, all together."""
+    """Keeps the gradients of a chunk, all together; those that are products by their factors."""
 
-    def __init__(self, job: _Job, size: int, normed: bool) -> None:
+    def __init__(self, job: _Job, size: int, *, normed: bool, factors: bool) -> None:
+        self._normed, self.factors = normed, factors
         super().__init__(job, size)
-        self._normed = normed
-        self.kept: list[torch.Tensor | None] = [None] * len(job.leaves.shapes)
 
-    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+    def restart(self) -> None:
+        super().restart()
+        self.kept: list[Any] = [None] * len(self._job.leaves.shapes)
+
+    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
         if self._normed:
             super().gradient(leaf, rows)
         self.kept[leaf] = rows
 
 
 class _TwiceChunk(_Chunk):
-    """Norms first; the second time each gradient goes into the sum and nowhere else."""
+    """Norms first; the second time each gradient goes into the sum and nowhere else.
+
+    Factors are kept: they are small.
+    """
 
     _job: ClippedSum
 
-    def __init__(self, job: ClippedSum, size: int) -> None:
-        super().__init__(job, size)
+    def restart(self) -> None:
+        super().restart()
         self._seen: list[int] = []
+        self._kept: dict[int, Factored] = {}
         self._weights: list[torch.Tensor] | None = None
 
     def may_ask_again(self) -> bool:
@@ -255,15 +286,20 @@ class _TwiceChunk(_Chunk):
     def again(self) -> Sequence[int]:
         self.found = self.norms()
         self._weights = self._job.weights(self.found)
-        self._job.committing = True
+        self._job.committing = self.committing = True
+        for leaf in list(self._kept):
+            self._job.add(leaf, self._kept.pop(leaf), self._weights)
         return self._seen
 
-    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
-        if self._weights is None:
-            super().gradient(leaf, rows)
-            self._seen.append(leaf)
+    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
+        if self._weights is not None:
+            self._job.add(leaf, rows, self._weights)
+            return
+        super().gradient(leaf, rows)
+        if isinstance(rows, Factored):
+            self._kept[leaf] = rows
         else:
-            self._job.sums[leaf].add(rows, self._weights[self._job.groups.of_leaf[leaf]])
+            self._seen.append(leaf)
 
 
 def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,9 @@ from functx import _torch, _tree, _validate
 from functx._pullback import Pullback, record
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
+from functx.per_sample._factors import Factored
+from functx.per_sample._failure import is_out_of_memory
+from functx.per_sample._outer import KeepFactors, Outer
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,13 @@ class Loss:
 class Receiver(Protocol):
     """Who takes the gradients of one chunk of ``c`` examples."""
 
-    def gradient(self, leaf: int, rows: torch.Tensor) -> None:
+    factors: bool  # whether it can take factors
+    committing: bool  # whether what it took can't be taken again
+
+    def restart(self) -> None:
+        """Forget what was taken: it comes again."""
+
+    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
 
     def again(self) -> Sequence[int]:
@@ -64,8 +74,28 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
         The values, of shape ``(c,)``, and the auxiliary outputs (``None`` without ``has_aux``),
         leaves of shape ``(c, ...)``.
     """
-    if batch.size == 1 and not _torch.transforming():
-        return _pull_one(loss, batch, receiver)
+    run = _pull_one if batch.size == 1 and not _torch.transforming() else _pull_mapped
+    if not receiver.factors or _torch.transforming():
+        return run(loss, batch, receiver, None)
+    mode = KeepFactors(batch.size)
+    before = _random.state() if loss.randomness != "error" else None
+    try:
+        return run(loss, batch, receiver, mode)
+    except (RuntimeError, TypeError, ValueError) as error:
+        # Code that wants a gradient's memory, not its numbers, can't have that of a product which
+        # was not computed. Errors of other causes come again.
+        if not mode.made or receiver.committing or is_out_of_memory(error):
+            raise
+    receiver.restart()
+    if before is not None:
+        _random.restore(before)
+    return run(loss, batch, receiver, None)
+
+
+def _pull_mapped(
+    loss: Loss, batch: Batch, receiver: Receiver, mode: KeepFactors | None
+) -> tuple[Any, Any]:
+    """As `pull`, with ``vmap`` over the examples."""
     mapped = [number for number, dim in enumerate(batch.dims) if dim is not None]
 
     def example(*rows: torch.Tensor) -> tuple[Any, Any]:
@@ -75,7 +105,7 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
             leaves[number] = row
         args = _tree.unflatten(batch.spec, leaves)
         value, aux, pullback = _record(loss, args, batch.kwargs)
-        _feed(pullback, value, receiver, lambda gradient: _rows(gradient, level, batch.size))
+        _feed(pullback, value, receiver, mode, lambda found: _rows(found, level, batch.size))
         return value, (aux if loss.has_aux else ())
 
     value, aux = vmap(
@@ -84,15 +114,17 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
     return value, (aux if loss.has_aux else None)
 
 
-def _pull_one(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
-    """As `pull`, for one example."""
+def _pull_one(
+    loss: Loss, batch: Batch, receiver: Receiver, mode: KeepFactors | None
+) -> tuple[Any, Any]:
+    """As `pull`, for one example, as it is."""
     args = batch.one(0)
     with _random.allowed(loss.randomness, first=batch.start == 0):
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             value, aux, pullback = _record(loss, args, batch.kwargs)
         else:
             value, aux, pullback = _record_plain(loss, args, batch.kwargs)
-    _feed(pullback, value, receiver, lambda gradient: gradient.unsqueeze(0))
+    _feed(pullback, value, receiver, mode, lambda gradient: gradient.unsqueeze(0))
     value, aux = _tree.map_(_stacked, (value, aux if loss.has_aux else ()))
     return value, (aux if loss.has_aux else None)
 
@@ -149,19 +181,39 @@ def _feed(
     pullback: Pullback,
     value: torch.Tensor,
     receiver: Receiver,
+    mode: KeepFactors | None,
     rows: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     def receivers(leaves: Sequence[int]) -> dict[int, Callable[[torch.Tensor], None]]:
         def take(leaf: int, gradient: torch.Tensor) -> None:
-            receiver.gradient(leaf, rows(gradient))
+            if mode is None:
+                receiver.gradient(leaf, rows(gradient))
+                return
+            mode.paused = True
+            try:
+                receiver.gradient(leaf, _factored(rows(gradient)))
+            finally:
+                mode.paused = False
 
         return {leaf: functools.partial(take, leaf) for leaf in leaves}
 
     one = torch.ones_like(value)
-    pullback.feed(one, receivers(range(pullback.arity)), retain_graph=receiver.may_ask_again())
+    with mode or nullcontext():
+        pullback.feed(one, receivers(range(pullback.arity)), retain_graph=receiver.may_ask_again())
     wanted = receiver.again()
     if wanted:
-        pullback.feed(one, receivers(wanted), retain_graph=False)
+        with mode or nullcontext():
+            pullback.feed(one, receivers(wanted), retain_graph=False)
+
+
+def _factored(rows: torch.Tensor) -> torch.Tensor | Factored:
+    """The factors of rows that are products not computed."""
+    if not isinstance(rows, Outer):
+        return rows
+    terms = rows.terms()
+    if terms is None or rows.sizes()[0] != len(rows):
+        return rows.dense()
+    return Factored(terms, rows.shape[1:])
 
 
 def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
@@ -169,5 +221,5 @@ def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
     if _torch.is_batched(gradient) and _torch.wrapper_level(gradient) == level:
         value, dim = _torch.unwrap_batched(gradient, level)
         assert dim is not None
-        return value.movedim(dim, 0)
+        return value.movedim(dim, 0) if dim else value
     return gradient.expand(size, *gradient.shape)  # no example is in it: the same for all

@@ -66,9 +66,16 @@ class WeightedSum:
         else:
             total.addmv_(flat.t(), weights)
 
-    def add_whole(self, sum_of_rows: torch.Tensor) -> None:
-        """Adds what is a weighted sum already."""
-        self.add(sum_of_rows.unsqueeze(0), sum_of_rows.new_ones(1))
+    def matrix(self, rows: int, columns: int) -> torch.Tensor:
+        """The sum as a matrix, its dimensions in order, to add to in place."""
+        if self._sum is None or self._order is None:
+            self._order = list(range(len(self._shape)))
+            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        if self._order != sorted(self._order):
+            # Both kinds of gradients came, in different orders of dimensions.
+            self._sum = self.total(self._dtype)
+            self._order = list(range(len(self._shape)))
+        return self._sum.view(rows, columns)
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum, in the leaf's order of dimensions; zeros if nothing was added."""

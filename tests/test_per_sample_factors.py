@@ -1,0 +1,319 @@
+"""Gradients that are products of few terms are known by their factors: equal, in fewer bytes."""
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from per_sample_loops import slow, slow_norms, slow_sum
+from references import assert_same, peak
+from torch.nn import functional as F
+
+import functx
+from functx import per_sample
+from functx.per_sample import _outer, _pull
+
+B, IN, OUT, T, VOCAB = 3, 40, 50, 2, 60
+
+
+def weight(rows=OUT, columns=IN):
+    return numbers(rows, columns, start=0.5) / 7
+
+
+def tokens(*shape):
+    return (numbers(*shape).mul(1000).long() % VOCAB).abs()
+
+
+class Reciprocal(torch.autograd.Function):
+    """Its backward wants the memory of a gradient."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.from_numpy(gradient.numpy().copy())
+
+
+def embed(w, i):
+    return F.embedding(i, w)
+
+
+# name: (loss of one example, parameters, batch, whether the gradients are known by factors)
+CASES = {
+    "linear of a vector": (lambda p, x: F.linear(x, p[0], p[1]).sin().sum(), "wb", "v", True),
+    "linear of a batch of one": (lambda p, x: F.linear(x[None], p[0]).sin().sum(), "w", "v", True),
+    "linear of tokens": (lambda p, x: F.linear(x, p[0], p[1]).sin().sum(), "wb", "t", True),
+    "linear of one sequence": (lambda p, x: F.linear(x[None], *p).sin().sum(), "wb", "t", True),
+    "matmul": (lambda p, x: (x @ p[0].T).sin().sum(), "w", "t", True),
+    "matmul from the left": (lambda p, x: (p[0] @ x.T).sin().sum(), "w", "t", True),
+    "vector from the left": (lambda p, x: (p[0] @ x).sin().sum(), "w", "v", True),
+    "einsum": (lambda p, x: torch.einsum("ti,oi->to", x, p[0]).sin().sum(), "w", "t", True),
+    "einsum over heads": (
+        lambda p, x: torch.einsum("ti,hoi->hto", x, p[0].view(2, 25, IN)).sin().sum(),
+        "w",
+        "t",
+        True,
+    ),
+    "a weight of another shape": (
+        lambda p, x: (x @ p[0].reshape(5, 10, IN).permute(2, 0, 1).reshape(IN, OUT)).sin().sum(),
+        "w",
+        "t",
+        None,
+    ),
+    "used twice": (lambda p, x: ((x @ p[0].T).sin() @ p[0]).sin().sum(), "w", "t", True),
+    "used twice, once otherwise": (
+        lambda p, x: (x @ p[0].T).sin().sum() + (p[0] * p[0]).sum(),
+        "w",
+        "t",
+        False,
+    ),
+    "through a mask": (lambda p, x: (x @ (p[0] * p[0].sign()).T).sin().sum(), "w", "t", False),
+    "embedding": (lambda p, i: embed(p[0], i).sin().sum(), "e", "i", True),
+    "embedding of one sequence": (lambda p, i: embed(p[0], i[None]).sin().sum(), "e", "i", True),
+    "padded embedding": (
+        lambda p, i: F.embedding(i, p[0], padding_idx=7).sin().sum(),
+        "e",
+        "i",
+        False,
+    ),
+    "frequencies": (
+        lambda p, i: F.embedding(i, p[0], scale_grad_by_freq=False).sin().sum(),
+        "e",
+        "i",
+        True,
+    ),
+    "tied": (lambda p, i: (embed(p[0], i).sin() @ p[0].T).sin().sum(), "e", "i", True),
+    "tied, a batch of one": (
+        lambda p, i: (embed(p[0], i[None]).sin() @ p[0].T).sin().sum(),
+        "e",
+        "i",
+        True,
+    ),
+    "looked up twice": (
+        lambda p, i: embed(p[0], i).sin().sum() + embed(p[0], i.flip(0) // 2).cos().sum(),
+        "e",
+        "i",
+        True,
+    ),
+    "indexed": (lambda p, i: p[0][i].sin().sum(), "e", "i", False),
+    "many terms": (lambda p, x: F.linear(x, p[0], p[1]).sin().sum(), "wb", "long", False),
+    "equal sizes": (lambda p, x: (x @ p[0][:, :OUT] @ p[1]).sin().sum(), "ss", "square", None),
+    "a sum of examples' own": (lambda p, x: (x @ p[0].T).sum(), "w", "v", True),
+    "of no example": (lambda p, x: p[0].square().sum() + x.sum(), "w", "v", False),
+}
+
+
+def arguments(params, batch):
+    make = {
+        "w": lambda: weight(),
+        "b": lambda: numbers(OUT, start=2.0),
+        "e": lambda: weight(VOCAB, IN),
+        "s": lambda: weight(OUT, OUT),
+    }
+    inputs = {
+        "v": lambda: numbers(B, IN),
+        "t": lambda: numbers(B, T, IN),
+        "i": lambda: tokens(B, T),
+        "long": lambda: numbers(B, 30, IN),
+        "square": lambda: numbers(B, T, OUT),
+    }
+    return [make[kind]() for kind in params], inputs[batch]()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What arrived: for each gradient whether it was known by factors."""
+    seen = []
+    factored = _pull._factored
+
+    def look(rows):
+        found = factored(rows)
+        seen.append(not isinstance(found, torch.Tensor))
+        return found
+
+    monkeypatch.setattr(_pull, "_factored", look)
+    return seen
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_values(name, chunk_size, made):
+    loss, params, batch, by_factors = CASES[name]
+    params, x = arguments(params, batch)
+    gradients = slow(loss, params, x)
+    norms = slow_norms(gradients)
+    limit = norms.mean().item()
+    expected = slow_sum(gradients, (limit / norms).clamp(max=1))
+    for passes in (1, 2):
+        for grad_mode in (True, False):
+            with torch.set_grad_enabled(grad_mode):
+                total, extras = per_sample.clipped_sum(
+                    loss, max_norm=limit, chunk_size=chunk_size, return_norms=True, passes=passes
+                )(params, x)
+            assert_same(extras.norms, norms, eps=64)
+            assert_same(list(total), expected, eps=256)
+    if chunk_size is None and by_factors is not None:
+        assert any(made) == by_factors
+    assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, x), norms, eps=64)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+class TestCodeThatWantsTheGradientItself:
+    def check(self, loss, params, x, chunk_size):
+        norms = slow_norms(slow(loss, params, x))
+        found = per_sample.norms(loss, chunk_size=chunk_size)
+        with torch.no_grad():
+            assert_same(found(params, x), norms, eps=64)
+        assert_same(found(params, x), norms, eps=64)
+
+    def hooked(self, hook):
+        def loss(p, x):
+            middle = p[0].view_as(p[0])
+            middle.register_hook(hook)
+            return (x @ middle.T).sin().sum()
+
+        return loss
+
+    @pytest.mark.parametrize(
+        "hook",
+        [
+            lambda g: g * 2,
+            lambda g: g.clone().mul_(2),
+            lambda g: g.clone().view(-1).mul_(2).view(g.shape),
+            lambda g: g.t().contiguous().t() + 1,
+            lambda g: g.clamp(min=0),
+            lambda g: torch.cat([g[:1], g[1:] * 3]),
+            lambda g: torch.where(g > 0, g, 0.0),
+            lambda g: g.masked_fill(g < 0, 1.0),
+        ],
+    )
+    def test_hooks(self, hook, chunk_size):
+        self.check(self.hooked(hook), [weight()], numbers(B, T, IN), chunk_size)
+
+    def test_writes_through_views(self, chunk_size):
+        def hook(gradient):
+            gradient = gradient.clone()
+            gradient.t()[1].mul_(3)
+            gradient[2].zero_()
+            gradient.view(-1)[:5].add_(1)
+            return gradient
+
+        self.check(self.hooked(hook), [weight()], numbers(B, T, IN), chunk_size)
+
+    def test_regions(self, chunk_size):
+        @functx.remat
+        def layer(w, x):
+            return torch.tanh(x @ w.T)
+
+        def loss(p, x):
+            return layer(p[1], layer(p[0], x)).sum()
+
+        params = [weight(), weight(IN, OUT)]
+        self.check(loss, params, numbers(B, T, IN), chunk_size)
+        x = numbers(B, T, IN)
+        plain = lambda p, x: torch.tanh(torch.tanh(x @ p[0].T) @ p[1].T).sum()  # noqa: E731
+        sums = [
+            per_sample.clipped_sum(f, max_norm=0.3, chunk_size=chunk_size)(params, x)
+            for f in (loss, plain)
+        ]
+        assert_same(*sums, eps=64)
+
+
+def test_a_backward_in_numpy():
+    """One example alone runs in plain autograd, where a backward may leave torch."""
+
+    def loss(p, x):
+        return (x @ Reciprocal.apply(p[0]).T).sin().sum()
+
+    params, x = [weight()], numbers(B, T, IN)
+    with torch.no_grad():
+        norms = per_sample.norms(loss, chunk_size=1)(params, x)
+    expected = per_sample.norms(lambda p, x: (x @ p[0].T).sin().sum())(params, x)
+    assert_same(norms, expected, eps=64)
+
+
+def test_an_error_of_the_user_comes_through():
+    def hook(gradient):
+        raise KeyError("mine")
+
+    def loss(p, x):
+        middle = p[0] * 1
+        middle.register_hook(hook)
+        return (x @ middle.T).sum()
+
+    with pytest.raises(KeyError, match="mine"):
+        per_sample.norms(loss)([weight()], numbers(B, T, IN))
+
+
+def test_what_cancels_is_not_lost():
+    """Of two terms that are the same but for a millionth, in float32."""
+    a = torch.randn(B, 1, IN)
+    x = torch.cat([a, a * (1 + 1e-4)], 1)
+    sign = torch.tensor([[1.0], [-1.0]])
+
+    def loss(w, x):
+        return ((x @ w.T) * sign.to(x)).sum()
+
+    w = torch.randn(OUT, IN)
+    with torch.no_grad():
+        exact = per_sample.norms(loss)(w.double(), x.double())
+        found = per_sample.norms(loss)(w, x)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_half_precision():
+    w, x = weight(80, 80).bfloat16(), numbers(B, T, 80).bfloat16()
+
+    def loss(w, x):
+        return (x @ w.T).sum()
+
+    exact = per_sample.norms(loss)(w.double(), x.double())
+    found = per_sample.norms(loss)(w, x)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
+    total = per_sample.clipped_sum(loss, max_norm=1.0)(w, x)
+    expected = per_sample.clipped_sum(loss, max_norm=1.0)(w.double(), x.double())
+    torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=1e-3)
+
+
+class TestBytes:
+    @torch.no_grad()
+    @pytest.mark.parametrize("chunk_size", [None, 4])
+    def test_a_wide_network_takes_a_sum_and_little_more(self, chunk_size):
+        width, size = 200, 16
+        params = [weight(width, width) for _ in range(4)]
+        x = numbers(size, width)
+
+        def loss(params, x):
+            for w in params:
+                x = torch.tanh(x @ w)
+            return x.sum()
+
+        one = sum(w.nbytes for w in params)
+        f = per_sample.clipped_sum(loss, max_norm=1.0, chunk_size=chunk_size)
+        assert peak(f, params, x) < 1.6 * one
+        assert peak(per_sample.norms(loss), params, x) < 0.7 * one
+        assert peak(per_sample.grads(loss), params, x) > size * one
+
+    @torch.no_grad()
+    def test_tied_embeddings(self):
+        table, i = weight(500, 16), tokens(B, T)
+
+        def loss(w, i):
+            return (embed(w, i).sin() @ w.T).logsumexp(1).sum()
+
+        assert peak(per_sample.norms(loss), table, i) < 0.6 * B * table.nbytes
+        assert peak(per_sample.grads(loss), table, i) > B * table.nbytes
+
+
+def test_indices_of_another_layout_are_no_tables():
+    """An embedding's gradient for all examples in one table is not one table for each."""
+    mode = _outer.KeepFactors(2)
+    gradient, index = torch.ones(2, 1, 3, dtype=DTYPE), torch.tensor([[30], [5]])
+    with mode:
+        found = torch.ops.aten.embedding_dense_backward(gradient, index, 60, -1, False)
+    assert mode.made == 0
+    assert found[30].tolist() == found[5].tolist() == [1, 1, 1]
