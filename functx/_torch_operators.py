@@ -23,6 +23,10 @@ def is_zero_tensor(t: torch.Tensor) -> bool:
     return t._is_zerotensor()
 
 
+# What autograd and vmap write for a reshape of what they have just made.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 def is_mutable(func: Any) -> bool:
     """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
     schema = getattr(func, "_schema", None)

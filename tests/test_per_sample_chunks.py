@@ -100,9 +100,9 @@ class TestOutOfMemory:
             add(self, rows, weights)
 
         monkeypatch.setattr(per_sample._sums.WeightedSum, "add", fails)
-        f = per_sample.clipped_sum(lambda w, x: (w[0] * x * w[1]).sum(), max_norm=1.0)
+        f = per_sample.clipped_sum(lambda w, x: (w[0] * x[0] * w[1]).sum(), max_norm=1.0)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            f((W, W), X)
+            f((numbers(2000), numbers(2000)), X)
         assert "can't be undone" in caught.value.__notes__[0]
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from functx.per_sample._sums import norm_dtype, squared_norms
+from functx.per_sample._rows import norm_dtype, squared_norms
 
 # Factors are kept where they and their products are this many times smaller than the product.
 _WORTH = 4

@@ -279,11 +279,13 @@ def _transform(
     chunking = Chunking(chunk_size, memory_budget, randomness, api)
     call = Call(loss_of_one, in_dims, shared, chunking, api)
 
+    hints: dict[Any, bool] = {}
+
     def make_job(batch: Batch) -> Any:
         args = batch.args()
         positions = _validate.resolve_argnums(argnums, len(args), api)
         _validate.check_inputs(args, positions, api)
-        loss = Loss(loss_of_one, positions, has_aux, randomness, api)
+        loss = Loss(loss_of_one, positions, has_aux, randomness, api, hints)
         leaves = Leaves(loss, batch, single=isinstance(argnums, int))
         chosen = tuple(args[position] for position in positions)
         tree = chosen[0] if isinstance(argnums, int) else chosen

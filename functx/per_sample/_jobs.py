@@ -16,11 +16,12 @@ import torch
 from functx import _tree
 from functx.per_sample._batch import Batch
 from functx.per_sample._extras import Extras
-from functx.per_sample._factors import Factored, product, squared_norms_of, weighted
+from functx.per_sample._factors import Factored, squared_norms_of
 from functx.per_sample._groups import Groups, Scaling, factors
 from functx.per_sample._pull import Loss, pull
+from functx.per_sample._rows import norm_dtype, squared_norms
 from functx.per_sample._stack import Stack
-from functx.per_sample._sums import WeightedSum, norm_dtype, squared_norms
+from functx.per_sample._sums import SMALL, Sums, packed
 
 
 class Leaves:
@@ -57,6 +58,7 @@ class _Chunk:
 
     factors = True
     committing = False
+    keeps = False
 
     def __init__(self, job: _Job, size: int) -> None:
         self._job, self._size = job, size
@@ -64,6 +66,7 @@ class _Chunk:
 
     def restart(self) -> None:
         self._squares: list[torch.Tensor | None] = [None] * self._job.groups.count
+        self._small: list[Any] = [None] * len(self._job.leaves.shapes)
 
     def may_ask_again(self) -> bool:
         return False
@@ -72,6 +75,12 @@ class _Chunk:
         return ()
 
     def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
+        if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
+            self._add(leaf, rows)
+        else:
+            self._small[leaf] = rows
+
+    def _add(self, leaf: int, rows: torch.Tensor | Factored) -> None:
         group = self._job.groups.of_leaf[leaf]
         if isinstance(rows, Factored):
             square = squared_norms_of(rows.terms, self._job.norm_dtype)
@@ -82,6 +91,9 @@ class _Chunk:
 
     def norms(self) -> list[torch.Tensor]:
         """One tensor of shape ``(c,)`` a group."""
+        for leaves, rows in packed(self._small, self._job.groups.of_leaf).items():
+            self._add(leaves[0], rows)
+        self._small = [None] * len(self._job.leaves.shapes)
         device = self._job.leaves.devices[0]
         return [
             torch.zeros(self._size, dtype=self._job.norm_dtype, device=device)
@@ -145,8 +157,7 @@ class Gradients(_Job):
 
     def run(self, batch: Batch) -> None:
         """Take in one chunk."""
-        normed = "norms" in self._stacks
-        chunk = _KeepingChunk(self, batch.size, normed=normed, factors=False)
+        chunk = _KeepingChunk(self, batch.size, factors=False)
         values, aux = pull(self.loss, batch, chunk)
         rows = [
             torch.zeros(batch.size, *shape, dtype=dtype, device=device) if kept is None else kept
@@ -154,7 +165,8 @@ class Gradients(_Job):
                 chunk.kept, self.leaves.shapes, self.leaves.dtypes, self.leaves.devices
             )
         ]
-        self._note(values=values, norms=chunk.norms(), aux=aux, gradients=rows)
+        norms = chunk.blocks()[1] if "norms" in self._stacks else None
+        self._note(values=values, norms=norms, aux=aux, gradients=rows)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The gradients, and what else was asked for."""
@@ -192,12 +204,8 @@ class ClippedSum(_Job):
         super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
         self._scaling, self._thresholds, self._passes = scaling, thresholds, passes
         self._wanted_dtype = accumulation_dtype
-        self.sums = [
-            WeightedSum(shape, _sum_dtype(dtype, accumulation_dtype), device)
-            for shape, dtype, device in zip(
-                self.leaves.shapes, self.leaves.dtypes, self.leaves.devices
-            )
-        ]
+        dtypes = [_sum_dtype(dtype, accumulation_dtype) for dtype in self.leaves.dtypes]
+        self.sums = Sums(self.leaves.shapes, dtypes, self.leaves.devices)
 
     def run(self, batch: Batch) -> None:
         """Take in one chunk."""
@@ -207,29 +215,16 @@ class ClippedSum(_Job):
             values, aux = pull(self.loss, batch, twice)
             norms = twice.found
         else:
-            chunk = _KeepingChunk(self, batch.size, normed=True, factors=True)
+            chunk = _KeepingChunk(self, batch.size, factors=True)
             values, aux = pull(self.loss, batch, chunk)
-            norms = chunk.norms()
+            blocks, norms = chunk.blocks()
+            chunk.kept.clear()
             weights = self.weights(norms)
             self.committing = True
-            for leaf, rows in enumerate(chunk.kept):
-                if rows is not None:
-                    self.add(leaf, rows, weights)
-                chunk.kept[leaf] = None
+            for leaves in list(blocks):
+                weight = weights[self.groups.of_leaf[leaves[0]]]
+                self.sums.add(leaves, blocks.pop(leaves), weight)
         self._note(values=values, norms=norms, aux=aux)
-
-    def add(
-        self, leaf: int, rows: torch.Tensor | Factored, weights: Sequence[torch.Tensor]
-    ) -> None:
-        """Add the gradients of a chunk by one leaf, weighted by the factors of its group."""
-        weight = weights[self.groups.of_leaf[leaf]]
-        if not isinstance(rows, Factored):
-            self.sums[leaf].add(rows, weight)
-        elif weight.requires_grad:
-            self.sums[leaf].add(product(rows.terms).reshape(-1, *rows.shape), weight)
-        else:
-            left, right = rows.terms[0]
-            weighted(rows.terms, weight, self.sums[leaf].matrix(left.size, right.size))
 
     def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The factors of the examples, one tensor of shape ``(c,)`` a group."""
@@ -240,10 +235,8 @@ class ClippedSum(_Job):
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The sum, and what else was asked for."""
-        totals = [
-            one.total(_as_wanted(dtype, self._wanted_dtype))
-            for one, dtype in zip(self.sums, self.leaves.dtypes)
-        ]
+        wanted = [_as_wanted(dtype, self._wanted_dtype) for dtype in self.leaves.dtypes]
+        totals = self.sums.totals(wanted)
         if empty:
             totals = [torch.zeros_like(total) for total in totals]
         return self.leaves.tree(totals), Extras(**self._close(kept, size, empty))
@@ -252,8 +245,10 @@ class ClippedSum(_Job):
 class _KeepingChunk(_Chunk):
     """Keeps the gradients of a chunk, all together; those that are products by their factors."""
 
-    def __init__(self, job: _Job, size: int, *, normed: bool, factors: bool) -> None:
-        self._normed, self.factors = normed, factors
+    keeps = True
+
+    def __init__(self, job: _Job, size: int, *, factors: bool) -> None:
+        self.factors = factors
         super().__init__(job, size)
 
     def restart(self) -> None:
@@ -261,9 +256,14 @@ class _KeepingChunk(_Chunk):
         self.kept: list[Any] = [None] * len(self._job.leaves.shapes)
 
     def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        if self._normed:
-            super().gradient(leaf, rows)
         self.kept[leaf] = rows
+
+    def blocks(self) -> tuple[dict[tuple[int, ...], Any], list[torch.Tensor]]:
+        """The gradients as `packed` puts them together, and the norms."""
+        blocks = packed(self.kept, self._job.groups.of_leaf)
+        for leaves, rows in blocks.items():
+            self._add(leaves[0], rows)
+        return blocks, self.norms()
 
 
 class _TwiceChunk(_Chunk):
@@ -288,18 +288,22 @@ class _TwiceChunk(_Chunk):
         self._weights = self._job.weights(self.found)
         self._job.committing = self.committing = True
         for leaf in list(self._kept):
-            self._job.add(leaf, self._kept.pop(leaf), self._weights)
+            self._sum(leaf, self._kept.pop(leaf))
         return self._seen
 
     def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
         if self._weights is not None:
-            self._job.add(leaf, rows, self._weights)
+            self._sum(leaf, rows)
             return
         super().gradient(leaf, rows)
         if isinstance(rows, Factored):
             self._kept[leaf] = rows
         else:
             self._seen.append(leaf)
+
+    def _sum(self, leaf: int, rows: torch.Tensor | Factored) -> None:
+        assert self._weights is not None
+        self._job.sums.add((leaf,), rows, self._weights[self._job.groups.of_leaf[leaf]])
 
 
 def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -25,7 +25,7 @@ from functx.per_sample._factors import Dense, OneHot, Term, product, worth
 aten = torch.ops.aten
 _RESHAPES = {
     aten.view.default,
-    aten._unsafe_view.default,
+    _torch_operators.unsafe_view,
     aten.reshape.default,
     aten.unsqueeze.default,
     aten.squeeze.default,
@@ -115,7 +115,8 @@ class KeepFactors(_torch.TorchDispatchMode):
         super().__init__()
         self._size = size
         self.paused = False
-        self.made = 0
+        self.made = 0  # products not computed
+        self.taken = self.spared = 0  # numbers of gradients that arrived, and by their factors
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,9 @@ from functx.per_sample._factors import Factored
 from functx.per_sample._failure import is_out_of_memory
 from functx.per_sample._outer import KeepFactors, Outer
 
+# Factors are looked for where they spare this much of all gradients' numbers.
+_WORTH = 0.2
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -39,6 +42,7 @@ class Loss:
         has_aux: Whether it returns ``(value, aux)``.
         randomness: As for :func:`torch.func.vmap`.
         api: The name for error messages.
+        hints: For signatures of batches, whether factors were worth looking for; shared by calls.
     """
 
     func: Callable[..., Any]
@@ -46,6 +50,7 @@ class Loss:
     has_aux: bool
     randomness: str
     api: str
+    hints: dict[Any, bool] = field(default_factory=dict)
 
 
 class Receiver(Protocol):
@@ -56,6 +61,8 @@ class Receiver(Protocol):
 
     def restart(self) -> None:
         """Forget what was taken: it comes again."""
+
+    keeps: bool  # whether it keeps all gradients, so that they may as well come at the end
 
     def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
@@ -77,15 +84,22 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
     run = _pull_one if batch.size == 1 and not _torch.transforming() else _pull_mapped
     if not receiver.factors or _torch.transforming():
         return run(loss, batch, receiver, None)
+    key = (batch.size == 1, batch.signature())
+    if not loss.hints.get(key, True):
+        return run(loss, batch, receiver, None)
     mode = KeepFactors(batch.size)
     before = _random.state() if loss.randomness != "error" else None
     try:
-        return run(loss, batch, receiver, mode)
+        result = run(loss, batch, receiver, mode)
+        # Looking at every operation has its price; what it brings depends on shapes alone.
+        loss.hints[key] = mode.spared >= _WORTH * mode.taken
+        return result
     except (RuntimeError, TypeError, ValueError) as error:
         # Code that wants a gradient's memory, not its numbers, can't have that of a product which
         # was not computed. Errors of other causes come again.
         if not mode.made or receiver.committing or is_out_of_memory(error):
             raise
+    loss.hints[key] = False
     receiver.restart()
     if before is not None:
         _random.restore(before)
@@ -184,26 +198,35 @@ def _feed(
     mode: KeepFactors | None,
     rows: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    def receivers(leaves: Sequence[int]) -> dict[int, Callable[[torch.Tensor], None]]:
-        def take(leaf: int, gradient: torch.Tensor) -> None:
-            if mode is None:
-                receiver.gradient(leaf, rows(gradient))
-                return
-            mode.paused = True
-            try:
-                receiver.gradient(leaf, _factored(rows(gradient)))
-            finally:
-                mode.paused = False
+    def take(leaf: int, gradient: torch.Tensor) -> None:
+        if mode is None:
+            receiver.gradient(leaf, rows(gradient))
+            return
+        mode.paused = True
+        try:
+            found = _factored(rows(gradient))
+            mode.taken += gradient.numel()
+            mode.spared += gradient.numel() * isinstance(found, Factored)
+            receiver.gradient(leaf, found)
+        finally:
+            mode.paused = False
 
-        return {leaf: functools.partial(take, leaf) for leaf in leaves}
+    def feed(leaves: Sequence[int], retain_graph: bool) -> None:
+        receivers = {leaf: functools.partial(take, leaf) for leaf in leaves}
+        with mode or nullcontext():
+            pullback.feed(one, receivers, retain_graph)
 
     one = torch.ones_like(value)
-    with mode or nullcontext():
-        pullback.feed(one, receivers(range(pullback.arity)), retain_graph=receiver.may_ask_again())
+    if receiver.keeps:
+        with mode or nullcontext():
+            gradients = _tree.leaves(pullback(one, retain_graph=False))
+            for leaf, gradient in enumerate(gradients):
+                take(leaf, gradient)
+        return
+    feed(range(pullback.arity), retain_graph=receiver.may_ask_again())
     wanted = receiver.again()
     if wanted:
-        with mode or nullcontext():
-            pullback.feed(one, receivers(wanted), retain_graph=False)
+        feed(wanted, retain_graph=False)
 
 
 def _factored(rows: torch.Tensor) -> torch.Tensor | Factored:

@@ -1,4 +1,4 @@
-"""Norms of rows and weighted sums of rows, without a copy of the rows.
+"""Norms of rows and weighted sums of rows, without a copy of rows that are long.
 
 Rows are gradients of ``c`` examples by one leaf, ``(c, *leaf.shape)``, in whatever order of
 dimensions the backward pass left them in memory. A product of matrices wants them flat: flattened
@@ -7,29 +7,95 @@ in the order of the memory, they need not be copied, and the sum is kept in that
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from functx import _torch
+from functx.per_sample._factors import Factored, product, weighted
+from functx.per_sample._rows import flat_rows, memory_order
+
+# Leaves of fewer numbers go together: below it the call of an operation costs more than a copy.
+SMALL = 1024
+
+Rows = torch.Tensor | Factored
 
 
-def norm_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The real dtype in which a norm of ``dtype`` numbers is accumulated, float32 at least."""
-    real = dtype.to_real() if dtype.is_complex else dtype
-    least = torch.promote_types(real, torch.float32)
-    return least if wanted is None else torch.promote_types(least, wanted)
+def packed(kept: Sequence[Rows | None], groups: Sequence[int]) -> dict[tuple[int, ...], Rows]:
+    """Rows by the leaves they are of, those of small leaves side by side.
+
+    Args:
+        kept: The rows of each leaf; ``None`` if there are none.
+        groups: The group of each leaf; only leaves of one go together.
+    """
+    blocks: dict[tuple[int, ...], Rows] = {}
+    small: dict[tuple[Any, ...], list[int]] = {}
+    for leaf, rows in enumerate(kept):
+        if rows is None:
+            continue
+        if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
+            blocks[(leaf,)] = rows
+        else:
+            small.setdefault((groups[leaf], rows.dtype, rows.device), []).append(leaf)
+    for leaves in small.values():
+        parts = [kept[leaf].flatten(1) if kept[leaf].dim() > 1 else kept[leaf].unsqueeze(1)
+                 for leaf in leaves]  # fmt: skip
+        blocks[tuple(leaves)] = torch.cat(parts, 1) if len(parts) > 1 else kept[leaves[0]]
+    return blocks
 
 
-def squared_norms(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The squared norm of each row, of shape ``(c,)``."""
-    if rows.shape[1:].numel() == 0:
-        return rows.new_zeros(len(rows), dtype=dtype)
-    flat = _flat(rows, _memory_order(rows))
-    # In blocks: the kernel adds a row up in sequence, which loses digits over a million numbers.
-    blocks = flat.view(len(flat), math.gcd(flat.shape[1], 64), -1)
-    norms = torch.linalg.vector_norm(blocks, dim=2, dtype=_as_kind(dtype, flat))
-    return norms.square().sum(1)
+class Sums:
+    """Weighted sums of the rows of all leaves.
+
+    Args:
+        shapes: Of the leaves.
+        dtypes: To add up in.
+        devices: Of the leaves.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        dtypes: Sequence[torch.dtype],
+        devices: Sequence[torch.device],
+    ) -> None:
+        self._shapes, self._dtypes, self._devices = shapes, dtypes, devices
+        self._sums: dict[tuple[int, ...], WeightedSum] = {}
+
+    def add(self, leaves: tuple[int, ...], rows: Rows, weights: torch.Tensor) -> None:
+        """Add rows that `packed` put together, weighted by numbers of shape ``(c,)``."""
+        if leaves not in self._sums:
+            first = leaves[0]
+            count = sum(self._shapes[leaf].numel() for leaf in leaves)
+            shape = self._shapes[first] if len(leaves) == 1 else torch.Size([count])
+            self._sums[leaves] = WeightedSum(shape, self._dtypes[first], self._devices[first])
+        total = self._sums[leaves]
+        if not isinstance(rows, Factored):
+            total.add(rows, weights)
+        elif weights.requires_grad:
+            total.add(product(rows.terms).reshape(-1, *rows.shape), weights)
+        else:
+            left, right = rows.terms[0]
+            weighted(rows.terms, weights, total.matrix(left.size, right.size))
+
+    def totals(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """The sums, one a leaf, of some dtypes; zeros if nothing was added."""
+        found: dict[int, torch.Tensor] = {}
+        for leaves, one in self._sums.items():
+            sizes = [self._shapes[leaf].numel() for leaf in leaves]
+            total = one.total(self._dtypes[leaves[0]])
+            parts = [total] if len(leaves) == 1 else total.split(sizes)
+            for leaf, part in zip(leaves, parts):
+                part = part.reshape(self._shapes[leaf])
+                found[leaf] = found[leaf] + part if leaf in found else part
+        self._sums = {}
+        return [
+            found.pop(leaf).to(dtype)
+            if leaf in found
+            else torch.zeros(self._shapes[leaf], dtype=dtype, device=self._devices[leaf])
+            for leaf, dtype in enumerate(dtypes)
+        ]
 
 
 class WeightedSum:
@@ -49,8 +115,8 @@ class WeightedSum:
     def add(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
         """Adds the rows, weighted by numbers of shape ``(c,)``."""
         if self._order is None:
-            self._order = _memory_order(rows)
-        flat = _flat(rows, self._order).to(self._dtype)
+            self._order = memory_order(rows)
+        flat = flat_rows(rows, self._order).to(self._dtype)
         weights = weights.to(self._dtype)
         if self._sum is None:
             shape = [self._shape[dim] for dim in self._order]
@@ -83,19 +149,3 @@ class WeightedSum:
             return torch.zeros(self._shape, dtype=dtype, device=self._device)
         back = [self._order.index(dim) for dim in range(len(self._order))]
         return self._sum.permute(back).contiguous().to(dtype)
-
-
-def _memory_order(rows: torch.Tensor) -> list[int]:
-    """The dimensions of a row, outermost in memory first."""
-    strides = rows.stride()[1:]
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-def _flat(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Rows as a matrix, their dimensions in a given order."""
-    return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), -1)
-
-
-def _as_kind(dtype: torch.dtype, like: torch.Tensor) -> torch.dtype:
-    """``dtype``, or the complex one of its precision where ``like`` is complex."""
-    return dtype.to_complex() if like.is_complex() else dtype
