@@ -53,6 +53,21 @@ def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return written + [kwargs[name] for name in names if name in kwargs]
 
 
+_COLLECTIVES = {
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "_dtensor",
+    "symm_mem",
+}
+
+
+def is_collective(func: Any) -> bool:
+    """Whether other processes take part in an operator."""
+    return func.namespace in _COLLECTIVES
+
+
 def returns_one_list(func: Any) -> bool:
     """Whether an operator's only result is a list of tensors."""
     returns = func._schema.returns
@@ -93,3 +108,11 @@ def _real_zeros(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(_real_zeros(x) for x in tree)
     return tree
+
+
+def hooks_modules() -> bool:
+    """Whether a debugging mode of torch is active that adds hooks to modules while they run."""
+    return any(
+        type(_torch.get_dispatch_mode_at(i)).__name__ == "CommDebugMode"
+        for i in range(_torch.dispatch_mode_depth())
+    )

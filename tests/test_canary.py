@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
 from functx import _torch, _torch_compiler, _torch_operators
@@ -227,3 +228,12 @@ def test_what_the_compiler_is_not_to_look_into():
     compiled = torch.compile(lambda x: broken(x), backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2).cos())
     torch._dynamo.reset()
+
+
+def test_collectives_and_what_counts_them():
+    ops = torch.ops._c10d_functional
+    assert _torch_operators.is_collective(ops.all_reduce.default)
+    assert not _torch_operators.is_collective(torch.ops.aten.add.Tensor)
+    assert not _torch_operators.hooks_modules()
+    with CommDebugMode():
+        assert _torch_operators.hooks_modules()

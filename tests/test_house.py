@@ -19,7 +19,12 @@ LAYERS = [
     ("functx.checkpoint_policies",),
     ("functx._storages", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
-    ("functx._remat._arguments", "functx._remat._constant", "functx._remat._observers"),
+    (
+        "functx._remat._arguments",
+        "functx._remat._constant",
+        "functx._remat._observers",
+        "functx._remat._wrappers",
+    ),
     (
         "functx._remat._profile",
         "functx._remat._custom",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat import _wrappers
 from functx._remat._constant import Constant
 from functx._remat._escape import Birth, where
 from functx._remat._holders import Holders
@@ -148,6 +149,8 @@ class FirstRun(Tracker):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation."""
+        if getattr(func, "__name__", "") == "_record_function_enter_new":
+            _wrappers.refuse(str(args[0]), self._region.options.name)
         try:
             out = super().run(func, args, kwargs)
             if watched_per_example():

@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from functx import _torch, _torch_compiler, _tree
+from functx import _torch, _torch_compiler, _torch_operators, _tree
 from functx._arrays import backend_of
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
@@ -49,6 +50,8 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         return backend.remat(f, o.policy)(*args, **kwargs)
     if not differentiating() and not keeping():
         return f(*args, **kwargs)
+    if _torch_operators.hooks_modules():  # so replays run other operations than the forward
+        o = replace(o, determinism_check="none", prune=False)
     leaves, spec = _tree.flatten((args, kwargs))
     inputs: list[Tensor] = []
     places: dict[int, int] = {}

@@ -1,0 +1,62 @@
+"""remat in DDP, FSDP2 and tensor parallelism, on two and four processes of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_cases
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available(), reason="this build of torch has no gloo"
+)
+
+SCRIPT = Path(__file__).parent / "distributed_cases.py"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request):
+    """What each process found, case by case."""
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(request.param), str(SCRIPT)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, run.stdout + run.stderr
+    everyone = json.loads(lines[0].removeprefix("FOUND "))
+    assert len(everyone) == request.param
+    return everyone
+
+
+@pytest.mark.parametrize("case", distributed_cases.CASES)
+def test_right_on_every_process(found, case):
+    for results in found:
+        result = results[case]
+        if isinstance(result, dict):
+            assert all(result.values()), result
+        else:
+            right = result[0] if isinstance(result, list) else result
+            assert right is True, result
+
+
+FSDP = [name for name in distributed_cases.CASES if name.startswith("fsdp_")]
+COUNTED = [name for name in FSDP if name not in ("fsdp_saves_memory", "fsdp_per_example")]
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_collectives_of_fsdp_are_those_without_remat(found, case):
+    for results in found:
+        assert results[case][1] == {"_allgather_base_": 6, "_reduce_scatter_base_": 3}
+
+
+@pytest.mark.parametrize("case", ["tensor_parallel_apply", "tensor_parallel_apply_before"])
+def test_collectives_of_tensor_parallelism_run_again_in_replays(found, case):
+    for results in found:
+        forward = distributed_cases.LAYERS
+        assert results["tensor_parallel_as_it_is"] == {"all_reduce": 2 * forward - 1}
+        assert results[case][1] == {"all_reduce": 2 * forward - 1 + forward}
