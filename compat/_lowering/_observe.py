@@ -27,6 +27,7 @@ from functx import _torch as engine
 from functx._errors import LoweringError
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._functions import within
+from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,
@@ -62,12 +63,16 @@ class _State(threading.local):
 _state = _State()
 
 
-class UserDetach(TorchFunctionMode):
-    """Marks the time in which a ``detach`` was asked for by name (see the module docstring)."""
+class UserCalls(TorchFunctionMode):
+    """Sees calls by name: marks the time of a ``detach`` that was asked for (see the module
+    docstring), and gives recurrent networks their dropout (:mod:`._recurrent`).
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if drops_between_layers(func, args):
+            return layer_by_layer(func, args)
         if func not in _SAYS_DETACH:
             return func(*args, **(kwargs or {}))
         _state.user_detach += 1

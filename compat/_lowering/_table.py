@@ -35,6 +35,7 @@ _FAMILIES = (
     "_pool",
     "_norm",
     "_nn",
+    "_rnn",
     "_resize",
     "_fft",
     "_prims",

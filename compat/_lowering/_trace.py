@@ -27,7 +27,7 @@ from functx.compat._lowering._draws import Draws, only_torch_draws
 from functx.compat._lowering._functional import drop_writes_to_inputs, functional, lift_constants
 from functx.compat._lowering._functions import Interceptor
 from functx.compat._lowering._graph import placeholders
-from functx.compat._lowering._observe import Observer, UserDetach
+from functx.compat._lowering._observe import Observer, UserCalls
 from functx.compat._lowering._table import decompositions
 from functx.compat._torch import FakeTensorMode, make_fx
 
@@ -85,7 +85,7 @@ def trace(
 
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
         hook = Interceptor(random_draws, mode)
-        with UserDetach(), observer, intercepting(hook), only_torch_draws(name):
+        with UserCalls(), observer, intercepting(hook), only_torch_draws(name):
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)
