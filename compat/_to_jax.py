@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.export import ExportedProgram
 
 from functx.compat._dlpack import array_from_torch
 from functx.compat._environment import environment_of
@@ -24,14 +25,21 @@ from functx.compat._lowering._check import check
 from functx.compat._lowering._dtypes import check_fits, to_jax_dtype, to_torch_dtype
 from functx.compat._lowering._interpret import Interpreter, Observe
 from functx.compat._lowering._trace import Program, Spec, trace
+from functx.compat._modules import as_module, function_of, function_with_buffers, state_of
 from functx.compat._torch import version_of
+from functx.compat._trees import teach_jax
 
 _STATIC = (bool, int, float, complex, str, bytes, type(None))
 _MOST_PROGRAMS = 128
 
 
-def to_jax(f: Callable[..., Any] | torch.nn.Module, *, rng: bool = False) -> Any:
-    """Turn a torch function or module into a JAX function.
+def to_jax(
+    f: Callable[..., Any] | torch.nn.Module | ExportedProgram,
+    *,
+    rng: bool = False,
+    buffers: bool = False,
+) -> Any:
+    """Turn a torch function, module or exported program into a JAX function.
 
     The result takes and returns pytrees of JAX arrays in place of torch tensors and works under
     ``jax.jit``, ``grad``, ``vmap``, ``jvp``, ``vjp``, ``hessian``, ``lax.scan`` and
@@ -48,18 +56,24 @@ def to_jax(f: Callable[..., Any] | torch.nn.Module, *, rng: bool = False) -> Any
     argument stays inside the call (with a warning, since the caller will not see it).
 
     Args:
-        f: a torch function of pytrees of tensors, or a module.
+        f: a torch function of pytrees of tensors, a module, or what ``torch.export`` made of one.
         rng: whether ``f`` draws random numbers.  The JAX function then takes a ``jax.random`` key,
             before all other arguments or as ``rng=``.  Equal keys give equal draws, also in a
             recompute; under ``jax.vmap``, keys that are mapped over give each example its own.
             Within ``f`` draws repeat where torch's would: at a generator's restored state.
+        buffers: whether a module's buffers are arguments and results too.  Needed where it writes
+            to them (the running statistics of normalisation layers in training).
 
     Returns:
         For a function, the JAX function.  For a module the pair ``(params, fn)``: its parameters by
-        name as JAX arrays, and ``fn(params, *args, **kwargs)``; buffers are closed over.
+        name as JAX arrays, and ``fn(params, *args, **kwargs)``; buffers are closed over, unless
+        ``params`` has their names too.  Parameters that are tied are one.  With ``buffers`` the
+        triple ``(params, buffers, fn)``, and ``fn(params, buffers, *args, **kwargs)`` returns
+        ``(result, new_buffers)``.
 
     Raises:
         TypeError: if ``f`` is not callable; at a call, if given a torch tensor.
+        ValueError: for ``buffers`` without a module.
         LoweringError: at the first call with a new signature, if the function can't be expressed:
             the message lists every operation without a rule.
 
@@ -74,27 +88,25 @@ def to_jax(f: Callable[..., Any] | torch.nn.Module, *, rng: bool = False) -> Any
         {'weight': (2, 3), 'bias': (2,)}
         >>> fn(params, jnp.ones((5, 3))).shape
         (5, 2)
+        >>> params, buffers, fn = to_jax(torch.nn.BatchNorm1d(3), buffers=True)
+        >>> y, buffers = fn(params, buffers, jnp.ones((5, 3)))
+        >>> int(buffers["num_batches_tracked"])
+        1
     """
-    if isinstance(f, torch.nn.Module):
-        return _module(f, rng)
+    module = as_module(f)
+    if module is not None:
+        params, state = state_of(module)
+        if buffers:
+            return params, state, Lowered(function_with_buffers(module), rng)
+        return params, Lowered(function_of(module), rng)
+    if buffers:
+        raise ValueError("to_jax(f, buffers=True) is for modules: a function has no buffers")
     if isinstance(f, jax.Array | torch.Tensor) or not callable(f):
         raise TypeError(
-            f"to_jax takes a torch function or module, not {type(f).__name__}; to convert an array"
-            " use jnp.asarray"
+            f"to_jax takes a torch function, module or exported program, not {type(f).__name__};"
+            " to convert an array use jnp.asarray"
         )
     return Lowered(f, rng)
-
-
-def _module(module: torch.nn.Module, rng: bool) -> tuple[dict[str, jax.Array], Lowered]:
-    params = {
-        name: array_from_torch(p, f"the parameter {name}") for name, p in module.named_parameters()
-    }
-
-    def call(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, params, args, kwargs)
-
-    call.__name__ = type(module).__name__
-    return params, Lowered(call, rng)
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,8 @@ class Lowered:
         return self._prepare(args, kwargs)[0].program
 
     def _prepare(self, args: Any, kwargs: dict[str, Any]) -> tuple[Traced, list[Any]]:
+        while teach_jax((args, kwargs)):
+            pass
         paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         leaves = [_leaf(self, path, leaf) for path, leaf in paths]
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
@@ -255,6 +269,8 @@ def _trace(
         full = [next(feed) if isinstance(x, jax.Array) else x for x in leaves]
         args, kwargs = jax.tree_util.tree_unflatten(tree, full)
         result = f(*args, **kwargs)
+        while teach_jax(result):
+            pass
         flat_result, out_tree = jax.tree_util.tree_flatten(result)
         outputs: list[torch.Tensor] = []
         out_leaves.clear()
@@ -267,7 +283,8 @@ def _trace(
             else:
                 raise TypeError(
                     f"{getattr(f, '__name__', f)} returned a {type(leaf).__name__}, which JAX can't"
-                    " take apart: return tensors in tuples, lists, dicts or registered pytrees"
+                    " take apart: return tensors in tuples, lists, dicts or registered pytrees (and"
+                    " no cache: call a Hugging Face model with use_cache=False)"
                 )
         return outputs
 

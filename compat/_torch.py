@@ -46,9 +46,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # The pytrees of operations' arguments (lists of tensors) have no public mapping, and Dynamo traces
 # torch's own only.
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
 __all__ = [
+    "SUPPORTED_NODES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -78,6 +79,7 @@ __all__ = [
     "old_batch_in_front",
     "old_vmap_level",
     "own_tensors",
+    "pytree_node",
     "redispatch",
     "runs_while_tracing",
     "storage_key",
@@ -163,6 +165,14 @@ def unhooked() -> AbstractContextManager[Any]:
 def is_mutable(target: Any) -> bool:
     """Whether an operation writes to one of its arguments, by its schema."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def pytree_node(cls: type) -> Any:
+    """How torch takes a container apart and puts it together; None for what it takes for a leaf.
+
+    The registry has no public reader.
+    """
+    return SUPPORTED_NODES.get(cls)
 
 
 def name_of(op: OpOverload) -> str:

@@ -140,7 +140,8 @@ def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
         raise LoweringError(
             f"the function writes to {closed_over} tensors that it closes over (buffers,"
             " parameters), and JAX has no place to keep the new values. Pass them as arguments and"
-            " return the new values; for normalisation statistics call module.eval()"
+            " return the new values; of a module, by to_jax(module, buffers=True), or do without"
+            " them: module.eval()"
         )
     if written:
         warnings.warn(

@@ -64,8 +64,9 @@ _state = _State()
 
 
 class UserCalls(TorchFunctionMode):
-    """Sees calls by name: marks the time of a ``detach`` that was asked for (see the module
-    docstring), and gives recurrent networks their dropout (:mod:`._recurrent`).
+    """Sees calls by name: a ``detach`` that was asked for, and recurrent networks with dropout.
+
+    See the module docstring, and :mod:`._recurrent`.
     """
 
     def __torch_function__(

@@ -12,8 +12,9 @@ from functx.compat._lowering._linalg import matmul
 from functx.compat._lowering._table import rule
 
 
-def _lstm(x: Any, w: Any, u: Any, b: Any, c: Any, hx: Any, cx: Any, reverse: bool) -> Any:
+def _lstm(tensors: Any, reverse: bool) -> Any:
     """One layer in one direction: ``x`` is (time, batch, features)."""
+    x, w, u, b, c, hx, cx = tensors
     inputs = matmul(x, w.T) + b + c
 
     def step(state: Any, gates: Any) -> Any:
@@ -36,11 +37,11 @@ def _biased(tensors: Any, has_biases: bool) -> Any:
 
 @rule("mkldnn_rnn_layer")
 def _rnn_layer(*args: Any) -> Any:
-    return (*_lstm(*_biased(args[:7], args[12]), args[7]), jnp.zeros((0,), jnp.uint8))
+    return (*_lstm(_biased(args[:7], args[12]), args[7]), jnp.zeros((0,), jnp.uint8))
 
 
 @rule("mkldnn_rnn_layer_backward")
 def _rnn_layer_backward(*args: Any) -> Any:
     cotangents, reverse, has_biases = args[10:13], args[13], args[17]
-    out, pull = jax.vjp(lambda *ts: _lstm(*_biased(ts, has_biases), reverse), *args[:7])
+    out, pull = jax.vjp(lambda *ts: _lstm(_biased(ts, has_biases), reverse), *args[:7])
     return pull(tuple(jnp.zeros_like(o) if g is None else g for o, g in zip(out, cotangents)))

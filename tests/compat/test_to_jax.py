@@ -256,7 +256,7 @@ def test_torch_tensor_argument():
 
 @pytest.mark.parametrize("bad", [3, "f", torch.ones(2), None])
 def test_not_callable(bad):
-    with pytest.raises(TypeError, match="torch function or module"):
+    with pytest.raises(TypeError, match="torch function, module or exported program"):
         to_jax(bad)
 
 
