@@ -31,7 +31,7 @@ def test_the_check_can_fail():
     assert run("import sys, jax; assert 'jax' not in sys.modules").returncode != 0
 
 
-@pytest.mark.parametrize("name", ["to_jax", "crosscheck"])
+@pytest.mark.parametrize("name", ["to_jax", "from_jax", "module_from_jax", "crosscheck"])
 def test_without_jax(name):
     done = run(NO_JAX + f"import functx.compat\nfunctx.compat.{name}")
     assert "ImportError" in done.stderr
