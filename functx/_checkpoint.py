@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from functx import _torch_compiler, _transformers
@@ -94,6 +95,10 @@ def checkpoint(
         raise ValueError(
             "checkpoint: debug=True and a context_fn exclude each other, as in torch. Leave out "
             "one of them."
+        )
+    if context_fn is not noop_context_fn and _torch_compiler.in_plain_graph():
+        return torch_checkpoint(  # NOTE [compiled regions]
+            function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
         )
     policy = None
     body: Any = functools.partial(function) if isinstance(function, nn.Module) else function

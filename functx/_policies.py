@@ -12,12 +12,13 @@ inside said about the operation is remembered in the meantime, so that ``dots_sa
 from __future__ import annotations
 
 import enum
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from functx import _torch
 
@@ -283,6 +284,26 @@ def as_policy(policy: Any) -> Policy:
         f"remat: unknown policy {policy!r}. Expected None, one of functx.checkpoint_policies, a "
         "list of ATen operators, or a function policy(ctx, op, *args, **kwargs)."
     )
+
+
+def as_contexts(policy: Policy | None) -> Any:
+    """What gives a policy to torch's checkpoint in code that is compiled.
+
+    Returns:
+        A ``context_fn``; ``None`` for no policy, and for those that ask for names, which torch's
+        checkpoint does not know.
+    """
+    if policy is None or policy.reads_names:
+        return None
+    return functools.partial(create_selective_checkpoint_contexts, functools.partial(_say, policy))
+
+
+def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy as a function that torch's checkpoint asks."""
+    said = policy.decide(Value(op, args, kwargs, context.op_output))
+    if said is Decision.OFFLOAD:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+    return CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _of_jax(policy: Any) -> bool:

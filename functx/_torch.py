@@ -28,7 +28,6 @@ from torch.utils import _python_dispatch
 # What transform an interpreter stands for, and the innermost one.
 TransformType = _functorch.TransformType
 peek_interpreter_stack = _functorch.peek_interpreter_stack
-Interpreter = _functorch.CInterpreter
 # Peeling levels off the stack, with the grad mode that the level below had, and putting them back.
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack

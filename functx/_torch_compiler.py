@@ -26,6 +26,14 @@ def uncompiled(f: F) -> F:
     return f
 
 
+def in_plain_graph() -> bool:
+    """Whether ``torch.compile`` is tracing this, and no transform is active there."""
+    # (It understands this question about the stack; `is None` it answers wrongly.)
+    return torch.compiler.is_dynamo_compiling() and not isinstance(
+        torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter
+    )
+
+
 # --- torch.utils.checkpoint --------------------------------------------------------------------
 
 

@@ -53,21 +53,6 @@ def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return written + [kwargs[name] for name in names if name in kwargs]
 
 
-_COLLECTIVES = {
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "symm_mem",
-}
-
-
-def is_collective(func: Any) -> bool:
-    """Whether other processes take part in an operator."""
-    return func.namespace in _COLLECTIVES
-
-
 def returns_one_list(func: Any) -> bool:
     """Whether an operator's only result is a list of tensors."""
     returns = func._schema.returns

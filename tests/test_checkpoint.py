@@ -224,6 +224,56 @@ class TestContexts:
             )
 
 
+def of_products(context, op, *args, **kwargs):
+    assert not context.is_recompute
+    saved = op == torch.ops.aten.mm.default
+    policies = theirs.CheckpointPolicy
+    return policies.MUST_SAVE if saved else policies.PREFER_RECOMPUTE
+
+
+OF_PRODUCTS = {
+    "function": functools.partial(theirs.create_selective_checkpoint_contexts, of_products),
+    "list": functools.partial(
+        theirs.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+    ),
+    "lambda": lambda: theirs.create_selective_checkpoint_contexts(of_products),
+}
+
+
+class TestSelective:
+    """Contexts of ``create_selective_checkpoint_contexts`` are policies."""
+
+    @staticmethod
+    def loss(context_fn=theirs.noop_context_fn):
+        w = numbers(4, 4)
+
+        def layer(x):
+            return torch.tanh(torch.sin(x @ w) @ w)
+
+        def loss(x):
+            return functx.checkpoint(layer, x, use_reentrant=False, context_fn=context_fn).sum()
+
+        return loss
+
+    @pytest.mark.parametrize("kind", OF_PRODUCTS)
+    def test_products_are_not_computed_again(self, kind):
+        x = numbers(3, 4)
+        everything = count(gradients, self.loss(), x)
+        saved = count(gradients, self.loss(OF_PRODUCTS[kind]), x)
+        assert saved["mm"] < everything["mm"]
+        assert saved["tanh"] == everything["tanh"]
+        assert_same(gradients(self.loss(OF_PRODUCTS[kind]), x), gradients(self.loss(), x))
+
+    @pytest.mark.parametrize("kind", OF_PRODUCTS)
+    def test_under_transforms(self, kind):
+        x = numbers(5, 3, 4)
+
+        def per_example(loss):
+            return functx.vmap(functx.grad(loss))(x)
+
+        assert_same(per_example(self.loss(OF_PRODUCTS[kind])), per_example(self.loss()))
+
+
 class TestSequential:
     @pytest.mark.parametrize("segments", [1, 2, 3, 5])
     @pytest.mark.parametrize("kind", ["functions", "modules"])

@@ -1,10 +1,13 @@
 """Regions and transforms in code that torch.compile compiles."""
 
+import functools
+
 import pytest
 import torch
 from cases import numbers
 from references import assert_same
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import functx
 
@@ -60,6 +63,58 @@ def test_a_region_stays_in_the_graph_and_is_recomputed(kind):
     all_kept, expected = run(lambda f: f)
     assert_same(gradients, expected, eps=8)
     assert numbers_kept < 0.6 * all_kept
+
+
+def of_products(context, op, *args, **kwargs):
+    return op == torch.ops.aten.mm.default
+
+
+POLICIES = {
+    "named": functx.checkpoint_policies.dots_saveable,
+    "list": [torch.ops.aten.mm.default],
+    "function": of_products,
+}
+
+
+def selective(policy):
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda f: lambda *args: functx.checkpoint(f, *args, context_fn=contexts)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        *(lambda f, p=p: functx.remat(f, policy=p) for p in POLICIES.values()),
+        selective(of_products),
+        selective(POLICIES["list"]),
+    ],
+)
+def test_policies_are_kept(region):
+    def run(remat):
+        weights = [w.clone().requires_grad_() for w in WEIGHTS]
+        out = compiled(chain(remat, weights), fullgraph=True)(X)
+        return kept(out), torch.autograd.grad(out, weights)
+
+    numbers_kept, gradients = run(region)
+    least, expected = run(functx.remat)
+    assert_same(gradients, expected, eps=8)
+    most = run(lambda f: f)[0]
+    products = len(WEIGHTS) * X.numel()
+    assert least < numbers_kept <= least + products < most
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks, at a break
+def test_names_break_the_graph():
+    """The compiler does not know them, so such a region runs in eager."""
+
+    def named(first, second, x):
+        return layers(first, second, functx.checkpoint_name(x @ first, "z"))
+
+    weights = [w.clone().requires_grad_() for w in WEIGHTS]
+    region = functx.remat(named, policy=functx.checkpoint_policies.save_only_these_names("z"))
+    loss = lambda x: chain(lambda f: region, weights)(x)  # noqa: E731
+    ours = torch.autograd.grad(compiled(loss)(X), weights)
+    assert_same(ours, torch.autograd.grad(chain(lambda f: named, weights)(X), weights), eps=8)
 
 
 def test_random_numbers_of_a_compiled_region():

@@ -158,6 +158,7 @@ def checked_options(
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         debug=bool(debug),
+        contexts=_policies.as_contexts(policy),
     )
 
 

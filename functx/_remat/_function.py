@@ -9,7 +9,8 @@ through those cells, partials and bound methods are copied likewise. A copy's wr
 NOTE [compiled regions]
 ``torch.compile`` has a recomputation of its own, which its partitioner carries out: a region that
 it meets in plain autograd is handed over to that, and stays in the graph. It knows no transforms,
-so a region under one is a graph break, and runs in eager.
+so a region under one is a graph break, and runs in eager; nor does it know names, so a region
+whose policy asks for them does too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from functx import _torch, _torch_compiler, _torch_operators, _tree
+from functx import _torch_compiler, _torch_operators, _tree
 from functx._arrays import backend_of
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
@@ -36,11 +36,11 @@ _EMPTY = object()
 
 def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
     """``f(*args, **kwargs)`` as a region. ``NOTE [compiled regions]``."""
-    # (The compiler understands this question about the stack; `is None` it answers wrongly.)
-    if torch.compiler.is_dynamo_compiling() and not isinstance(
-        _torch.peek_interpreter_stack(), _torch.Interpreter
-    ):
-        return checkpoint(f, *args, use_reentrant=False, **kwargs)
+    if _torch_compiler.in_plain_graph():
+        if o.policy is None:
+            return checkpoint(f, *args, use_reentrant=False, **kwargs)
+        if o.contexts is not None:
+            return checkpoint(f, *args, use_reentrant=False, context_fn=o.contexts, **kwargs)
     return _run(f, args, kwargs, o)
 
 

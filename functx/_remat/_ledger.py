@@ -177,9 +177,6 @@ class Ledger(Watcher):
         step.draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in KNOWN
         if torch.Tag.inplace_view in func.tags:
             return []
-        if _torch_operators.is_collective(func):  # other processes wait for it, and read from it
-            self._roots.add(key_of(number, IN_PLACE))
-            return []
         if alone:
             step.writes = True
         elif written or not skippable(func, results, dense):

@@ -19,6 +19,7 @@ class Options:
         prune: whether replays leave out what the pullback does not read.
         debug: whether both sequences of operations are shown where a replay departs.
         by_sight: whether replays may run other operations than the forward, see `_by_sight`.
+        contexts: the policy as ``torch.compile`` takes it; ``None`` if there is none it can take.
         replay: whether this is the pullback of another region.
     """
 
@@ -29,6 +30,7 @@ class Options:
     prune: bool = True
     debug: bool = False
     by_sight: bool = False
+    contexts: Any = None
     replay: bool = False
 
     @property
