@@ -86,6 +86,27 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 autograd_grad = _eager_transforms._autograd_grad
 set_forward_grad_enabled = _forward_ad._set_fwd_grad_enabled
 
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Hooks that the user has around this point do not see what tapes in here save."""
+    hooks = []
+    try:
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            hooks.append(top)
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def foreign_saved_tensors_hooks() -> bool:
+    """Whether hooks see what the tape saves that torch did not make: what it holds is unknown."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not (getattr(top[0], "__module__", None) or "").startswith("torch.")
+
+
 # --- modes -------------------------------------------------------------------------------------
 
 # Sees every operation below autograd and functorch.

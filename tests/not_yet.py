@@ -25,9 +25,6 @@ NOT_YET = {
     "TestOtherWays::test_is_grads_batched": (
         "raises: a second derivative through torch's older vmap, which is_grads_batched uses"
     ),
-    "TestOtherWays::test_outer_saved_tensors_hooks[False-own]": (
-        "raises ReplayError: hooks that replace saved tensors change what the replay runs"
-    ),
     "TestLinearize::test_keeps_boundaries_only": (
         "torch's linearize traces its function, and regions in a trace are inlined"
     ),

@@ -11,6 +11,7 @@ from references import Operations, assert_same, no_garbage_collection
 from right import X, check
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 import functx
 
@@ -179,6 +180,31 @@ class TestOtherWays:
             return out, first
 
         both(program, eps=64)
+
+    @pytest.mark.parametrize("kind", ["own", "on cpu", "checkpoint"])
+    def test_saved_tensors_hooks_inside(self, kind):
+        """Hooks in the body: of the user's own, what the tape holds can't be told."""
+
+        def program(remat):
+            x = X.clone().requires_grad_()
+            w = W.clone().requires_grad_()
+
+            def f(x):
+                if kind == "checkpoint":
+                    return checkpoint(lambda x: torch.tanh(x @ w), x.sin(), use_reentrant=False) * 2
+                hooks = torch.autograd.graph.save_on_cpu()
+                if kind == "own":
+                    hooks = torch.autograd.graph.saved_tensors_hooks(
+                        lambda t: t.numpy(force=True).copy(), torch.from_numpy
+                    )
+                with hooks:
+                    h = torch.tanh(x.sin() @ w)
+                return h * 2
+
+            out = remat(f)(x)
+            return out, torch.autograd.grad(out.sum(), (x, w))
+
+        both(program)
 
     def test_graph_surgery(self):
         """``multi_grad_hook``, ``prehook`` of the node, and gradients of an edge."""

@@ -133,6 +133,9 @@ class Ledger(Watcher):
         """
         number = len(self.steps)
         read: set[int] = set()
+        if _torch.foreign_saved_tensors_hooks():
+            self.reliable = False
+            return []
         for t in tensors_of(*args, kwargs):
             if type(t) not in PLAIN:
                 self.reliable = False

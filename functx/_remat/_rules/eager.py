@@ -106,7 +106,8 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     region.environment = environment = Environment(region.options, inputs, *region.reaches)
     region.first_run = first
     try:
-        with shown(region.options):
+        # The tape of this run is thrown away; what is alive on it tells what a pullback reads.
+        with shown(region.options), _torch.without_saved_tensors_hooks():
             outs = fn(*inputs)
     finally:
         region.first_run = None
