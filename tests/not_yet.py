@@ -22,9 +22,6 @@ NOT_YET = {
     "TestAutogradFunctional::test_hessian[forward-mode]": (
         "raises: torch's older vmap, which vectorize=True uses, can't unpack dual tensors"
     ),
-    "TestOtherWays::test_is_grads_batched": (
-        "raises: a second derivative through torch's older vmap, which is_grads_batched uses"
-    ),
     "TestLinearize::test_keeps_boundaries_only": (
         "torch's linearize traces its function, and regions in a trace are inlined"
     ),

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
-from functx import _torch, _torch_compiler, _torch_operators
+from functx import _torch, _torch_compiler, _torch_operators, _torch_vmap
 
 NAMES = sorted(
     name for name, value in vars(_torch).items() if not name.startswith("__") and value is not None
@@ -234,3 +234,36 @@ def test_what_counts_collectives():
     assert not _torch_operators.hooks_modules()
     with CommDebugMode():
         assert _torch_operators.hooks_modules()
+
+
+def test_the_older_vmap():
+    t = torch.arange(6.0).view(3, 2)
+    assert _torch_vmap.legacy_vmap_level() == 0
+    level = _torch_vmap.enter_legacy_vmap()
+    try:
+        assert _torch_vmap.legacy_vmap_level() == level == 1
+        batched = _torch_vmap.add_legacy_batch_dim(t, 0, level)
+        assert _torch_vmap.is_legacy_batched(batched)
+        assert not _torch.is_wrapped(batched)
+        assert torch.equal(_torch_vmap.remove_legacy_batch_dim(batched * 2, level, 0, 0), t * 2)
+        with _torch_vmap.outside_legacy_vmap():
+            assert _torch_vmap.legacy_vmap_level() == 0
+            torch.rand(1)
+        assert _torch_vmap.legacy_vmap_level() == 1
+    finally:
+        _torch_vmap.exit_legacy_vmap()
+
+
+def test_hooks_for_what_tapes_save_can_be_set_aside():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):
+        assert _torch.foreign_saved_tensors_hooks()
+        with _torch.without_saved_tensors_hooks():
+            assert not _torch.foreign_saved_tensors_hooks()
+            x.exp()
+        assert not seen
+        x.exp()
+    assert seen
+    with torch.autograd.graph.save_on_cpu():
+        assert not _torch.foreign_saved_tensors_hooks()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_vmap
 from functx._remat._levels import at_level
 from functx._remat._region import Flat
 from functx._remat._tracker import SILENT, active_tracker, tracking
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """A tape, and no older vmap: one that runs now maps over cotangents."""
+    with torch.enable_grad(), _torch_vmap.outside_legacy_vmap():
+        yield
 
 
 class Pullback:
@@ -57,7 +65,7 @@ class Pullback:
         recording = torch.is_grad_enabled()
         depth = max((_torch.wrapper_level(t) for t in primals), default=-1)
         plain = self.level == 0 and depth <= 0
-        with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), torch.enable_grad():
+        with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
             tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)
         del primals, kept
         inputs, outs = tape

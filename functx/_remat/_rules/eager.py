@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_vmap
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
 from functx._remat._node import attach
@@ -19,6 +19,7 @@ from functx._remat._region import Flat, Region
 from functx._remat._rules import proxy
 from functx._remat._rules.base import Frame
 from functx._remat._rules.jvp import DualFrame, has_dual
+from functx._remat._rules.legacy_vmap import LegacyVmapFrame
 
 
 class EagerFrame(Frame):
@@ -85,12 +86,22 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
     """The first run of a region, at the bottom of the stack."""
     if proxy.keeping():
         return proxy.emit(fn, inputs, region, first_run)
-    if _torch.forward_ad_level() >= 0 and not isinstance(fn, DualFrame) and has_dual(inputs, fn):
+    if (
+        _torch.forward_ad_level() >= 0
+        and not isinstance(fn, (DualFrame, LegacyVmapFrame))
+        and has_dual(inputs, fn)
+    ):
         dual = DualFrame(fn, region)
         lowered = dual.lower_all(inputs)
         dual.inputs = inputs
         region.frames.insert(0, dual)
         return dual.finish(run(dual, lowered, region), inputs)
+    if _torch_vmap.legacy_vmap_level() and any(map(_torch_vmap.is_legacy_batched, inputs)):
+        batched = LegacyVmapFrame(fn, region)
+        lowered = batched.lower_all(inputs)
+        batched.inputs = inputs
+        region.frames.insert(0, batched)
+        return batched.finish(run(batched, lowered, region), inputs)
     frame = EagerFrame(fn, region)
     lowered = frame.lower_all(inputs)
     frame.inputs = inputs

@@ -1,0 +1,39 @@
+"""Private names of torch's older vmap, beside those in `_torch`.
+
+torch.autograd runs it for ``is_grads_batched`` and ``vectorize=True``. It is no level of functorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._C import _functorch
+
+# Levels entered and left; tensors of one, put together and taken apart.
+enter_legacy_vmap = torch._C._vmapmode_increment_nesting
+exit_legacy_vmap = torch._C._vmapmode_decrement_nesting
+is_legacy_batched = _functorch.is_legacy_batchedtensor
+add_legacy_batch_dim = torch._add_batch_dim
+remove_legacy_batch_dim = torch._remove_batch_dim
+
+
+def legacy_vmap_level() -> int:
+    """How many of torch's older vmaps are active."""
+    level = int(enter_legacy_vmap()) - 1
+    exit_legacy_vmap()
+    return level
+
+
+@contextmanager
+def outside_legacy_vmap() -> Iterator[None]:
+    """Run as outside of torch's older vmap, which refuses random operations."""
+    levels = range(legacy_vmap_level())
+    for _ in levels:
+        exit_legacy_vmap()
+    try:
+        yield
+    finally:
+        for _ in levels:
+            enter_legacy_vmap()
