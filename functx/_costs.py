@@ -1,0 +1,262 @@
+"""What the blocks of a chain cost, measured: bytes on a tape, bytes while they run, work.
+
+Every block is run forward and pulled back once, on its own, on plain autograd; the whole chain is
+run to see what its blocks hand on. Random generators, buffers and attributes of modules are put
+back as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functx import _torch, _tree, memory
+from functx._chain import Block, Chain, Tree
+from functx._remat._function import run
+from functx._remat._module_state import reachable
+from functx._remat._options import Options
+from functx._remat._tapes import leaves_below, tensors_of
+
+Blocks = Sequence[Callable[[Any], Any]]
+
+
+class Work(_torch.TorchDispatchMode):
+    """Counts FLOPs: by torch's formulas where there are any, else one for an element of a result.
+
+    Attributes:
+        flops: so far; views are free.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count it."""
+        from torch.utils.flop_counter import flop_registry
+
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
+        elif not func.is_view:
+            self.flops += sum(t.numel() for t in _tensors(out))
+        return out
+
+
+def work(f: Callable[..., Any], *args: Any) -> int:
+    """The FLOPs of a call."""
+    with Work() as counter:
+        f(*args)
+    return counter.flops
+
+
+def walk(tree: Tree, *blocks_and_x: Any) -> Any:
+    """Run a chain as a tree says: blocks by number, lists as regions."""
+    *blocks, x = blocks_and_x
+    for part in tree:
+        if not isinstance(part, list):
+            x = blocks[part](x)
+            continue
+        numbers = sorted(flat(part))
+        o = Options(name=f"blocks {numbers[0]} to {numbers[-1]}")
+        x = run(_Walk(part), (*blocks, x), {}, o)
+    return x
+
+
+class _Walk:
+    """`walk` of one region, with its blocks as arguments, so that replays know what they reach."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def __call__(self, *blocks_and_x: Any) -> Any:
+        return walk(self._tree, *blocks_and_x)
+
+
+def flat(tree: Tree) -> Iterator[int]:
+    """The blocks of a tree."""
+    for part in tree:
+        if isinstance(part, list):
+            yield from flat(part)
+        else:
+            yield part
+
+
+def pullback_peak(f: Callable[[Any], Any], x: Any) -> int:
+    """The most bytes live while ``f(x)`` runs and is pulled back, beside what was there before.
+
+    Gradients of all floating point tensors in ``x`` and of all leaves that ``f`` reaches are
+    computed, and counted.
+    """
+
+    def there_and_back() -> Any:
+        inputs = fresh_leaves(x)
+        return pull_back(f(inputs), inputs)
+
+    return memory.peak(there_and_back)
+
+
+def pull_back(out: Any, inputs: Any) -> Any:
+    """Gradients of everything ``out`` depends on."""
+    outs = [t for t in _tensors(_tree.leaves(out)) if t.requires_grad]
+    if not outs:
+        return ()
+    wanted = {id(t): t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad}
+    wanted |= {id(t): t for t in leaves_below(*(o.grad_fn for o in outs if o.grad_fn is not None))}
+    cotangents = [torch.ones_like(o) for o in outs]
+    return torch.autograd.grad(outs, list(wanted.values()), cotangents, allow_unused=True)
+
+
+def fresh_leaves(tree: Any) -> Any:
+    """The same values, as leaves of a tape of their own."""
+    return _tree.map_(
+        lambda t: (
+            t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+            if isinstance(t, Tensor)
+            else t
+        ),
+        tree,
+    )
+
+
+class _Births(_torch.TorchDispatchMode):
+    """Which block made which storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = 0
+        self.made: dict[int, tuple[Any, int, int]] = {}
+        self._foreign: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tensors_of(*args, kwargs or {}):
+            key = _torch.storage_key(t)
+            if key not in self.made:
+                self._foreign.add(key)
+        out = func(*args, **(kwargs or {}))
+        for t in tensors_of(out):
+            storage = t.untyped_storage()
+            key = _torch.storage_key(t)
+            known = self.made.get(key)
+            if key not in self._foreign and (known is None or known[0].expired()):
+                self.made[key] = (_torch.StorageWeakRef(storage), self.block, storage.nbytes())
+        return out
+
+    def alive(self) -> dict[int, tuple[int, int]]:
+        """The storages that exist: who made them, and their bytes."""
+        return {k: (i, n) for k, (ref, i, n) in self.made.items() if not ref.expired()}
+
+
+def measured(blocks: Blocks, x: Any) -> Chain:
+    """The chain of some blocks, called on ``x``."""
+    states = [x]
+    with torch.no_grad():
+        for block in blocks:
+            states.append(block(states[-1]))
+    costs = [_cost(block, state) for block, state in zip(blocks, states)]
+    leaving = _leaving(states)
+    del states
+    kept = [0] * len(blocks)
+    boundaries = []
+    with torch.enable_grad(), _Births() as births:
+        state = fresh_leaves(x)
+        for births.block, block in enumerate(blocks):
+            state = block(state)
+            boundaries.append([_torch.storage_key(t) for t in _tensors(_tree.leaves(state))])
+    alive = births.alive()
+    for maker, nbytes in alive.values():
+        kept[maker] += nbytes
+    unsaved = [0]
+    for keys in boundaries[:-1]:
+        lost = {k: births.made[k][2] for k in keys if k in births.made and k not in alive}
+        unsaved.append(sum(lost.values()))
+    costs = [replace(cost, kept=k) for cost, k in zip(costs, kept)]
+    return Chain(costs, leaving, unsaved)
+
+
+def _cost(block: Callable[[Any], Any], x: Any) -> Block:
+    inputs = fresh_leaves(x)
+    with torch.enable_grad(), memory.LiveStorages() as storages:
+        out = block(inputs)
+        live, forward = storages.live, storages.peak
+        ran = len(storages.timeline)
+        gradients = pull_back(out, inputs)
+    backward = max((event.live for event in storages.timeline[ran:]), default=live) - live
+    cotangents = sum(t.untyped_storage().nbytes() for t in _tensors(_tree.leaves(out)))
+    own = len([t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad])
+    of_parameters = storages.bytes_of(g for g in gradients[own:] if g is not None)
+    del out, gradients
+    with torch.enable_grad(), _Births() as births:
+        out = block(inputs)
+        tape = [t.grad_fn for t in _tensors(_tree.leaves(out))]
+        del out
+        saved = sum(nbytes for _, nbytes in births.alive().values())
+        del tape
+    with torch.no_grad():
+        flops = work(block, x)
+    return Block(
+        kept=saved,
+        saved=saved,
+        forward=forward,
+        backward=max(backward - of_parameters, cotangents),
+        cotangents=cotangents,
+        gradients=of_parameters,
+        work=flops,
+    )
+
+
+def _leaving(boundaries: Sequence[Any]) -> list[list[int]]:
+    """``leaving[i][j]``: bytes of storages at boundary ``j`` that were not there at ``i``."""
+    n = len(boundaries)
+    born: dict[int, int] = {}
+    leaving = [[0] * n for _ in range(n)]
+    for j, state in enumerate(boundaries):
+        storages = {_torch.storage_key(t): t for t in _tensors(_tree.leaves(state))}
+        for key, t in storages.items():
+            birth = born.setdefault(key, j)
+            for i in range(birth):
+                leaving[i][j] += t.untyped_storage().nbytes()
+    return leaving
+
+
+@contextmanager
+def undisturbed(f: Any) -> Iterator[None]:
+    """Put generators back, and the buffers of modules that ``f`` (or a list of them) reaches."""
+    modules = reachable(None, f if isinstance(f, (list, tuple)) else [f])
+    buffers = {id(b): b for m in modules for b in m.buffers(recurse=False)}
+    before = [(b, b.detach().clone()) for b in buffers.values()]
+    attributes = [(m, dict(m.__dict__)) for m in modules]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with ExitStack() as stack:
+        stack.enter_context(_torch.cleared_interpreter_stack())
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        try:
+            yield
+        finally:
+            for m, d in attributes:
+                m.__dict__.clear()
+                m.__dict__.update(d)
+            with torch.no_grad():
+                for b, value in before:
+                    if not torch.equal(b, value):
+                        b.copy_(value)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    parts = tree if isinstance(tree, (list, tuple)) else [tree]
+    return [t for t in parts if isinstance(t, Tensor)]
+
+
+def as_blocks(f: Any) -> list[Callable[[Any], Any]] | None:
+    """The blocks of a chain, if that is what ``f`` is."""
+    if isinstance(f, nn.Sequential):
+        return list(f.children())
+    if isinstance(f, (list, tuple, nn.ModuleList)):
+        return list(f)
+    return None

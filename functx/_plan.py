@@ -1,0 +1,291 @@
+"""Plans: what to recompute so that a pullback fits in a budget, chosen by measuring and solving.
+
+The blocks of a chain are measured (`_costs`), all useful ways to cut it into regions are found
+(`_chain`), and the one with the least recompute is taken whose *measured* peak is within the
+budget: the model of memory only orders the candidates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from functx import _costs, _schedules
+from functx._chain import Tree, all_trees, tree_of, work_again
+from functx._costs import as_blocks, measured, pullback_peak, undisturbed, walk
+from functx._validate import check_callable, describe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which blocks of a chain to recompute. Prints as a table; a JSON value; call it to run it.
+
+    Attributes:
+        blocks: how many there are.
+        tree: blocks by number; a tuple in it is a region, which may hold regions.
+        budget: that was asked for, in bytes.
+        peak: measured of the forward and the backward pass under the plan, in bytes.
+        peak_without: likewise without any regions.
+        work: of the forward pass, in FLOPs.
+        again: work that the regions do again in a backward pass.
+        names: of the blocks.
+    """
+
+    blocks: int
+    tree: tuple[Any, ...]
+    budget: int
+    peak: int
+    peak_without: int
+    work: int
+    again: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The blocks that are in some region, by number."""
+        return tuple(i for part in self.tree if isinstance(part, tuple) for i in _flat(part))
+
+    def apply(self, blocks: Any) -> Callable[[Any], Any]:
+        """The chain of these blocks, cut as planned.
+
+        Args:
+            blocks: an ``nn.Sequential``, or as many callables as the plan was made for.
+
+        Returns:
+            A function from the input of the first block to the result of the last.
+
+        Raises:
+            ValueError: there are more blocks, or fewer.
+        """
+        parts = as_blocks(blocks)
+        if parts is None or len(parts) != self.blocks:
+            got = describe(blocks) if parts is None else f"{len(parts)}"
+            raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
+        tree = _lists(self.tree)
+        return lambda x: walk(tree, *parts, x)
+
+    def to_json(self) -> str:
+        """The plan as a JSON text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        try:
+            fields = json.loads(text)
+            fields["tree"], fields["names"] = _tuples(fields["tree"]), tuple(fields["names"])
+            plan = Plan(**fields)
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"functx.Plan.from_json: this is no plan ({error})") from error
+        if sorted(_flat(plan.tree)) != list(range(plan.blocks)):
+            raise ValueError("functx.Plan.from_json: this is no plan: its tree has other blocks")
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan that `save` wrote."""
+        return Plan.from_json(Path(path).read_text())
+
+    def __str__(self) -> str:
+        lines = [
+            f"budget {self.budget:>15,} bytes",
+            f"peak   {self.peak:>15,} bytes, {self.peak_without:,} without regions",
+            f"again  {self.again:>15,} FLOPs, {self.again / max(self.work, 1):.2f} forward passes",
+        ]
+        return "\n".join([*lines, *self._drawn(self.tree, "")])
+
+    def _drawn(self, tree: tuple[Any, ...], indent: str) -> list[str]:
+        lines = []
+        for part in tree:
+            if isinstance(part, tuple):
+                lines += [f"{indent}region", *self._drawn(part, indent + "    ")]
+            else:
+                lines.append(f"{indent}{part} {self.names[part] if self.names else ''}".rstrip())
+        return lines
+
+
+def plan(f: Any, x: Any, *, budget: int | float) -> Plan:
+    """Choose which blocks of a chain to recompute, so that its pullback fits in ``budget``.
+
+    Every block is measured; the cuts that recompute least are found by a dynamic programme over
+    all nestings of regions, and measured again as a whole, so that the peak is what was asked for
+    and not only expected to be. Derivatives are those of plain autograd, of every floating point
+    tensor in ``x`` and every parameter; their bytes are part of the peak.
+
+    Args:
+        f: blocks that are called one after another, each with the result of the one before: an
+            ``nn.Sequential``, an ``nn.ModuleList``, a list of callables.
+        x: what the first block is called with, any pytree.
+        budget: the most bytes that the forward and the backward pass may have live beside what
+            was there before; a float up to 1 is a share of what they have without regions.
+
+    Returns:
+        A `Plan`: ``plan.apply(f)(x)`` is ``f(x)`` with the regions of the plan.
+
+    Raises:
+        TypeError: ``f`` is no chain of callables; ``budget`` is no number.
+        ValueError: no plan fits; the message says what the least possible is.
+
+    Example:
+        >>> import torch, functx
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())] * 12
+        >>> x = torch.ones(500, 64)
+        >>> plan = functx.plan(layers, x, budget=0.6)
+        >>> plan.peak <= plan.budget <= 0.6 * plan.peak_without
+        True
+        >>> torch.equal(plan.apply(layers)(x), torch.nn.Sequential(*layers)(x))
+        True
+    """
+    blocks = as_blocks(f)
+    if blocks is None:
+        raise TypeError(
+            f"functx.plan: expected an nn.Sequential or a list of blocks, got {describe(f)}"
+        )
+    for block in blocks:
+        check_callable(block, "functx.plan")
+    if not blocks:
+        raise ValueError("functx.plan: there are no blocks")
+    with undisturbed(blocks):
+        everything: Tree = list(range(len(blocks)))
+        most = pullback_peak(lambda x: walk(everything, *blocks, x), x)
+        allowed = budget_in_bytes(budget, most, "functx.plan")
+        work = _costs.work(lambda: walk(everything, *blocks, x))
+        if most <= allowed:
+            tree, peak, again = everything, most, 0
+        else:
+            tree, peak, again = _fitting(blocks, x, allowed)
+    return Plan(
+        blocks=len(blocks),
+        tree=_tuples(tree),
+        budget=allowed,
+        peak=peak,
+        peak_without=most,
+        work=work,
+        again=again,
+        names=tuple(_name(block) for block in blocks),
+    )
+
+
+def budget_in_bytes(budget: Any, most: int, api: str) -> int:
+    """A budget, checked; a share of ``most`` if it is a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or a share larger than 1.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"{api}: budget must be a number of bytes or a float up to 1, got {describe(budget)}"
+        )
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(
+                f"{api}: budget is {budget}; a float is a share between 0 and 1, bytes are an int"
+            )
+        return int(budget * most)
+    if budget <= 0:
+        raise ValueError(f"{api}: budget is {budget} bytes")
+    return budget
+
+
+# So many blocks have few enough trees (90) to measure all of them.
+FEW = 5
+
+# The model of memory is no more than that. Others, that think more or less of a pullback or of what
+# regions hand on, propose further trees to measure.
+MODELS = ((1.0, 1.0), (1.4, 1.0), (0.6, 1.0), (1.0, 2.0))
+
+
+def _fitting(blocks: Any, x: Any, allowed: int) -> tuple[Tree, int, int]:
+    """The tree with the least work done again of those whose measured peak is allowed."""
+    chain = measured(blocks, x)
+    candidates = _Candidates(blocks, x, allowed, chain.work)
+    n = len(blocks)
+    if n <= FEW:
+        candidates.add(list(all_trees(0, n)))
+    else:
+        for factors in MODELS:
+            points = (chain if factors == MODELS[0] else chain.scaled(*factors)).frontier()
+            candidates.add_ordered([tree_of(point.tree) for point in points])
+        cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
+        candidates.add([[*(list(range(*cut)) for cut in c[:-1]), *range(*c[-1])] for c in cuts])
+    return candidates.best()
+
+
+class _Candidates:
+    """Trees that were measured."""
+
+    def __init__(self, blocks: Any, x: Any, allowed: int, work: list[int]) -> None:
+        self._blocks = blocks
+        self._x = x
+        self._allowed = allowed
+        self._work = work
+        self._peaks: dict[str, tuple[int, int, Tree]] = {}  # peak, work done again
+        self._least: int | None = None
+
+    def fits(self, tree: Tree) -> bool:
+        """Whether the measured peak of a tree is allowed."""
+        key = str(tree)
+        if key not in self._peaks:
+            peak = pullback_peak(lambda x: walk(tree, *self._blocks, x), self._x)
+            self._peaks[key] = (peak, work_again(tree, self._work), tree)
+        peak, again, _ = self._peaks[key]
+        if peak <= self._allowed and (self._least is None or again < self._least):
+            self._least = again
+        return peak <= self._allowed
+
+    def add(self, trees: list[Tree]) -> None:
+        """Measure those that could be better than what fits so far."""
+        for tree in sorted(trees, key=lambda tree: work_again(tree, self._work)):
+            if self._least is not None and work_again(tree, self._work) >= self._least:
+                return
+            self.fits(tree)
+
+    def add_ordered(self, trees: list[Tree]) -> None:
+        """Trees of more and more memory: find the last that fits, and look around there."""
+        low, high = -1, len(trees)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.fits(trees[middle]):
+                low = middle
+            else:
+                high = middle
+        self.add(trees[max(low - 3, 0) : low + 6])
+
+    def best(self) -> tuple[Tree, int, int]:
+        """The tree with the least work that fits, its peak, its work."""
+        fitting = [p for p in self._peaks.values() if p[0] <= self._allowed]
+        if not fitting:
+            raise ValueError(
+                f"functx.plan: no plan fits in {self._allowed:,} bytes; the least possible is "
+                f"{min(peak for peak, _, _ in self._peaks.values()):,} bytes"
+            )
+        peak, again, tree = min(fitting, key=lambda p: (p[1], p[0]))
+        return tree, peak, again
+
+
+def _name(block: Any) -> str:
+    return getattr(block, "__qualname__", None) or type(block).__name__
+
+
+def _flat(tree: Any) -> list[int]:
+    return [i for part in tree for i in (_flat(part) if isinstance(part, tuple) else [part])]
+
+
+def _tuples(tree: Any) -> tuple[Any, ...]:
+    return tuple(_tuples(p) if isinstance(p, (list, tuple)) else p for p in tree)
+
+
+def _lists(tree: Any) -> Tree:
+    return [_lists(p) if isinstance(p, (list, tuple)) else p for p in tree]
