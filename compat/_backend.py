@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 from functx import _torch, _tree
 from functx.compat._encoding import is_key
@@ -182,6 +183,10 @@ class JaxTransforms:
     def hessian(self, func: Callable[..., Any], argnums: Any = 0) -> Any:
         """``jax.hessian``."""
         return jax.hessian(func, argnums)
+
+    def checkpoint_name(self, x: Any, name: str) -> Any:
+        """``jax.ad_checkpoint.checkpoint_name``."""
+        return jax.tree.map(lambda a: checkpoint_name(a, name) if _is_array(a) else a, x)
 
     def remat(self, f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
         """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""

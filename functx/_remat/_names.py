@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _tree
+from functx._arrays import backend_of
 from functx._remat._capture import FirstRun
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
@@ -46,6 +47,8 @@ def checkpoint_name(x: Any, name: str) -> Any:
         raise TypeError(f"checkpoint_name: expected a string for a name, got {name!r}.")
     if isinstance(x, Tensor):
         return _named(x, name)
+    if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
+        return backend.checkpoint_name(x, name)
     return _tree.map_(lambda leaf: _named(leaf, name) if isinstance(leaf, Tensor) else leaf, x)
 
 
