@@ -1,0 +1,29 @@
+"""The snippets of docs/tutorials.md run, section by section."""
+
+import re
+
+import house
+import matplotlib
+import pytest
+
+TEXT = (house.ROOT / "docs" / "tutorials.md").read_text()
+SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TEXT, re.DOTALL))
+
+
+def test_there_is_one_for_each_usual_tutorial():
+    wanted = ("vmap", "tenth", "Sequential", "encoder", "Selective", "Nested", "ResNet", "U-Net")
+    for word in (*wanted, "memory and time", "measured memory"):
+        assert sum(word in title for title in SECTIONS) == 1
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_section(title, tmp_path, monkeypatch):
+    if "transformers" in SECTIONS[title]:
+        pytest.importorskip("transformers")
+    matplotlib.use("agg")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.DOTALL)
+    assert blocks
+    exec(compile("\n".join(blocks), title, "exec"), {"__name__": "tutorial"})
+    if "savefig" in SECTIONS[title]:
+        assert (tmp_path / "sweep.png").stat().st_size > 0
