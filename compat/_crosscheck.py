@@ -7,58 +7,94 @@ torch's peak and XLA's temporary bytes are shown side by side, since they count 
 
 from __future__ import annotations
 
-import re
+import platform
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 import functx
+from functx import _tree
+from functx._errors import LoweringError
+from functx.compat import _xla
+from functx.compat._case import Case, case_of
+from functx.compat._derivatives import TRANSFORMS, Library, as_torch_says, chosen, libraries
 from functx.compat._dlpack import array_from_torch
-from functx.compat._jax import KEEP_RECOMPUTE
-from functx.compat._kept import kept_by_jax, kept_by_torch
-from functx.compat._report import Crosscheck, Difference, Run
+from functx.compat._kept import Kept, kept_by_jax, kept_by_torch
+from functx.compat._operations import Operation, first_difference
+from functx.compat._precision import Difference, difference, in_float64
+from functx.compat._recompute import count
+from functx.compat._report import Crosscheck, Run
+from functx.compat._sources import noted, noting
 from functx.compat._to_jax import Lowered, to_jax
-
-InDims = Any
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-_DOT = re.compile(r"\b(?:dot|convolution|custom-call)\(")
 
 
 def crosscheck(
-    f: Callable[..., Any],
+    f: Callable[..., Any] | torch.nn.Module,
     *args: Any,
-    in_dims: InDims = None,
+    transforms: Sequence[str] | None = None,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    argnums: int | Sequence[int] = 0,
+    in_dims: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
     peak: bool = True,
     repeats: int = 0,
+    locate: bool = True,
     name: str | None = None,
 ) -> Crosscheck:
-    """Run a torch loss and its gradients in torch and in JAX, and compare.
+    """Run a torch function and its derivatives in torch and in JAX, and compare.
 
-    Without ``in_dims``, ``f(*args)`` is a scalar.  With it, ``f`` is the loss of one example:
-    ``functx.vmap`` and ``jax.vmap`` make the batch, the value compared is the mean, and the
-    per-example gradients ``vmap(grad(f))`` are compared as well.  Gradients are those of the first
-    argument.  JAX runs with 64-bit types on, so that no dtype changes on the way.
+    Nothing is raised when they differ; the object that is returned says how, and its
+    ``assert_agrees()`` raises.  JAX runs with 64-bit types on, so that no dtype changes on the way.
+
+    ======================  =====================================================================
+    transform               compared
+    ======================  =====================================================================
+    ``value``               every tensor of the result
+    ``grad``                the gradients of the result, reduced to a number
+    ``vmap(grad)``          the gradients of each example; needs ``in_dims``
+    ``jvp``                 the tangents of the result along a fixed direction
+    ``hvp``                 the derivative of ``grad`` along it
+    ``jacrev``, ``jacfwd``  the Jacobians of the result
+    ``hessian``             the second derivatives of the result, reduced to a number
+    ======================  =====================================================================
+
+    A result that is not one number is reduced by its product with fixed normal numbers; with
+    ``in_dims``, by the mean of that over the examples.
 
     Args:
-        f: a torch function to a scalar; it may contain `functx.remat`.
-        *args: pytrees of torch tensors.
-        in_dims: as in `functx.vmap`: which axis of each argument numbers the examples.
+        f: a torch function of pytrees of tensors, or a module, whose parameters are then the first
+            argument; it may contain `functx.remat`.
+        *args: its arguments, pytrees with torch tensors.
+        transforms: which of the above; by default ``value`` and ``grad`` (with ``in_dims`` also
+            ``vmap(grad)``), or ``value`` alone if nothing can be differentiated.
+        rtol: the difference allowed, relative to the largest entry of a tensor; by default 2e-5 in
+            float32, 1e-11 in float64, 2e-2 in float16, 1e-1 in bfloat16.
+        atol: the absolute difference allowed on top.
+        argnums: which positional arguments derivatives are taken in, by their real and complex
+            tensors; of a module, 0 is its parameters.
+        in_dims: as in `functx.vmap` (without an entry for a module's parameters); then ``f`` is the
+            function of one example.
+        kwargs: keyword arguments of ``f``; the examples share them.
         peak: whether to measure torch's peak and XLA's temporary bytes.
         repeats: how many times to run each for the times in seconds; 0 measures none.
+        locate: whether to find the first operation that differs, if numbers do.
         name: names the comparison; by default that of ``f``.
 
     Returns:
-        A `Crosscheck`: prints as a table, ``.to_json(path)``, ``.assert_agrees(rtol=...)``.
+        A `Crosscheck`: prints as a table, ``.to_json(path)``, ``.to_html(path)``,
+        ``.assert_agrees()``.
 
     Raises:
-        TypeError: if ``f`` is not callable, there is no argument, an argument is a JAX array, or
-            the loss is not a scalar.
+        TypeError: if ``f`` is no torch function, there is no argument, an argument is an array of
+            another framework, or a derivative is asked for where there is none.
+        ValueError: for unknown transforms, or ``argnums`` or ``in_dims`` that don't fit.
         LoweringError: if ``f`` can't be expressed in JAX.
 
     Example:
@@ -66,108 +102,126 @@ def crosscheck(
         >>> from functx.compat import crosscheck
         >>> w, x = torch.randn(3, 3), torch.randn(5, 3)
         >>> report = crosscheck(lambda w, x: torch.tanh(x @ w).sum(), w, x, in_dims=(None, 0))
-        >>> report.assert_agrees(rtol=1e-5)
+        >>> report.assert_agrees()
     """
-    _validate(f, args)
+    case = case_of(f, args, kwargs or {}, argnums, in_dims, name)
     with jax.enable_x64(True):
-        return _compare(f, args, in_dims, peak, repeats, name or _name(f))
-
-
-def _name(f: Any) -> str:
-    return str(getattr(f, "__name__", type(f).__name__))
-
-
-def _validate(f: Any, args: Sequence[Any]) -> None:
-    if not callable(f):
-        raise TypeError(f"crosscheck takes a torch function, not {type(f).__name__}")
-    if not args:
-        raise TypeError(
-            "crosscheck needs the arguments of the function; the gradient is in the first"
-        )
-    for leaf in jax.tree_util.tree_leaves(args):
-        if isinstance(leaf, jax.Array | np.ndarray):
-            raise TypeError(
-                "crosscheck converts arguments itself: pass torch tensors, not"
-                f" {type(leaf).__name__}"
-            )
+        try:
+            return _compare(case, transforms, rtol, atol, peak, repeats, locate)
+        except LoweringError as error:
+            if "random" in str(error):
+                error.add_note(
+                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
+                    " instead, with functx.compat.random, and pass the key as an argument"
+                )
+            raise
 
 
 def _compare(
-    f: Callable[..., Any], args: Any, in_dims: InDims, peak: bool, repeats: int, name: str
+    case: Case,
+    transforms: Sequence[str] | None,
+    rtol: float | None,
+    atol: float,
+    peak: bool,
+    repeats: int,
+    locate: bool,
 ) -> Crosscheck:
-    jax_args = to_arrays(args)
-    lowered = to_jax(f)
-    torch_batch, jax_batch = _batched(in_dims)
-    torch_loss, jax_loss = torch_batch(f), jax_batch(lowered)
-    _check_scalar(torch_loss(*args), name)
-    torch_fns = {"value": torch_loss, "gradient": functx.grad(torch_loss)}
-    jax_fns = {"value": jax_loss, "gradient": jax.grad(jax_loss)}
-    if in_dims is not None:
-        torch_fns["per-example gradient"] = functx.vmap(functx.grad(f), in_dims)
-        jax_fns["per-example gradient"] = jax.vmap(jax.grad(lowered), in_dims)
-    wide = _wide(args)
-    runs, differences = {}, {}
-    for what, torch_fn in torch_fns.items():
-        program = _compiled(jax_fns[what], jax_args)
-        ours, theirs = torch_fn(*args), program(*jax_args)
-        differences[what] = _difference(ours, theirs, _reference(torch_fn, wide))
-        runs[what] = Run(
-            torch_peak=functx.memory.peak(torch_fn, *args) if peak else None,
-            xla_temp=int(program.memory_analysis().temp_size_in_bytes) if peak else None,
-            torch_seconds=_seconds(partial(torch_fn, *args), repeats),
-            jax_seconds=_seconds(partial(_finish, program, jax_args), repeats),
-            dots=count_dots(program),
+    lowered = to_jax(case.function)
+    ours, theirs = libraries(case, lowered)
+    torch_args = (case.primals, case.rest)
+    jax_args = _arrays(case.primals), _arrays(case.rest)
+    results = ours.value(*torch_args)
+    differentiable = bool(case.primals) and any(
+        x.is_floating_point() or x.is_complex() for x in results
+    )
+    differences: dict[str, Difference] = {}
+    runs: dict[str, Run] = {}
+    names = chosen(transforms, case, differentiable)
+    kept: tuple[Kept | None, Kept | None] = (None, None)
+    if any(what != "value" for what in names):
+        kept = _kept(ours, theirs, lowered, jax_args)
+    for what in names:
+        in_torch, in_jax = TRANSFORMS[what](ours), TRANSFORMS[what](theirs)
+        program = _xla.compiled(in_jax, *jax_args)
+        got = _tree.leaves(in_torch(*torch_args))
+        expected = as_torch_says(what, jax.tree_util.tree_leaves(program(*jax_args)))
+        reference = in_float64(lambda *xs, f=in_torch: _tree.leaves(f(*xs)), *torch_args)
+        differences[what] = difference(
+            got, expected, reference, _result_paths(what, case, len(got)), rtol, atol
         )
-    closed_over, arrays = _closed_over(lowered, in_dims, jax_args)
+        products = None
+        if what != "value":
+            regions = kept[1] is not None and kept[1].regions
+            merged = _xla.compiled(in_jax, *jax_args, keep=False) if regions else program
+            products = count(partial(in_torch, *torch_args), program, merged)
+        runs[what] = Run(
+            torch_peak=functx.memory.peak(in_torch, *torch_args) if peak else None,
+            xla_temp=_xla.temporary_bytes(program) if peak else None,
+            torch_seconds=_seconds(partial(in_torch, *torch_args), repeats),
+            jax_seconds=_seconds(partial(_finish, program, jax_args), repeats),
+            products=products,
+        )
+    differ = [what for what, d in differences.items() if not d.agrees]
+    first = None
+    if locate and differ:
+        first = _first(case, jax_args, differ != ["value"], rtol, atol)
     return Crosscheck(
-        name=name,
+        name=case.name,
         differences=differences,
         runs=runs,
-        kept_torch=kept_by_torch(torch_loss, args, closed_over),
-        kept_jax=kept_by_jax(lowered, jax_args, jax_batch, arrays),
-        merged_dots=count_dots(jax.jit(jax_fns["gradient"]).lower(*jax_args).compile()),
+        kept_torch=kept[0],
+        kept_jax=kept[1],
+        first=first,
+        searched=locate and bool(differ),
+        barriers_kept=_xla.keep_recompute()[1],
+        environment=_environment(),
     )
 
 
-def _batched(in_dims: InDims) -> tuple[Wrapper, Wrapper]:
-    """How a framework makes the loss of the batch from that of one example."""
-    if in_dims is None:
-        return _itself, _itself
-    return partial(_mean, functx.vmap, in_dims), partial(_mean, jax.vmap, in_dims)
+def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:
+    return [array_from_torch(x) for x in xs]
 
 
-def _itself(f: Callable[..., Any]) -> Callable[..., Any]:
-    return f
+def _result_paths(what: str, case: Case, number: int) -> list[str]:
+    if what in ("value", "jvp"):
+        return case.result_paths
+    return case.paths if number == len(case.paths) else [f"[{n}]" for n in range(number)]
 
 
-def _mean(vmap: Any, in_dims: InDims, f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: vmap(f, in_dims)(*args).mean()
+def _kept(
+    ours: Library, theirs: Library, lowered: Lowered, jax_args: tuple[list[Any], list[Any]]
+) -> tuple[Kept, Kept]:
+    """Bytes kept of the loss at region boundaries, in torch and in JAX."""
+    case = ours.case
+    program = lowered.program(*_first_example(case, jax_args))
+
+    def observed(observe: Any) -> Callable[..., Any]:
+        return replace(theirs, one=partial(lowered.observed, observe)).loss
+
+    return (
+        kept_by_torch(ours.loss, (case.primals, case.rest), program.captures),
+        kept_by_jax(observed, jax_args, lowered.captured(program)),
+    )
 
 
-def _check_scalar(value: Any, name: str) -> None:
-    if not isinstance(value, torch.Tensor) or value.ndim:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
-        raise TypeError(
-            f"crosscheck needs a function to a scalar tensor, but {name} returned {got}; sum or"
-            " average it, or give in_dims if the function is the loss of one example"
-        )
+def _first_example(case: Case, args: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+    """The arguments of one call of the case's function, of tensors or of arrays."""
+    dims = (case.primal_dims, case.rest_dims)
+    first = [
+        [x if d is None else x[(slice(None),) * (d % x.ndim) + (0,)] for x, d in zip(xs, ds)]
+        for xs, ds in zip(args, dims)
+    ]
+    return first[0], first[1]
 
 
-def to_arrays(tree: Any) -> Any:
-    """A pytree of torch tensors as JAX arrays; everything else as it is."""
-    convert = lambda x: array_from_torch(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    return jax.tree_util.tree_map(convert, tree)
-
-
-def _compiled(f: Callable[..., Any], args: Any) -> Any:
-    """Compiled so that a recompute stays one (XLA's CPU compiler would merge it away)."""
-    options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
-    return jax.jit(f).lower(*args).compile(compiler_options=options)
-
-
-def count_dots(compiled: Any) -> int:
-    """Matrix products and convolutions in a compiled program."""
-    return len(_DOT.findall(compiled.as_text()))
+def _first(
+    case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
+) -> Operation | None:
+    """The first operation that differs, for the first example."""
+    with noting():
+        program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
+    primals, rest = _first_example(case, (case.primals, case.rest))
+    return first_difference(program, [*primals, *rest], derivatives, rtol, atol)
 
 
 def _finish(program: Any, args: Any) -> None:
@@ -186,70 +240,11 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float | None:
     return min(times)
 
 
-def _wide(args: Any) -> Any:
-    def widen(x: Any) -> Any:
-        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    return jax.tree_util.tree_map(widen, args)
-
-
-def _reference(f: Callable[..., Any], wide: Any) -> Any:
-    # A function that closes over float32 parameters can't run in float64; then there is no
-    # reference, and the report says so.
-    try:
-        return f(*wide)
-    except RuntimeError as err:
-        if "dtype" in str(err) or "type" in str(err):
-            return None
-        raise
-
-
-def _difference(ours: Any, theirs: Any, reference: Any) -> Difference:
-    a = [_numbers(x) for x in jax.tree_util.tree_leaves(ours)]
-    b = [np.asarray(x, np.float64) for x in jax.tree_util.tree_leaves(theirs)]
-    shapes = [x.shape for x in a], [x.shape for x in b]
-    if shapes[0] != shapes[1]:
-        raise AssertionError(f"torch and JAX disagree about shapes: {shapes[0]} and {shapes[1]}")
-    r = None
-    if reference is not None:
-        r = [_numbers(x) for x in jax.tree_util.tree_leaves(reference)]
-    scale = max((np.abs(x).max(initial=0.0) for x in r or a), default=0.0)
-    scale = float(scale) or 1.0
-    absolute = _largest(a, b)
-    return Difference(
-        absolute=absolute,
-        relative=absolute / scale,
-        torch_error=None if r is None else _largest(a, r) / scale,
-        jax_error=None if r is None else _largest(b, r) / scale,
-    )
-
-
-def _numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    return x.detach().double().cpu().numpy()
-
-
-def _largest(a: Sequence[Any], b: Sequence[Any]) -> float:
-    differences = [np.abs(x - y).max(initial=0.0) for x, y in zip(a, b)]
-    # A NaN on one side only must not vanish in a maximum.
-    return float(np.max(differences, initial=0.0)) if differences else 0.0
-
-
-def _closed_over(
-    lowered: Lowered, in_dims: InDims, jax_args: Any
-) -> tuple[list[torch.Tensor], list[jax.Array]]:
-    example = jax_args
-    if in_dims is not None:
-        example = _first_example(in_dims, jax_args)
-    program = lowered.program(*example)
-    return list(program.captures), lowered.captured(program)
-
-
-def _first_example(in_dims: InDims, args: Any) -> Any:
-    shapes: list[Any] = []
-
-    def record(*xs: Any) -> Any:
-        shapes.append(jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), xs))
-        return 0.0
-
-    jax.eval_shape(lambda *xs: jax.vmap(record, in_dims)(*xs), *args)
-    return shapes[0]
+def _environment() -> dict[str, str]:
+    return {
+        "functx": functx.__version__,
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "jax device": str(jnp.zeros(()).device),
+        "machine": platform.machine(),
+    }

@@ -1,23 +1,26 @@
 """Bytes kept at region boundaries, measured in each framework by its own means.
 
 Both sides answer one question: of the arrays that entered an outermost ``remat`` region, which does
-the pullback keep alive, and how many bytes are they?  In torch, a storage that is still alive after
-the arguments and all results were dropped is kept.  In JAX, an array that is a leaf of the function
-that ``jax.vjp`` returns is kept.  Neither is derived from the other, from shapes or from the graph.
+the pullback keep alive, and how many bytes are they?  In torch, a tensor is kept whose storage is
+still alive after the arguments and all results were dropped.  In JAX, an array is kept that is a
+leaf of the function that ``jax.vjp`` returns.  Neither is derived from the other, from shapes or
+from the graph.
 
-A view in torch shares its storage, where JAX makes a new array: an array that holds exactly the
-bytes of an argument (reshaped) counts as that argument on both sides.
+A view in torch shares its storage, where JAX makes a new array.  An array that holds exactly the
+bytes of an argument (reshaped) counts as that argument on both sides, and a view of an activation
+counts with the bytes that it shows; those of the whole storages are given as well.
 
-Arrays that several regions take count once.  Arguments (parameters and data) and activations are
-counted apart; tensors that the function closes over are alive anyway and count as neither.
+Arrays that several regions take count once, for the first of them.  Arguments (parameters and data)
+and activations are counted apart; tensors that the function closes over are alive anyway and count
+as neither.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,8 +32,20 @@ from functx._remat import on_region
 from functx.compat._jax import buffer_pointer, concrete
 from functx.compat._torch import base_of, storage_key
 
-if TYPE_CHECKING:
-    from functx.compat._to_jax import Lowered
+
+@dataclass(frozen=True)
+class Region:
+    """What a pullback keeps of the arrays that one region was the first to take.
+
+    Attributes:
+        name: of the region's function.
+        activations: bytes computed by the function that is differentiated.
+        arguments: bytes of its arguments.
+    """
+
+    name: str
+    activations: int
+    arguments: int
 
 
 @dataclass(frozen=True)
@@ -41,11 +56,49 @@ class Kept:
         activations: bytes computed by the function.
         arguments: bytes of the function's arguments.
         regions: how many outermost regions ran.
+        by_region: the same of each region, in the order in which they ran.
+        storages: bytes of the buffers that hold the activations; in torch those of whole storages,
+            of which a region may have taken views.
     """
 
     activations: int
     arguments: int
     regions: int
+    by_region: tuple[Region, ...] = ()
+    storages: int = 0
+
+
+Buffer = tuple[int, int, int]  # address or storage, offset, bytes
+
+
+def _kept(
+    entered: Sequence[tuple[str, dict[Buffer, int]]], ours: set[int], outside: set[int]
+) -> Kept:
+    """Sum up what each region keeps.
+
+    Args:
+        entered: names of the regions, and bytes of the buffers that each took and that live.
+        ours: addresses of arguments.
+        outside: addresses of what the function closes over.
+    """
+    seen: set[Buffer] = set()
+    regions = []
+    for name, live in entered:
+        fresh = {k: size for k, size in live.items() if k not in seen}
+        seen |= fresh.keys()
+        regions.append(
+            Region(
+                name,
+                sum(size for k, size in fresh.items() if k[0] not in ours | outside),
+                sum(size for k, size in fresh.items() if k[0] in ours),
+            )
+        )
+    return Kept(
+        sum(r.activations for r in regions),
+        sum(r.arguments for r in regions),
+        len(regions),
+        tuple(regions),
+    )
 
 
 def kept_by_torch(
@@ -61,16 +114,18 @@ def kept_by_torch(
     Returns:
         The bytes kept.
     """
-    entered: dict[int, tuple[StorageWeakRef, int]] = {}
-    regions = 0
+    entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
 
     def record(inputs: list[torch.Tensor], name: str) -> None:
-        nonlocal regions
-        regions += 1
+        buffers = {}
         for x in inputs:
             x = base_of(x)
             storage = x.untyped_storage()
-            entered[storage_key(x)] = (StorageWeakRef(storage), storage.nbytes())
+            # An expanded view shows more bytes than there are.
+            shown = min(x.numel() * x.element_size(), storage.nbytes())
+            buffer = (storage_key(x), int(x.storage_offset()), shown)
+            buffers[buffer] = (StorageWeakRef(storage), storage.nbytes())
+        entered.append((name, buffers))
 
     clones = jax.tree_util.tree_map(
         lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, list(args)
@@ -83,11 +138,15 @@ def kept_by_torch(
     rest.clear()
     del clones, first, value
     gc.collect()
-    live = {k: size for k, (ref, size) in entered.items() if not ref.expired()}
+    live = [
+        (name, {k: size for k, (ref, size) in buffers.items() if not ref.expired()})
+        for name, buffers in entered
+    ]
     del pullback
-    arguments = sum(size for k, size in live.items() if k in ours)
-    activations = sum(size for k, size in live.items() if k not in ours and k not in outside)
-    return Kept(activations, arguments, regions)
+    kept = _kept([(name, {k: k[2] for k in buffers}) for name, buffers in live], ours, outside)
+    whole = {k[0]: size for _, buffers in live for k, size in buffers.items()}
+    held = sum(size for k, size in whole.items() if k not in ours | outside)
+    return replace(kept, storages=held)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -98,17 +157,17 @@ class _Recorder:
     """Collects the concrete arrays that pass a point of an eagerly differentiated function."""
 
     def __init__(self) -> None:
-        self.arrays: list[Any] = []
-        self.regions = 0
+        self.regions: list[tuple[str, list[Any]]] = []
 
     def __call__(self, operands: Sequence[Any], name: str) -> list[Any]:
-        self.regions += 1
-        return [self._pass(x) for x in operands]
+        arrays: list[Any] = []
+        self.regions.append((name, arrays))
+        return [self._pass(x, arrays) for x in operands]
 
-    def _pass(self, x: Any) -> Any:
+    def _pass(self, x: Any, arrays: list[Any]) -> Any:
         x_now = concrete(x)
         if not isinstance(x_now, jax.core.Tracer):  # no derivative is taken of it
-            self.arrays.append(x_now)
+            arrays.append(x_now)
             return x
 
         @jax.custom_jvp
@@ -118,43 +177,43 @@ class _Recorder:
         @passing.defjvp
         def _(primals: Any, tangents: Any) -> Any:
             # Public API hands over the primal here; with an eager vjp it is the array itself.
-            self.arrays.append(concrete(primals[0]))
+            arrays.append(concrete(primals[0]))
             return primals[0], tangents[0]
 
         return passing(x)
 
 
 def kept_by_jax(
-    lowered: Lowered,
+    observed: Callable[[Any], Callable[..., Any]],
     args: Sequence[Any],
-    batched: Callable[[Callable[..., Any]], Callable[..., Any]],
     closed_over: Sequence[Any] = (),
 ) -> Kept:
     """Bytes that ``jax.vjp`` keeps, from the leaves of the function that it returns.
 
     Args:
-        lowered: the lowered torch function.
+        observed: given an observer of operands (see ``Lowered.observed``), the lowered function to
+            a scalar, differentiated in its first argument.
         args: pytrees of JAX arrays.
-        batched: turns the function of one example into that of the batch (or is the identity).
         closed_over: arrays of the surroundings, which are not counted.
 
     Returns:
         The bytes kept.
     """
     recorder = _Recorder()
-    f = batched(lambda *xs: lowered.observed(recorder, *xs))
+    f = observed(recorder)
     _, pullback = jax.vjp(lambda p: f(p, *args[1:]), args[0])
     leaves = [x for x in jax.tree_util.tree_leaves(pullback) if isinstance(x, jax.Array)]
     sizes = {buffer_pointer(x): x.nbytes for x in leaves}
-    entered = {buffer_pointer(x) for x in recorder.arrays}
-    live = {k: size for k, size in sizes.items() if k in entered}
+    live = [
+        (name, {(k, 0, sizes[k]): sizes[k] for k in map(buffer_pointer, arrays) if k in sizes})
+        for name, arrays in recorder.regions
+    ]
     given = [x for x in jax.tree_util.tree_leaves(list(args)) if isinstance(x, jax.Array)]
     ours = {buffer_pointer(x) for x in given}
-    ours |= {buffer_pointer(x) for x in recorder.arrays if _is_reshaped(x, given)}
-    outside = {buffer_pointer(x) for x in closed_over}
-    arguments = sum(size for k, size in live.items() if k in ours)
-    activations = sum(size for k, size in live.items() if k not in ours and k not in outside)
-    return Kept(activations, arguments, recorder.regions)
+    entered = [x for _, arrays in recorder.regions for x in arrays]
+    ours |= {buffer_pointer(x) for x in entered if _is_reshaped(x, given)}
+    kept = _kept(live, ours, {buffer_pointer(x) for x in closed_over})
+    return replace(kept, storages=kept.activations)
 
 
 def _is_reshaped(x: jax.Array, given: Sequence[jax.Array]) -> bool:

@@ -6,28 +6,14 @@ import importlib.util
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from functx.compat._kept import Kept
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far torch's and JAX's numbers are apart, over all leaves of a result.
-
-    Attributes:
-        absolute: the largest absolute difference.
-        relative: the same, divided by the largest magnitude of the reference.
-        torch_error: torch's largest distance from its own float64 result, relative; None if the
-            function can't run in float64.
-        jax_error: JAX's distance from it.
-    """
-
-    absolute: float
-    relative: float
-    torch_error: float | None
-    jax_error: float | None
+from functx.compat._operations import Operation
+from functx.compat._precision import Difference
+from functx.compat._recompute import Products
 
 
 @dataclass(frozen=True)
@@ -39,14 +25,14 @@ class Run:
         xla_temp: temporary bytes of the compiled JAX program.
         torch_seconds: the fastest of the repetitions.
         jax_seconds: the same in JAX, compiled.
-        dots: matrix products and convolutions in the compiled JAX program.
+        products: matrix products and convolutions, and how many of them are recomputed.
     """
 
     torch_peak: int | None
     xla_temp: int | None
     torch_seconds: float | None
     jax_seconds: float | None
-    dots: int
+    products: Products | None
 
 
 @dataclass(frozen=True)
@@ -55,89 +41,164 @@ class Crosscheck:
 
     Attributes:
         name: of the function.
-        differences: of ``"value"``, ``"gradient"`` and, with ``in_dims``,
-            ``"per-example gradient"``.
-        runs: memory and time of each of them.
-        kept_torch: bytes that torch's pullback keeps at region boundaries.
+        differences: by transform: ``"value"``, ``"grad"``, ``"vmap(grad)"``, ...
+        runs: memory, time and products of each of them.
+        kept_torch: bytes that torch's pullback keeps at region boundaries; None if nothing was
+            differentiated.
         kept_jax: bytes that JAX's pullback keeps there.
-        merged_dots: products in the gradient if XLA is left to merge recomputations.
+        first: the first operation that differs, if a value or derivative does and one was found.
+        searched: whether it was looked for.
+        barriers_kept: whether XLA was seen to keep recomputations in the programs measured here.
+        environment: versions and devices.
     """
 
     name: str
     differences: dict[str, Difference]
     runs: dict[str, Run]
-    kept_torch: Kept
-    kept_jax: Kept
-    merged_dots: int
+    kept_torch: Kept | None
+    kept_jax: Kept | None
+    first: Operation | None = None
+    searched: bool = False
+    barriers_kept: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def kept_equal(self) -> bool:
-        """Whether both frameworks keep the same activations at the same number of regions.
+        """Whether both frameworks keep the same activations at each region boundary.
 
         Arguments are alive anyway; JAX drops those that no derivative reads (a last bias, say).
         """
         a, b = self.kept_torch, self.kept_jax
-        return (a.activations, a.regions) == (b.activations, b.regions)
+        if a is None or b is None:
+            return a is b
+        by_region = [[r.activations for r in kept.by_region] for kept in (a, b)]
+        return (a.activations, a.regions) == (b.activations, b.regions) and (
+            by_region[0] == by_region[1]
+        )
 
-    def assert_agrees(self, rtol: float = 1e-5) -> None:
+    @property
+    def agrees(self) -> bool:
+        """Whether all numbers are within what is allowed, and the bytes kept are equal."""
+        return not self.problems()
+
+    def problems(self, rtol: float | None = None) -> list[str]:
+        """What the frameworks disagree about, a sentence each.
+
+        Args:
+            rtol: the largest difference allowed, relative to the largest magnitude of a tensor; by
+                default what the comparison was made with.
+        """
+        found = []
+        for what, d in self.differences.items():
+            allowed = d.allowed if rtol is None else rtol
+            if d.agrees if rtol is None else d.relative <= rtol:
+                continue
+            found.append(
+                f"the {what} differs at {d.where} ({d.dtype}) by {d.relative:.3g} relative"
+                f" ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than rtol={allowed:g}"
+                f"{_whose(d)}"
+            )
+        if found and self.first is not None:
+            found.append(f"first: {self.first}")
+        elif found and self.searched:
+            found.append(
+                "first: no operation; each by itself has the same values and first derivatives."
+                " What is left are second derivatives, batching, and where derivatives stop"
+            )
+        if not self.kept_equal and self.kept_torch is not None and self.kept_jax is not None:
+            found.append(
+                f"bytes kept at region boundaries differ: torch {_say(self.kept_torch)}, JAX"
+                f" {_say(self.kept_jax)}{_where(self.kept_torch, self.kept_jax)}; the cuts are not"
+                " at the same places"
+            )
+        return found
+
+    def assert_agrees(self, rtol: float | None = None) -> None:
         """Raise unless the frameworks agree.
 
         Args:
-            rtol: the largest difference allowed, relative to the largest magnitude.
+            rtol: as in `problems`.
 
         Raises:
-            AssertionError: naming each quantity that differs, and by how much.
+            AssertionError: naming each quantity that differs and by how much, the operation where
+                it starts, and the regions whose bytes differ.
         """
-        problems = [
-            f"the {what} differs by {d.relative:.3g} relative ({d.absolute:.3g} absolute), more"
-            f" than rtol={rtol:g}{_whose(d)}"
-            for what, d in self.differences.items()
-            if not d.relative <= rtol
-        ]
-        if not self.kept_equal:
-            problems.append(
-                f"bytes kept at region boundaries differ: torch {_say(self.kept_torch)}, JAX"
-                f" {_say(self.kept_jax)}; the cuts are not at the same places"
-            )
+        problems = self.problems(rtol)
         if problems:
-            raise AssertionError(f"{self.name}: " + "; ".join(problems))
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            raise AssertionError(f"torch and JAX disagree about {self.name}:{lines}")
 
-    def to_json(self, path: str | Path) -> None:
+    def figures(self) -> dict[str, Any]:
+        """All figures as plain numbers, lists and dictionaries."""
+        return {**asdict(self), "kept_equal": self.kept_equal, "agrees": self.agrees}
+
+    def to_json(self, path: str | Path) -> Path:
         """Write all figures to a file.
 
         Args:
             path: where to.
+
+        Returns:
+            The path.
         """
-        text = json.dumps({**asdict(self), "kept_equal": self.kept_equal}, indent=2)
-        Path(path).write_text(text + "\n")
+        path = Path(path)
+        path.write_text(json.dumps(self.figures(), indent=2) + "\n")
+        return path
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page with all figures that needs no other file.
+
+        Args:
+            path: where to.
+
+        Returns:
+            The path.
+        """
+        from functx.compat._html import page
+
+        path = Path(path)
+        path.write_text(page(self))
+        return path
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """The table: quantity, torch, JAX, verdict."""
         for what, d in self.differences.items():
             yield (
-                f"{what}: distance from float64",
-                _small(d.torch_error),
-                _small(d.jax_error),
-                f"apart {d.relative:.1e}",
+                f"{what}: distance from float64, ulp",
+                _ulps(d.torch_ulps),
+                _ulps(d.jax_ulps),
+                f"apart {_ulps(d.ulps)} ulp, {d.relative:.1e}" + ("" if d.agrees else " DIFFERENT"),
             )
-        kept = (("activations", "activations"), ("arguments", "arguments"), ("regions", "regions"))
-        for label, attribute in kept:
-            a, b = getattr(self.kept_torch, attribute), getattr(self.kept_jax, attribute)
-            what = "regions" if label == "regions" else f"bytes kept at regions, {label}"
-            differs = "DIFFERENT" if label != "arguments" else f"{a - b:,} not read"
-            yield what, f"{a:,}", f"{b:,}", "equal" if a == b else differs
+        if self.kept_torch is not None and self.kept_jax is not None:
+            yield from self._kept_rows(self.kept_torch, self.kept_jax)
         for what, run in self.runs.items():
             if run.torch_peak is not None:
-                yield (
-                    f"{what}: peak / XLA temporary bytes",
-                    _count(run.torch_peak),
-                    _count(run.xla_temp),
-                    "",
-                )
+                names = f"{what}: peak / XLA temporary bytes"
+                yield names, _count(run.torch_peak), _count(run.xla_temp), ""
             if run.torch_seconds is not None:
                 yield f"{what}: seconds", _time(run.torch_seconds), _time(run.jax_seconds), ""
-        gradient = self.runs["gradient"].dots
-        yield "products in the gradient", "", str(gradient), f"{self.merged_dots} if XLA may merge"
+            p = run.products
+            if p is not None:
+                recomputed = f"{p.torch_recomputed} and {p.jax_recomputed} recomputed"
+                said = recomputed if p.torch_recomputed or p.jax_recomputed else ""
+                yield f"{what}: matrix products", str(p.torch), str(p.jax), said
+        if self.first is not None:
+            source = self.first.source
+            where = f"{Path(source.file).name}:{source.line}" if source else ""
+            yield f"first {self.first.what} that differs", self.first.name, "", where
+
+    def _kept_rows(self, a: Kept, b: Kept) -> Iterator[tuple[str, str, str, str]]:
+        for attribute in ("activations", "arguments", "regions"):
+            x, y = getattr(a, attribute), getattr(b, attribute)
+            what = attribute if attribute == "regions" else f"bytes kept at regions, {attribute}"
+            differs = "DIFFERENT" if attribute != "arguments" else f"{x - y:,} not read"
+            yield what, f"{x:,}", f"{y:,}", "equal" if x == y else differs
+        for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
+            if r.activations != s.activations:
+                sizes = f"{r.activations:,}", f"{s.activations:,}"
+                yield f"region {n}, {r.name}", *sizes, "DIFFERENT"
+        if a.storages != a.activations:
+            yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
     def __str__(self) -> str:
         header = ("", "torch", "JAX", "")
@@ -149,9 +210,22 @@ class Crosscheck:
 
 
 def _whose(d: Difference) -> str:
-    if d.torch_error is None or d.jax_error is None:
+    if d.torch_ulps is None or d.jax_ulps is None:
         return ""
-    return f" (from float64: torch {d.torch_error:.3g}, JAX {d.jax_error:.3g})"
+    said = (
+        f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and JAX"
+        f" {_ulps(d.jax_ulps)} ulp"
+    )
+    if d.torch_ulps > 4 * d.jax_ulps:
+        return f"{said}: it is torch that has lost precision"
+    return said
+
+
+def _where(a: Kept, b: Kept) -> str:
+    for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
+        if r.activations != s.activations:
+            return f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
+    return ""
 
 
 def _say(kept: Kept) -> str:
@@ -161,8 +235,10 @@ def _say(kept: Kept) -> str:
     )
 
 
-def _small(x: float | None) -> str:
-    return "no reference" if x is None else f"{x:.1e}"
+def _ulps(x: float | None) -> str:
+    if x is None:
+        return "no reference"
+    return f"{x:.3g}" if x < 1e4 else f"{x:.1e}"
 
 
 def _count(x: int | None) -> str:
@@ -176,12 +252,13 @@ def _time(x: float | None) -> str:
 def _rich(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(*header, title=title)
     for column in (1, 2):
         table.columns[column].justify = "right"
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     out = io.StringIO()
     Console(file=out, width=110).print(table)
     return out.getvalue().rstrip()

@@ -31,6 +31,11 @@ if _optree is not None:
         """The tree that ``flatten`` took apart, with other leaves."""
         return _optree.tree_unflatten(spec, leaves)
 
+    def paths(tree: Any) -> list[str]:
+        """Where each leaf is, as code: ``"['weights'][0]"``."""
+        found = _optree.tree_accessors(tree, none_is_leaf=True, namespace="torch")
+        return [accessor.codify("") for accessor in found]
+
 else:
 
     def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -40,6 +45,11 @@ else:
     def unflatten(spec: TreeSpec, leaves: Any) -> Any:
         """The tree that ``flatten`` took apart, with other leaves."""
         return _torch_pytree.tree_unflatten(leaves, spec)
+
+    def paths(tree: Any) -> list[str]:
+        """Where each leaf is, as code: ``"['weights'][0]"``."""
+        found, _ = _torch_pytree.tree_flatten_with_path(tree)
+        return [_torch_pytree.keystr(path) for path, _ in found]
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -167,6 +167,7 @@ def attach(
     finally:
         _torch.set_single_level_function_allowed(allowed)
     kept = [t for t, need in zip(tensors, frame.needed()) if need]
-    notify([*kept, *region.kept], region.options.name)
+    if region.outer is None:
+        notify([*kept, *region.kept], region.options.name)
     taped = iter(results)
     return [next(taped) if r else o for o, r in zip(outs, requires)]

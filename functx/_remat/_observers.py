@@ -1,10 +1,11 @@
-"""Telling whoever asks which regions keep what."""
+"""Telling whoever asks which regions keep what, and when they run again."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from torch import Tensor
 class _Observers(threading.local):
     def __init__(self) -> None:
         self.callbacks: list[Callable[[list[Tensor], str], None]] = []
+        self.of_replays: list[Callable[[str], AbstractContextManager[Any]]] = []
 
 
 _observers = _Observers()
@@ -19,7 +21,7 @@ _observers = _Observers()
 
 @contextmanager
 def on_region(callback: Callable[[list[Tensor], str], None]) -> Iterator[None]:
-    """Call ``callback(inputs, name)`` for each region of this thread that gets an autograd node.
+    """Call ``callback(inputs, name)`` for each outermost region that gets an autograd node.
 
     Args:
         callback: receives the tensors the node keeps (explicit inputs, then captures) as they
@@ -37,3 +39,24 @@ def notify(inputs: Sequence[Tensor], name: str) -> None:
     """Tell the observers of this thread about a node that was attached."""
     for callback in _observers.callbacks:
         callback(list(inputs), name)
+
+
+@contextmanager
+def on_replay(around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter ``around(name)`` around each replay of a region in this thread."""
+    _observers.of_replays.append(around)
+    try:
+        yield
+    finally:
+        _observers.of_replays.remove(around)
+
+
+def observed(replay: AbstractContextManager[Any], name: str) -> AbstractContextManager[Any]:
+    """The context of a replay, with what its observers want around it."""
+    if not _observers.of_replays:
+        return replay
+    stack = ExitStack()
+    for around in _observers.of_replays:
+        stack.enter_context(around(name))
+    stack.enter_context(replay)
+    return stack

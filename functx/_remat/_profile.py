@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from functx import _torch
+from functx._remat._observers import observed
 from functx._remat._options import Options
 
 
@@ -17,4 +18,5 @@ def shown(options: Options, *, replay: bool = False) -> AbstractContextManager[A
     if options.replay:
         return nullcontext()
     of = "replay of " if replay else ""
-    return _torch.record_function(f"remat: {of}{options.name}")
+    record = _torch.record_function(f"remat: {of}{options.name}")
+    return observed(record, options.name) if replay else record

@@ -1,0 +1,209 @@
+"""What is cross-checked, as one flat function of two lists of tensors in either framework.
+
+A `Case` hides pytrees, keyword arguments, modules, integer arguments and ``in_dims``.  Its function
+takes the tensors that derivatives are taken in (`primals`) and the other tensors (`rest`), and
+returns the tensors of the result as a list; so all that is compared further on is lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functx import _tree
+
+Dims = Any
+Flat = Callable[[list[Any], list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function and its arguments, flat.
+
+    Attributes:
+        name: of the function.
+        function: the torch function of ``primals`` and ``rest`` to a list of tensors.
+        primals: the tensors that derivatives are taken in.
+        rest: all other tensors among the arguments.
+        paths: where each of ``primals`` was, such as ``[0]['weight']``.
+        primal_dims: for each of ``primals``, which axis numbers the examples, or None.
+        rest_dims: the same for ``rest``.
+        batched: whether ``function`` is that of one example.
+        result_paths: filled by a call: where each tensor of the result is.
+    """
+
+    name: str
+    function: Flat
+    primals: list[torch.Tensor]
+    rest: list[torch.Tensor]
+    paths: list[str]
+    primal_dims: list[int | None]
+    rest_dims: list[int | None]
+    batched: bool
+    result_paths: list[str]
+
+
+def case_of(
+    f: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int],
+    in_dims: Dims,
+    name: str | None,
+) -> Case:
+    """Flatten a call.
+
+    Args:
+        f: a function or a module; the parameters of a module become the first argument.
+        args: positional arguments, pytrees with tensors.
+        kwargs: keyword arguments; they are not batched.
+        argnums: which positional arguments derivatives are taken in.
+        in_dims: as in `functx.vmap`, without an entry for a module's parameters; None if ``f`` is
+            not the function of one example.
+        name: of the comparison.
+
+    Returns:
+        The flat case.
+
+    Raises:
+        TypeError: if ``f`` is no torch function, or an argument an array of another framework.
+        ValueError: if ``argnums`` or ``in_dims`` don't fit the arguments.
+    """
+    if isinstance(f, type) or not callable(f):
+        raise TypeError(f"crosscheck takes a torch function or module, not {_kind(f)}")
+    if type(f).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TypeError(
+            "crosscheck takes the torch function and runs it in JAX by itself, not a function of"
+            " JAX; for one of those use functx.compat.from_jax"
+        )
+    name = name or str(getattr(f, "__name__", type(f).__name__))
+    args = tuple(args)
+    batched = in_dims is not None
+    if batched and not isinstance(in_dims, int) and len(in_dims) != len(args):
+        raise ValueError(
+            f"crosscheck {name}: in_dims={in_dims!r} has {len(in_dims)} entries for"
+            f" {len(args)} arguments"
+        )
+    dims = [in_dims] * len(args) if not isinstance(in_dims, Sequence) else list(in_dims)
+    if isinstance(f, torch.nn.Module):
+        params = {key: value.detach() for key, value in f.named_parameters()}
+        f = _functional(f)
+        args, dims = (params, *args), [None, *dims]
+    if not args and not kwargs:
+        raise TypeError(f"crosscheck needs the arguments of {name}; derivatives are in the first")
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments")
+    numbers = [number % len(args) for number in numbers]
+
+    leaves, spec = _tree.flatten((args, dict(kwargs)))
+    paths = _paths(args, kwargs)
+    of_leaf = [d for arg, d in zip(args, dims) for d in _broadcast(d, arg, name)]
+    of_leaf += [None] * (len(leaves) - len(of_leaf))
+    chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
+    chosen += [False] * (len(leaves) - len(chosen))
+    places: list[tuple[bool, int] | None] = []
+    sides: tuple[list[int], list[int]] = ([], [])
+    for i, leaf in enumerate(leaves):
+        _refuse_arrays(leaf, name, paths[i])
+        if not isinstance(leaf, torch.Tensor):
+            places.append(None)
+            continue
+        primal = chosen[i] and (leaf.is_floating_point() or leaf.is_complex())
+        side = sides[0] if primal else sides[1]
+        places.append((primal, len(side)))
+        side.append(i)
+    result_paths: list[str] = []
+
+    def flat(primals: list[Any], rest: list[Any]) -> list[Any]:
+        full = [
+            leaf if place is None else (primals if place[0] else rest)[place[1]]
+            for leaf, place in zip(leaves, places)
+        ]
+        positional, keywords = _tree.unflatten(spec, full)
+        return _tensors(f(*positional, **keywords), result_paths, name)
+
+    flat.__name__ = name
+    return Case(
+        name=name,
+        function=flat,
+        primals=[leaves[i].detach() for i in sides[0]],
+        rest=[leaves[i].detach() for i in sides[1]],
+        paths=[paths[i] for i in sides[0]],
+        primal_dims=[of_leaf[i] for i in sides[0]],
+        rest_dims=[of_leaf[i] for i in sides[1]],
+        batched=batched,
+        result_paths=result_paths,
+    )
+
+
+def _kind(f: Any) -> str:
+    return f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
+
+
+def _functional(module: torch.nn.Module) -> Callable[..., Any]:
+    def call(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, params, args, kwargs)
+
+    return call
+
+
+def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
+    package = type(leaf).__module__.partition(".")[0]
+    if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
+            f" {package}'s {type(leaf).__name__} at {path}"
+        )
+
+
+def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
+    found = [(path, x) for path, x in _walk(result, "") if isinstance(x, torch.Tensor)]
+    if not found:
+        raise TypeError(
+            f"crosscheck compares tensors, but {name} returned {type(result).__name__} without any"
+        )
+    paths[:] = [path or "result" for path, _ in found]
+    return [x for _, x in found]
+
+
+def _paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    positional = [path for n, arg in enumerate(args) for path, _ in _walk(arg, f"[{n}]")]
+    keywords = [path for key, arg in kwargs.items() for path, _ in _walk(arg, f"[{key!r}]")]
+    return positional + keywords
+
+
+def _walk(tree: Any, prefix: str) -> list[tuple[str, Any]]:
+    """Leaves with their paths, in the order of ``_tree.leaves``."""
+    leaves = _tree.leaves(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return [(prefix, tree)]
+    return [(f"{prefix}{path}", leaf) for path, leaf in zip(_tree.paths(tree), leaves)]
+
+
+def _broadcast(dims: Dims, tree: Any, name: str) -> list[int | None]:
+    """``dims``, a prefix of the structure of ``tree``, for each of its leaves."""
+    return [leaf.axis for leaf in _tree.leaves(_labelled(dims, tree, name))]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    axis: int | None
+
+
+def _labelled(dims: Dims, tree: Any, name: str) -> Any:
+    if dims is None or isinstance(dims, int):
+        return _tree.map_(lambda _: _Axis(dims), tree)
+    if isinstance(dims, dict) and isinstance(tree, dict) and dims.keys() == tree.keys():
+        return {key: _labelled(dims[key], tree[key], name) for key in tree}
+    if isinstance(dims, list | tuple) and type(dims) is type(tree) and len(dims) == len(tree):
+        parts = [_labelled(d, t, name) for d, t in zip(dims, tree)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    raise ValueError(
+        f"crosscheck {name}: in_dims has {dims!r} for an argument of type {type(tree).__name__},"
+        " which has another structure"
+    )

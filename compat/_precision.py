@@ -1,0 +1,240 @@
+"""Differences between results, in ulps, and the same function in float64 as the reference.
+
+An ulp here is the spacing of the dtype at the largest magnitude of a tensor: the unit in which an
+error is small or large for the tensor as a whole.  An entry that nearly cancels is not taken as
+wrong for having lost its own last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from functx import _tree
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_CASTS = {
+    torch.Tensor.float: torch.Tensor.double,
+    torch.Tensor.half: torch.Tensor.double,
+    torch.Tensor.bfloat16: torch.Tensor.double,
+}
+# What torch and JAX may differ by, relative to the largest entry: about 200 ulp of float32, for
+# sums of different order in networks some layers deep.
+RTOL = {
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+    torch.float32: 2e-5,
+    torch.float64: 1e-11,
+    torch.complex64: 2e-5,
+    torch.complex128: 1e-11,
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far torch's and JAX's numbers are apart, over all tensors of a result.
+
+    Attributes:
+        absolute: the largest absolute difference.
+        relative: the largest difference, divided by the largest magnitude of its tensor.
+        ulps: the same in units of the dtype's precision at that magnitude.
+        torch_error: torch's largest distance from its own float64 result, relative; None if the
+            function can't run in float64.
+        jax_error: JAX's distance from it.
+        torch_ulps: torch's distance from it, in ulps.
+        jax_ulps: JAX's distance from it, in ulps.
+        where: the tensor that is farthest apart, as ``[0]['weight']``.
+        dtype: of that tensor.
+        allowed: the relative difference that is allowed there.
+        agrees: whether every tensor is within what is allowed.
+    """
+
+    absolute: float
+    relative: float
+    ulps: float
+    torch_error: float | None
+    jax_error: float | None
+    torch_ulps: float | None
+    jax_ulps: float | None
+    where: str
+    dtype: str
+    allowed: float
+    agrees: bool
+
+
+class Mismatch(AssertionError):
+    """The frameworks give results of different structure, shape or dtype."""
+
+
+def difference(
+    ours: Sequence[torch.Tensor],
+    theirs: Sequence[Any],
+    reference: Sequence[torch.Tensor] | None,
+    paths: Sequence[str],
+    rtol: float | None,
+    atol: float,
+) -> Difference:
+    """Compare tensors with JAX arrays, leaf by leaf.
+
+    Args:
+        ours: torch's results.
+        theirs: JAX's.
+        reference: torch's in float64, if there are.
+        paths: names the results.
+        rtol: the difference allowed, relative to the largest entry of a tensor; None for what is
+            usual for its dtype.
+        atol: allowed on top, absolute.
+
+    Returns:
+        The largest differences.
+
+    Raises:
+        Mismatch: if numbers of results, shapes or dtypes differ.
+    """
+    if len(ours) != len(theirs):
+        raise Mismatch(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
+    found = []
+    for n, (x, y) in enumerate(zip(ours, theirs)):
+        path = paths[n] if n < len(paths) else f"[{n}]"
+        if tuple(x.shape) != tuple(y.shape):
+            raise Mismatch(f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}")
+        if str(x.dtype).removeprefix("torch.") != str(y.dtype):
+            raise Mismatch(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
+        r = None if reference is None else reference[n]
+        found.append(_of_leaf(x, y, r, path, rtol, atol))
+    worst = max(found, key=lambda d: _order(d.relative / d.allowed if d.allowed else d.relative))
+    return Difference(
+        absolute=_most(d.absolute for d in found),
+        relative=worst.relative,
+        ulps=_most(d.ulps for d in found),
+        torch_error=_most_known(d.torch_error for d in found),
+        jax_error=_most_known(d.jax_error for d in found),
+        torch_ulps=_most_known(d.torch_ulps for d in found),
+        jax_ulps=_most_known(d.jax_ulps for d in found),
+        where=worst.where,
+        dtype=worst.dtype,
+        allowed=worst.allowed,
+        agrees=all(d.agrees for d in found),
+    )
+
+
+def _order(x: float) -> float:
+    return float("inf") if np.isnan(x) else x
+
+
+def _most(values: Any) -> float:
+    return float(np.max(list(values)))  # of numbers with a NaN it is the NaN
+
+
+def _most_known(values: Any) -> float | None:
+    known = [v for v in values if v is not None]
+    return _most(known) if known else None
+
+
+def _of_leaf(
+    ours: torch.Tensor,
+    theirs: Any,
+    reference: torch.Tensor | None,
+    path: str,
+    rtol: float | None,
+    atol: float,
+) -> Difference:
+    inexact = ours.dtype in RTOL
+    a, b = numbers(ours), np.asarray(theirs).astype(numbers(ours).dtype)
+    r = numbers(reference) if reference is not None and inexact else None
+    if r is not None and r.shape != a.shape:
+        r = None
+    finite = np.abs((a if r is None else r)[np.isfinite(a if r is None else r)])
+    scale = float(finite.max(initial=0.0)) or 1.0
+    eps = torch.finfo(ours.dtype).eps if inexact else 1.0
+    allowed = (RTOL[ours.dtype] if rtol is None else rtol) if inexact else 0.0
+    absolute = _largest(a, b)
+    errors = [None if r is None else _largest(x, r) / scale for x in (a, b)]
+    return Difference(
+        absolute=absolute,
+        relative=absolute / scale,
+        ulps=absolute / (scale * eps),
+        torch_error=errors[0],
+        jax_error=errors[1],
+        torch_ulps=None if errors[0] is None else errors[0] / eps,
+        jax_ulps=None if errors[1] is None else errors[1] / eps,
+        where=path,
+        dtype=str(ours.dtype).removeprefix("torch."),
+        allowed=allowed + atol / scale,
+        agrees=bool(absolute <= allowed * scale + atol),
+    )
+
+
+def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's values as NumPy's widest of their kind."""
+    x = x.detach().cpu().resolve_conj().resolve_neg()
+    if x.is_complex():
+        return x.to(torch.complex128).numpy()
+    if x.is_floating_point():
+        return x.to(torch.float64).numpy()
+    if x.dtype == torch.bool:
+        return x.to(torch.int64).numpy()
+    return x.numpy()
+
+
+def _largest(a: Any, b: Any) -> float:
+    """The largest distance; equal infinities, and NaN in both, are none."""
+    same = (a == b) | ((a != a) & (b != b))
+    with np.errstate(invalid="ignore"):
+        if a.dtype.kind in "iu":
+            apart = np.abs(np.subtract(a, b, dtype=object)).astype(np.float64) if a.size else a
+        else:
+            apart = np.abs(a - b)
+    apart = np.where(same, 0.0, apart)
+    return float(np.max(apart, initial=0.0))  # a NaN on one side only does not vanish in a maximum
+
+
+class Widened(TorchFunctionMode):
+    """Every torch function computes in float64, whatever the tensors that it is given.
+
+    So a function runs in float64 that closes over float32 parameters, or asks for float32.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        func = _CASTS.get(func, func)
+        if getattr(func, "__name__", "") in ("__get__", "__set__", "backward"):
+            return func(*args, **(kwargs or {}))
+        return func(*_tree.map_(_wide, list(args)), **_tree.map_(_wide, kwargs or {}))
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.to(_WIDE[x.dtype]) if x.dtype in _WIDE else x
+    return _WIDE.get(x, x) if isinstance(x, torch.dtype) else x
+
+
+def in_float64(f: Callable[..., Any], *args: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Run a function of lists of tensors in float64.
+
+    Returns:
+        Its tensors, or None if it can't run so, or gives narrow numbers all the same.
+    """
+    wide = [[_wide(x) for x in xs] for xs in args]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with Widened():
+            out: list[torch.Tensor] = list(f(*wide))
+    except Exception:  # the function may insist on its dtype in any way
+        return None
+    finally:
+        torch.set_default_dtype(before)
+    return None if any(x.dtype in _WIDE for x in out) else out

@@ -1,0 +1,96 @@
+"""How many matrix products a derivative takes, and how many of them are recomputed.
+
+In torch they are counted as they run, those of replays apart.  In JAX they are counted in the
+compiled program; recomputed are those that go away when XLA is left to merge recomputations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from functx._remat import on_replay
+from functx._storages import operation_name
+from functx.compat._torch import HigherOrderOperator, TorchDispatchMode
+from functx.compat._xla import count_products
+
+# Attention's kernels hold several.
+_PRODUCTS = {
+    **dict.fromkeys(
+        ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"), 1
+    ),
+    **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), 1),
+    "convolution_backward": 2,
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+    "_scaled_dot_product_flash_attention": 2,
+    "_scaled_dot_product_flash_attention_backward": 5,
+    "_scaled_dot_product_efficient_attention": 2,
+    "_scaled_dot_product_efficient_attention_backward": 5,
+}
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products and convolutions of one computation.
+
+    Attributes:
+        torch: that torch ran.
+        torch_recomputed: of those, in replays of regions.
+        jax: in the compiled JAX program.
+        jax_recomputed: of those, the ones that XLA could merge away.
+        replays: how often torch ran a region again.
+    """
+
+    torch: int
+    torch_recomputed: int
+    jax: int
+    jax_recomputed: int
+    replays: int
+
+
+class _Counter(TorchDispatchMode):
+    supports_higher_order_operators = True
+    only_observes = True  # a replay need not run under it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.recomputed = self.replays = self._depth = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not isinstance(func, HigherOrderOperator):
+            number = _PRODUCTS.get(operation_name(func), 0)
+            self.all += number
+            self.recomputed += number if self._depth else 0
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def replaying(self, name: str) -> Iterator[None]:
+        self.replays += not self._depth
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+def count(run_torch: Callable[[], Any], kept: Any, merged: Any) -> Products:
+    """Count the products of one computation.
+
+    Args:
+        run_torch: runs it in torch.
+        kept: the compiled JAX program whose recomputations stay.
+        merged: that whose recomputations may be merged.
+
+    Returns:
+        The counts.
+    """
+    counter = _Counter()
+    with counter, on_replay(counter.replaying):
+        run_torch()
+    jax, least = count_products(kept), count_products(merged)
+    return Products(counter.all, counter.recomputed, jax, max(0, jax - least), counter.replays)
