@@ -86,27 +86,6 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 autograd_grad = _eager_transforms._autograd_grad
 set_forward_grad_enabled = _forward_ad._set_fwd_grad_enabled
 
-
-@contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:
-    """Hooks that the user has around this point do not see what tapes in here save."""
-    hooks = []
-    try:
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            hooks.append(top)
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def foreign_saved_tensors_hooks() -> bool:
-    """Whether hooks see what the tape saves that torch did not make: what it holds is unknown."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and not (getattr(top[0], "__module__", None) or "").startswith("torch.")
-
-
 # --- modes -------------------------------------------------------------------------------------
 
 # Sees every operation below autograd and functorch.
@@ -309,6 +288,18 @@ def _set_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
     _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
 
 
+_any_torch_function = torch.overrides.has_torch_function
+_NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+
+
+def _has_torch_function(relevant: Any) -> bool:
+    """As without modes that only observe: modules ask it whether their fused kernels may run."""
+    modes = [get_function_mode_at(i) for i in range(function_mode_depth())]
+    if modes and all(getattr(m, "only_observes", False) for m in modes):
+        return not all(type(t) in _NOT_OVERRIDDEN for t in relevant)
+    return _any_torch_function(relevant)
+
+
 def observe_wrapping(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Until `stop_observing_wrapping`, ask ``resolve`` what torch.func is to wrap for a level."""
     global _observing
@@ -316,6 +307,7 @@ def observe_wrapping(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
         _observing += 1
         if _observing == 1:
             _set_wrapping(lambda tensor, level: wrap_for_grad(resolve(tensor), level))
+            torch.overrides.has_torch_function = _has_torch_function
 
 
 def stop_observing_wrapping() -> None:
@@ -325,6 +317,7 @@ def stop_observing_wrapping() -> None:
         _observing -= 1
         if _observing == 0:
             _set_wrapping(wrap_for_grad)
+            torch.overrides.has_torch_function = _any_torch_function
 
 
 def tracing() -> bool:

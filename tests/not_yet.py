@@ -7,12 +7,6 @@ has to leave this list.
 _DUAL = "raises RematError: forward over reverse by forward_ad.dual_level; functx.jvp does it"
 
 NOT_YET = {
-    "test_the_fast_path_is_taken_where_it_is_without_remat[False]": (
-        "equal to rounding, not bitwise: the fast path asks whether a torch-function mode is active"
-    ),
-    "TestParameters::test_parametrizations[True]": (
-        "raises ReplayError: a parametrization cached around the forward alone runs in the replay"
-    ),
     "TestModes::test_pushed_by_the_user[backward-DoublesBelow]": (
         "a dispatch mode entered around the backward alone acts on the replay too: it can't be "
         "told from one that counts operations, which has to see them"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
-from functx import _torch, _torch_compiler, _torch_operators, _torch_vmap
+from functx import _torch, _torch_compiler, _torch_globals, _torch_operators, _torch_vmap
 
 NAMES = sorted(
     name for name, value in vars(_torch).items() if not name.startswith("__") and value is not None
@@ -254,16 +254,40 @@ def test_the_older_vmap():
         _torch_vmap.exit_legacy_vmap()
 
 
+def test_modes_that_only_observe_do_not_keep_fused_kernels_from_running():
+    class Mode(torch.overrides.TorchFunctionMode):
+        only_observes = True
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    original, t = torch.overrides.has_torch_function, torch.ones(2)
+    _torch.observe_wrapping(lambda t: t)
+    try:
+        with Mode():
+            assert not torch.overrides.has_torch_function((t, None))
+            assert torch.overrides.has_torch_function((t, t.as_subclass(Subclass)))
+            with torch.device("cpu"):
+                assert torch.overrides.has_torch_function((t,))
+        assert not torch.overrides.has_torch_function((t,))
+    finally:
+        _torch.stop_observing_wrapping()
+    assert torch.overrides.has_torch_function is original
+
+
 def test_hooks_for_what_tapes_save_can_be_set_aside():
     seen = []
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):
-        assert _torch.foreign_saved_tensors_hooks()
-        with _torch.without_saved_tensors_hooks():
-            assert not _torch.foreign_saved_tensors_hooks()
+        assert _torch_globals.foreign_saved_tensors_hooks()
+        with _torch_globals.without_saved_tensors_hooks():
+            assert not _torch_globals.foreign_saved_tensors_hooks()
             x.exp()
         assert not seen
         x.exp()
     assert seen
     with torch.autograd.graph.save_on_cpu():
-        assert not _torch.foreign_saved_tensors_hooks()
+        assert not _torch_globals.foreign_saved_tensors_hooks()

@@ -1,5 +1,7 @@
 """Modules: buffers that advance, functional_call, tied, parametrized and frozen parameters."""
 
+import contextlib
+
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -232,6 +234,32 @@ class TestParameters:
             return value, torch.autograd.grad(value, (x, *net.parameters()))
 
         assert_same(program(functx.remat), program(identity), eps=16)
+
+    @pytest.mark.parametrize("way", ["around both", "between", "backward only", "two regions"])
+    def test_a_cache_of_parametrizations(self, way):
+        class Symmetric(nn.Module):
+            def forward(self, w):
+                return w.triu() + w.triu(1).mT
+
+        def program(remat):
+            linear = seeded(nn.Linear, 3, 3).double()
+            parametrize.register_parametrization(linear, "weight", Symmetric())
+            net = remat(nn.Sequential(linear, nn.Tanh(), linear))
+            x = X.clone().requires_grad_()
+            cached = parametrize.cached if way != "backward only" else contextlib.nullcontext
+            with cached():
+                before = linear.weight.sin().sum() if way == "between" else 0
+                value = net(x).square().sum() + before
+                if way == "two regions":
+                    value = value + net(x.sin()).sum() + linear.weight.sum()
+                if way == "around both":
+                    return value, torch.autograd.grad(value, (x, *net.parameters()))
+            again = parametrize.cached if way == "backward only" else contextlib.nullcontext
+            with again():
+                gradients = torch.autograd.grad(value, (x, *net.parameters()))
+                return value, gradients, linear.weight
+
+        assert_same(program(functx.remat), program(identity), eps=32)
 
     @pytest.mark.parametrize("name", ["weight_norm", "orthogonal", "spectral_norm"])
     def test_parametrizations_of_torch(self, name):

@@ -3,6 +3,10 @@
 Random numbers, autocast, the default dtype and device, deterministic algorithms, and modes that the
 user had pushed. A replay leaves the global state as it found it.
 
+NOTE [parametrizations]
+Under ``parametrize.cached()`` a module computes a parametrization once. The cache belongs to the
+process, so a replay has one of its own, with what the forward found in it.
+
 NOTE [generators]
 States are read when the region starts (default generators) or when an operation is given a
 generator, and kept only if the region drew from them. Default generators belong to the process, so
@@ -22,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_globals
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState, reachable
 from functx._remat._options import Options
 
 _generators = threading.RLock()
+_caches = threading.RLock()
 
 
 class Environment:
@@ -40,7 +45,7 @@ class Environment:
         arguments: its arguments that are no tensors.
     """
 
-    __slots__ = ("_autocast", "_modes", "_random", "_settings", "_state")
+    __slots__ = ("_autocast", "_modes", "_parametrizations", "_random", "_settings", "_state")
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Environment:
         self._settings = _settings()
         self._state = ModuleState(reachable(body, arguments))
         self._modes = _torch.user_modes()
+        self._parametrizations = _torch_globals.parametrization_cache()
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
         if options.preserve_rng_state:
@@ -104,6 +110,11 @@ class Environment:
                 _apply(self._settings)
             for mode in _torch.missing_modes(self._modes):
                 stack.enter_context(mode)
+            if (cached := _torch_globals.parametrization_cache()) or self._parametrizations:
+                # What the forward found computed; what the replay computes is the replay's own.
+                stack.enter_context(_caches)
+                stack.callback(_torch_globals.set_parametrization_cache, cached)
+                _torch_globals.set_parametrization_cache(_own(self._parametrizations))
             if self._random:
                 stack.enter_context(_generators)
                 for read, write, state in self._random.values():
@@ -111,6 +122,10 @@ class Environment:
                     write(state)
             stack.enter_context(self._state.restored())
             yield
+
+
+def _own(cache: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]] | None:
+    return None if cache is None else (cache[0], dict(cache[1]))
 
 
 def _of_device(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:

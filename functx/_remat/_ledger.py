@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_operators
+from functx import _torch, _torch_globals, _torch_operators
 from functx._policies import Everything
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
 from functx._remat._saving import IN_PLACE, Saver, alias, kept_around, key_of, served
@@ -133,7 +133,7 @@ class Ledger(Watcher):
         """
         number = len(self.steps)
         read: set[int] = set()
-        if _torch.foreign_saved_tensors_hooks():
+        if _torch_globals.foreign_saved_tensors_hooks():
             self.reliable = False
             return []
         for t in tensors_of(*args, kwargs):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_vmap
+from functx import _torch, _torch_globals, _torch_vmap
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
 from functx._remat._node import attach
@@ -118,7 +118,7 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     region.first_run = first
     try:
         # The tape of this run is thrown away; what is alive on it tells what a pullback reads.
-        with shown(region.options), _torch.without_saved_tensors_hooks():
+        with shown(region.options), _torch_globals.without_saved_tensors_hooks():
             outs = fn(*inputs)
     finally:
         region.first_run = None
