@@ -245,8 +245,9 @@ def name_in_graph(t: torch.Tensor, name: str) -> None:
         return
     slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
     if slot is not None:
-        meta = slot.proxy.node.meta
-        meta["functx_names"] = (*meta.get("functx_names", ()), name)
+        # "custom" is what survives when a graph is traced again.
+        custom = slot.proxy.node.meta.setdefault("custom", {})
+        custom["functx_names"] = (*custom.get("functx_names", ()), name)
 
 
 def module_path() -> str:

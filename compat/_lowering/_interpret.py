@@ -8,9 +8,10 @@ recorded for it, whatever JAX's own promotion would have made of it.  A region b
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,10 +21,12 @@ from jax import lax
 from torch.fx import GraphModule, Node
 
 from functx._errors import LoweringError
+from functx.compat._lowering._by_result import from_result
 from functx.compat._lowering._custom_rule import apply_custom_function
 from functx.compat._lowering._dtypes import to_jax_dtype
 from functx.compat._lowering._graph import body_of, custom_function_of, is_region
-from functx.compat._lowering._table import lookup
+from functx.compat._lowering._saved import named, names_of_node, saving
+from functx.compat._lowering._table import lookup, names_of
 from functx.compat._torch import name_of
 
 # NOTE [replays]
@@ -33,6 +36,7 @@ from functx.compat._torch import name_of
 # keeping every activation.  ``optimization_barrier`` on the twin's operands makes them different
 # values; and because the cotangent is among them, the recomputation can't be scheduled before it.
 
+_NOTHING: Mapping[Node, tuple[str, ...]] = MappingProxyType({})
 NEEDS_KEY = "lower with to_jax(f, rng=True) and call with a jax.random key as first argument"
 _STOPS = ("aten::detach.default", "functx::straight_through.default")
 Observe = Callable[[Sequence[Any], str], Sequence[Any]]
@@ -75,12 +79,14 @@ class Interpreter:
         depth: how many regions enclose the graph being run.
         rng: the random key of the whole program, if any; each draw folds its number into it.
         stops: whether derivatives stop where torch stops them.
+        saved: names under which ``jax.checkpoint`` saves values of the graph being run.
     """
 
     observe: Observe | None = None
     depth: int = field(default=0)
     rng: Any = None
     stops: bool = True
+    saved: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)
 
     def run(self, module: GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Evaluate a graph.
@@ -95,11 +101,13 @@ class Interpreter:
         env: dict[Node, Any] = {}
         feed = iter(inputs)
         last_use = _last_uses(module)
+        saved = self.saved
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(feed)
             elif node.op == "call_function":
-                env[node] = self._call(node, env)
+                names = names_of_node(node) + saved.get(node, ())
+                env[node] = self._call(node, env, names)
             elif node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], env.__getitem__)
                 return list(outputs)
@@ -107,19 +115,27 @@ class Interpreter:
                 env.pop(dead, None)
         raise AssertionError("a graph without an output")
 
-    def _call(self, node: Node, env: dict[Node, Any]) -> Any:
+    def _call(self, node: Node, env: dict[Node, Any], names: tuple[str, ...]) -> Any:
         function = custom_function_of(node)
         if function is not None or is_region(node):
             operands = [env[n] if isinstance(n, Node) else n for n in node.args[1:]]
             if function is None:
-                return self._region(node, operands)
-            return apply_custom_function(function, operands, self.rng, self._within)
+                return named(self._region(node, operands), *names)
+            out = apply_custom_function(function, operands, self.rng, self._within)
+            return named(out, *names)
         args: Any = torch.fx.map_arg(node.args, env.__getitem__)
         kwargs: Any = torch.fx.map_arg(node.kwargs, env.__getitem__)
         if node.target is operator.getitem:
-            return args[0][args[1]]
+            return named(args[0][args[1]], *names)
         if not self.stops and name_of(node.target) in _STOPS:  # type: ignore[arg-type]
             return args[0]
+        if names:
+            return from_result(
+                names_of(node.target)[1],  # type: ignore[arg-type]
+                lambda *xs: apply_rule(node, xs, kwargs, self._key(node)),
+                args,
+                lambda y: named(y, *names),
+            )
         return apply_rule(node, args, kwargs, self._key(node))
 
     def _key(self, node: Node) -> Any:
@@ -130,26 +146,32 @@ class Interpreter:
         return partial(jax.random.fold_in, self.rng, number)
 
     def _within(
-        self, rng: Any, graph: GraphModule, inputs: Sequence[Any], stops: bool = True
+        self,
+        rng: Any,
+        graph: GraphModule,
+        inputs: Sequence[Any],
+        stops: bool = True,
+        saved: Mapping[Node, tuple[str, ...]] = _NOTHING,
     ) -> list[Any]:
         """Run the graph of something inside this one."""
-        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops)
+        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops, saved)
         return inner.run(graph, inputs)
 
     def _region(self, node: Node, operands: list[Any]) -> tuple[Any, ...]:
         body = body_of(node)
         region = node.meta.get("functx_region")
         name = str(getattr(region, "name", "region"))
+        saved, policy = saving(body, getattr(region, "policy", None))
 
         def run(rng: Any, *xs: Any) -> tuple[Any, ...]:
-            return tuple(self._within(rng, body, xs))
+            return tuple(self._within(rng, body, xs, saved=saved))
 
         rng = self.rng
         if getattr(region, "replay", False):
             rng, operands = lax.optimization_barrier((rng, operands))
         elif self.observe is not None and self.depth == 0:
             operands = list(self.observe(operands, name))
-        return jax.checkpoint(run)(rng, *operands)
+        return jax.checkpoint(run, policy=policy)(rng, *operands)
 
 
 def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:

@@ -27,6 +27,7 @@ from functx import _torch as engine
 from functx._errors import LoweringError
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._functions import within
+from functx.compat._lowering._graph import MODULE
 from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
 from functx.compat._torch import (
     LOCAL_SCALAR,
@@ -102,10 +103,17 @@ class Observer(TorchDispatchMode):
     def __init__(self, random_draws: Draws) -> None:
         super().__init__()
         self._draws = random_draws
+        self._tracer: Any = None  # of the function itself; those of regions in it are others
         self.seen: set[int] = set()
         # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
         # to the first must write through the second, whose derivative is still attached.
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> Observer:
+        if self._tracer is None and (mode := engine.proxy_mode()) is not None:
+            self._tracer = mode.tracer
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -116,21 +124,24 @@ class Observer(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device, say; reads no values
             return func(*args, **kwargs)
         map_tensors(lambda t: self.seen.add(id(t)), (args, kwargs))
+        state = None
         if draws(func):
-            return self._numbered(func, args, kwargs)
-        return self._dispatch(func, args, kwargs)
-
-    def _numbered(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        # A generator is no value of a graph: its state is in the number.
-        state = self._draws.advance(kwargs.get("generator"))
-        kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
+            # A generator is no value of a graph: its state is in the number.
+            state = self._draws.advance(kwargs.get("generator"))
+            kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
         mode = engine.proxy_mode()
-        last = next(iter(reversed(mode.tracer.graph.nodes)), None) if mode else None
+        inside = mode is not None and mode.tracer is not self._tracer
+        if mode is None or (state is None and not inside):
+            return self._dispatch(func, args, kwargs)
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
         out = self._dispatch(func, args, kwargs)
-        if mode is not None:
-            nodes = takewhile(lambda n: n is not last, reversed(mode.tracer.graph.nodes))
-            for i, node in enumerate(n for n in nodes if draws(n.target)):
+        made = [*takewhile(lambda n: n is not last, reversed(mode.tracer.graph.nodes))]
+        if state is not None:
+            for i, node in enumerate(n for n in made if draws(n.target)):
                 node.meta["functx_draw"] = self._draws.number((state, i))
+        if inside and (path := engine.module_path()):
+            for node in made:  # for policies that go by module
+                node.meta.setdefault("custom", {})[MODULE] = path
         return out
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:

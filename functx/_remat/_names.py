@@ -58,10 +58,10 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _named(t: Tensor, name: str) -> Tensor:
+    _torch.name_in_graph(base_of(t), name)
     tracker = active_tracker()
     if tracker is None:
         return t
-    _torch.name_in_graph(base_of(t), name)
     if _copies(t, name, tracker):
         t = tracker.run(_copy, (t,), {})
         _tell(t, name)

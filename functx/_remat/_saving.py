@@ -143,7 +143,7 @@ class Saver:
 
     def named(self, t: Tensor, storage: int, name: str) -> None:
         """A value that covers all of its memory was given a name."""
-        if storage not in self._places:
+        if storage not in self._places or not self._policy.reads_names:
             return
         key = self._places[storage]
         value = self._values.setdefault(storage, Value(None, (), {}, None))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import has_preserved_node_meta
 
 from functx import _torch
 from functx._remat._operator import call
@@ -63,7 +64,8 @@ class RegionInfo:
 
 def remat_region(module: torch.nn.Module, *operands: Tensor) -> tuple[Any, ...]:
     """The target of a kept region: run in torch, it is a region again."""
-    return tuple(call(Region(lambda *t: list(module(*t)), list(operands), Options("region"))))
+    run = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
+    return tuple(call(Region(lambda *t: list(run(*t)), list(operands), Options("region"))))
 
 
 class KeptFrame(Frame):
