@@ -1,0 +1,40 @@
+"""A clipped sum over data-parallel ranks is that of one process, by one all-reduce."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from references import assert_same
+
+from functx import per_sample
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_together_compute_the_sum_of_one_process(ranks, tmp_path):
+    from ranks_per_sample import loss, problem
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += [str(HERE / "ranks_per_sample.py"), str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+
+    params, x = problem()
+    total, extras = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)(params, x)
+    for one in found:
+        assert_same(one["total"], total, eps=64)
+        assert_same(one["total"], found[0]["total"])  # every rank has the same bits
+        # Leaves of two dtypes: a buffer for each. Of one: a single all-reduce of all numbers.
+        assert one["reduced"] == [30 + 3, 20, 30 + 20] or one["reduced"] == [20, 30 + 3, 30 + 20]
+    assert_same(torch.cat([one["norms"] for one in found]), extras.norms, eps=8)
+    assert (extras.norms > 0.5).any()
+    same = {"w": params["w"], "v": params["v"].double()}
+    expected = per_sample.clipped_sum(loss, max_norm=0.5)(same, x)
+    assert_same(found[0]["alike"], expected, eps=64)
