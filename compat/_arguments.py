@@ -17,14 +17,15 @@ from torch import Tensor
 
 from functx.compat._dlpack import tensor_from_jax
 from functx.compat._encoding import decoder, encode, is_key
+from functx.compat._jax import weakly_typed
 from functx.compat._lowering._dtypes import check_fits
-from functx.compat._program import Scalar
 
-_SCALARS: dict[type, torch.dtype] = {
-    bool: torch.bool,
-    int: torch.int64,
-    float: torch.float64,
-    complex: torch.complex128,
+# What numbers travel as with 64-bit types off and on: all that JAX takes of them.
+_SCALARS: dict[type, tuple[torch.dtype, torch.dtype]] = {
+    bool: (torch.bool, torch.bool),
+    int: (torch.int32, torch.int64),
+    float: (torch.float32, torch.float64),
+    complex: (torch.complex64, torch.complex128),
 }
 
 
@@ -36,14 +37,12 @@ class Leaf:
         key: its part of the signature.
         traced: whether JAX traces it; it travels as a tensor then.
         static: the leaf itself, if not.
-        scalar: the Python type of a number, which is weakly typed.
-        decode: what makes it from its encoding.
+        decode: what makes it from what travelled.
     """
 
     key: Hashable
     traced: bool = True
     static: Any = None
-    scalar: Scalar | None = None
     decode: Callable[[Any], Any] | None = None
 
     def value(self, array: Any) -> Any:
@@ -51,13 +50,16 @@ class Leaf:
         return array if self.decode is None else self.decode(array)
 
 
-def read_leaf(x: Any, device: torch.device | None, name: str) -> tuple[Leaf, Tensor | None]:
+def read_leaf(
+    x: Any, device: torch.device | None, name: str, x64: bool
+) -> tuple[Leaf, Tensor | None]:
     """Classify one leaf of the arguments.
 
     Args:
         x: the leaf.
         device: where numbers and arrays go.
         name: of the function.
+        x64: whether it runs with 64-bit types.
 
     Returns:
         What it is, and its values if JAX traces it.
@@ -66,6 +68,7 @@ def read_leaf(x: Any, device: torch.device | None, name: str) -> tuple[Leaf, Ten
         TypeError: it is neither an array nor hashable, or a value that JAX is tracing.
         ValueError: a tensor on another device.
         LoweringError: a numpy array that JAX would narrow.
+        OverflowError: an integer that JAX has no type for.
     """
     if isinstance(x, Tensor):
         if x.device != device:
@@ -90,9 +93,9 @@ def read_leaf(x: Any, device: torch.device | None, name: str) -> tuple[Leaf, Ten
         x = x.item()
     if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         x = _plain_number(x)
-    for kind, dtype in _SCALARS.items():
+    for kind, dtypes in _SCALARS.items():
         if isinstance(x, kind):
-            return Leaf(kind, scalar=kind), torch.tensor(x, dtype=dtype, device=device)
+            return Leaf(kind, decode=weakly_typed), _as_tensor(x, dtypes[x64], device, name)
     _check_hashable(x, name)
     return Leaf((type(x), x), traced=False, static=x), None
 
@@ -101,6 +104,17 @@ def static_shape(t: Tensor) -> tuple[int, ...]:
     """A shape in plain numbers: each is a signature of its own, also while torch traces."""
     shape = t.shape
     return shape if all(type(n) is int for n in shape) else tuple(map(int, shape))
+
+
+def _as_tensor(x: Any, dtype: torch.dtype, device: torch.device | None, name: str) -> Tensor:
+    if isinstance(x, int) and not isinstance(x, bool):
+        limits = torch.iinfo(dtype)
+        if not limits.min <= x <= limits.max:
+            raise OverflowError(
+                f"from_jax: {name} got the number {x}, which is too large for {dtype}; with 64-bit"
+                " types on (from_jax(..., enable_x64=True)) it may fit"
+            )
+    return torch.tensor(x, dtype=dtype, device=device)
 
 
 def _plain_number(x: Any) -> Any:

@@ -86,10 +86,7 @@ def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
     """
     program = program_of(handle)
     with restored(program.settings):
-        arrays = [
-            borrow(t, program.name) if scalar is None else scalar(t.item())
-            for t, scalar in zip(tensors, program.scalars, strict=True)
-        ]
+        arrays = [borrow(t, program.name) for t in tensors]
         outs = program.run(*arrays)
         jax.block_until_ready(outs)
         device = tensors[0].device if tensors else None
@@ -102,10 +99,7 @@ def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
     program = _traced[handle] = program_of(handle)
     with restored(program.settings):
         avals = [
-            jax.ShapeDtypeStruct(tuple(map(int, t.shape)), to_jax_dtype(t.dtype))
-            if scalar is None
-            else scalar()
-            for t, scalar in zip(tensors, program.scalars, strict=True)
+            jax.ShapeDtypeStruct(tuple(map(int, t.shape)), to_jax_dtype(t.dtype)) for t in tensors
         ]
         outs = jax.eval_shape(program.run, *avals)
     device = tensors[0].device if tensors else torch.device("cpu")

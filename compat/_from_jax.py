@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from functx._torch_compiler import uncompiled
+from functx.compat import _inline as _inline  # to_jax learns the operator
 from functx.compat._arguments import Leaf, StaticArguments, read_leaf
 from functx.compat._call import call
 from functx.compat._dlpack import array_from_torch
 from functx.compat._encoding import decoder, encode
 from functx.compat._jax import static_arguments
 from functx.compat._program import Program
-from functx.compat._settings import Settings, current_settings, with_x64
+from functx.compat._settings import Settings, current_settings, with_x64, x64_of
 from functx.compat._torch import (
     is_plain,
     nonstrict_trace,
@@ -127,8 +128,7 @@ class _Signature:
             return [encode(out) for out in outs]
 
         flat.__name__ = flat.__qualname__ = name
-        scalars = [leaf.scalar for leaf in leaves if leaf.traced]
-        self.program = Program(flat, name, scalars, settings)
+        self.program = Program(flat, name, settings)
 
     def result(self, outs: Sequence[Tensor]) -> Any:
         """What ``g`` returned, from what the program did."""
@@ -189,7 +189,8 @@ class TorchFunction:
         device = next((x.device for x in flat if isinstance(x, Tensor)), None)
         if device is None and any(isinstance(x, jax.core.Tracer) for x in flat):
             return self.__wrapped__(*args, **kwargs)  # called by another JAX function
-        read = [read_leaf(x, device, self._name) for x in flat]
+        x64 = x64_of(settings)
+        read = [read_leaf(x, device, self._name, x64) for x in flat]
         key = (tree, static, settings, tuple([leaf.key for leaf, _ in read]))
         signature = self._signatures.get(key)
         if signature is None:

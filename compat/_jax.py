@@ -101,6 +101,17 @@ def static_arguments(
     )
 
 
+def weakly_typed(x: Any) -> Any:
+    """A number as ``jax.jit`` takes it: its dtype gives way to those of arrays.
+
+    The public ``lax.convert_element_type`` makes strongly typed arrays only.
+    """
+    import jax.numpy as jnp
+    from jax._src.lax.lax import _convert_element_type
+
+    return x if x.dtype == jnp.bool_ else _convert_element_type(x, x.dtype, weak_type=True)
+
+
 def batch_dim_of(x: Any) -> int | None:
     """The dimension over which an eager or traced ``jax.vmap`` maps ``x``; ``None`` if it doesn't.
 

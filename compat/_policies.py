@@ -50,7 +50,7 @@ def _translate(policy: Any) -> JaxPolicy | None:
             return policies.dots_saveable
         case Dots(batch_dims=False, offload=None):
             return policies.dots_with_no_batch_dims_saveable
-        case Dots(batch_dims=False, offload=places):
+        case Dots(batch_dims=False, offload=(_, _) as places):
             return policies.offload_dot_with_no_batch_dims(*places)
         case Names():
             return _names(policy)
@@ -60,7 +60,7 @@ def _translate(policy: Any) -> JaxPolicy | None:
             return _names(Names("only", frozenset(), names))
         case Either(first, second):
             return _combined(_translate(first), _translate(second), lambda a, b: a or b)
-        case Both(first, second) if not policy.reads_names:
+        case Both(first, second) if not (first.reads_names or second.reads_names):
             both = _combined(_translate(first), _translate(second), lambda a, b: a and b)
             return _of_operations(both)
         case Not(inner) if not policy.reads_names:

@@ -37,7 +37,6 @@ from functx.compat._jax import batch_dim_of
 from functx.compat._settings import Settings, jit_is_off
 
 Arrays = Sequence[Any]
-Scalar = type[bool] | type[int] | type[float] | type[complex]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,23 +61,14 @@ class Program:
     Attributes:
         handle: names the program in operators and graphs; no other process has the same.
         fn: the function of a sequence of arrays.
-        scalars: for each input the Python type that it is passed as (``None``: as an array).
-            Numbers are weakly typed in JAX, arrays are not.
         settings: JAX's, under which it is traced and run.
         info: what tracing found out; each kind of program has its own. ``None`` before.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        scalars: Sequence[Scalar | None],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], name: str, settings: Settings) -> None:
         self.fn = fn
         self.name = name
         self.handle = f"{name} {secrets.token_hex(8)}"
-        self.scalars = tuple(scalars)
         self.settings = settings
         self.info: Any = None
         self.jit_is_off = jit_is_off(settings)
@@ -105,8 +95,8 @@ class Program:
             program = self._derived.setdefault(key, make())
         return program
 
-    def _make(self, fn: Callable[..., Any], kind: str, scalars: Sequence[Scalar | None]) -> Program:
-        return Program(fn, f"{kind}({self.name})", scalars, self.settings)
+    def _make(self, fn: Callable[..., Any], kind: str) -> Program:
+        return Program(fn, f"{kind}({self.name})", self.settings)
 
     def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> Program:
         """The batched function. Its ``info`` tells for each result whether it is batched, by 0."""
@@ -132,7 +122,7 @@ class Program:
                 program.info = tuple(dims)
                 return [shared[i] if i in shared else next(batched) for i in range(len(dims))]
 
-            program = self._make(fn, "vmap", self.scalars)
+            program = self._make(fn, "vmap")
             return program
 
         return self._derive(("vmap", in_dims, size), make)
@@ -150,8 +140,7 @@ class Program:
                 program.info = tuple(map(_is_inexact, outs))
                 return [*outs, *(t for t, has in zip(out_tangents, program.info) if has)]
 
-            moving = sum(has_tangent)
-            program = self._make(fn, "jvp", (*self.scalars, *(None for _ in range(moving))))
+            program = self._make(fn, "jvp")
             return program
 
         return self._derive(("jvp", has_tangent), make)
@@ -166,10 +155,13 @@ class Program:
                 primals, f = _of_some(self.inner, arrays, needs)
                 outs, pullback = jax.vjp(f, *primals)
                 sources, rest, rebuild = _take_apart(pullback, arrays, outs)
-                program.info = Residuals(_avals(outs), sources, rebuild)
+                if program.info is None:
+                    program.info = Residuals(_avals(outs), sources, rebuild)
+                elif program.info.sources != sources:
+                    raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
                 return [*outs, *rest]
 
-            program = self._make(fn, "forward", self.scalars)
+            program = self._make(fn, "forward")
             return program
 
         return self._derive(("forward", needs), make)
@@ -191,10 +183,7 @@ class Program:
             return _pull(pull, residuals.results, arrays[n:], wanted, needs)
 
         def make() -> Program:
-            scalars = [
-                self.scalars[i] if kind == "input" else None for kind, i in residuals.sources
-            ]
-            return self._make(fn, "pullback", (*scalars, *(None for _ in wanted)))
+            return self._make(fn, "pullback")
 
         return self._derive(("pullback", residuals, needs, wanted), make)
 
@@ -208,7 +197,7 @@ class Program:
             return _pull(pull, _avals(outs), arrays[len(needs) :], wanted, everything)
 
         def make() -> Program:
-            return self._make(fn, "vjp", (*self.scalars, *(None for _ in wanted)))
+            return self._make(fn, "vjp")
 
         return self._derive(("vjp", needs, wanted), make)
 

@@ -41,6 +41,11 @@ def jit_is_off(settings: Settings) -> bool:
     return bool(settings[1])
 
 
+def x64_of(settings: Settings) -> bool:
+    """Whether 64-bit types are on in these settings."""
+    return bool(settings[0])
+
+
 def with_x64(settings: Settings) -> Settings:
     """These settings with 64-bit types on."""
     return (True, *settings[1:])

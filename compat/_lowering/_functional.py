@@ -45,7 +45,7 @@ def lift_constants(
             continue
         for i, tensor in enumerate(lift_constants(body_of(node), mode, known)):
             name = f"_lifted_{node.name}_{i}"
-            setattr(module, name, tensor)
+            module.register_buffer(name, tensor)
             with graph.inserting_before(node):
                 constant = graph.get_attr(name)
             node.args = (*node.args, constant)

@@ -151,3 +151,9 @@ def test_jax_tells_whether_it_is_tracing():
     jax.jit(f)(1.0)
     jax.grad(f)(1.0)
     assert seen == [False, True, True, True]
+
+
+def test_numbers_give_way_to_arrays():
+    seen = jax.jit(lambda x: _jax.weakly_typed(x) * jnp.ones(2, jnp.bfloat16))(jnp.float32(2))
+    assert seen.dtype == jnp.bfloat16
+    assert _jax.weakly_typed(jnp.bool_(True)).dtype == jnp.bool_
