@@ -119,11 +119,20 @@ CASES = {
 }
 
 
+def case_of(name):
+    """A case of this file, or of `hf_more`."""
+    if name in CASES:
+        return CASES[name]
+    from hf_more import MORE
+
+    return MORE[name]
+
+
 def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
     """A model in training mode, from a fixed seed."""
     import transformers
 
-    case = CASES[name]
+    case = case_of(name)
     config = getattr(transformers, case.config)(**case.options)
     for key in vars(config):
         if key.endswith(("dropout", "dropout_prob", "pdrop", "dropout_rate", "layerdrop")):
@@ -136,7 +145,7 @@ def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
 def batch(name, examples=3, length=6, dtype=torch.float64):
     """Inputs of some examples, with a first dimension for the examples and one of size 1."""
     g = torch.Generator().manual_seed(1)
-    kind = CASES[name].kind
+    kind = case_of(name).kind
     if kind == "images":
         pixels = torch.rand(examples, 1, 1, 8, 8, generator=g, dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.randint(0, 2, (examples, 1), generator=g)}

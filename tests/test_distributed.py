@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import distributed_cases
+import distributed_variants
 import pytest
 import torch
 
@@ -14,23 +15,32 @@ pytestmark = pytest.mark.skipif(
     not torch.distributed.is_gloo_available(), reason="this build of torch has no gloo"
 )
 
-SCRIPT = Path(__file__).parent / "distributed_cases.py"
 
-
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request):
-    """What each process found, case by case."""
+def on_processes(number, script):
+    """What each of some processes finds, case by case."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(request.param), str(SCRIPT)),
+        *("--nproc-per-node", str(number), str(Path(script).absolute())),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, run.stdout + run.stderr
     everyone = json.loads(lines[0].removeprefix("FOUND "))
-    assert len(everyone) == request.param
+    assert len(everyone) == number
     return everyone
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request):
+    return on_processes(request.param, distributed_cases.__file__)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("processes", [2, 4])
+def test_variants(processes):
+    for results in on_processes(processes, distributed_variants.__file__):
+        assert results == dict.fromkeys(distributed_variants.CASES, True)
 
 
 @pytest.mark.parametrize("case", distributed_cases.CASES)

@@ -4,6 +4,7 @@ import copy
 import warnings
 
 import hf
+import hf_more
 import pytest
 import torch
 from references import assert_same, peak
@@ -65,6 +66,16 @@ def test_per_sample_gradients(name, way, references):
     with context:
         assert_same(per_sample(model, inputs), expected, eps=64)
         assert peak(per_sample, model, inputs) < 0.8 * plain_peak
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", hf_more.MORE)
+def test_per_sample_gradients_of_more(name, way):
+    inputs = hf.batch(name)
+    model, context = checkpointed(hf.build(name), way)
+    with context:
+        assert_same(per_sample(model, inputs), per_sample(hf.build(name), inputs), eps=1024)
 
 
 def test_without_functx_they_raise():
