@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from functx.compat import random as random
+from functx.compat import testing as testing
 
 if TYPE_CHECKING:
     from functx.compat._crosscheck import Crosscheck as Crosscheck
@@ -31,7 +32,7 @@ _WHERE = {
     "to_jax": "_to_jax",
 }
 
-__all__ = ["Crosscheck", "crosscheck", "from_jax", "module_from_jax", "random", "to_jax"]
+__all__ = ["Crosscheck", "crosscheck", "from_jax", "module_from_jax", "random", "testing", "to_jax"]
 
 
 def __getattr__(name: str) -> Any:

@@ -92,8 +92,11 @@ def case_of(
         params = {key: value.detach() for key, value in f.named_parameters()}
         f = _functional(f)
         args, dims = (params, *args), [None, *dims]
-    if not args and not kwargs:
-        raise TypeError(f"crosscheck needs the arguments of {name}; derivatives are in the first")
+    if not args:
+        raise TypeError(
+            f"crosscheck needs the arguments of {name}, at least one by position: derivatives are"
+            " taken in the first"
+        )
     numbers = [argnums] if isinstance(argnums, int) else list(argnums)
     for number in numbers:
         if not -len(args) <= number < len(args):

@@ -50,7 +50,7 @@ def crosscheck(
 ) -> Crosscheck:
     """Run a torch function and its derivatives in torch and in JAX, and compare.
 
-    Nothing is raised when they differ; the object that is returned says how, and its
+    Nothing is raised when numbers differ; the object that is returned says how, and its
     ``assert_agrees()`` raises.  JAX runs with 64-bit types on, so that no dtype changes on the way.
 
     ======================  =====================================================================
@@ -96,6 +96,7 @@ def crosscheck(
             another framework, or a derivative is asked for where there is none.
         ValueError: for unknown transforms, or ``argnums`` or ``in_dims`` that don't fit.
         LoweringError: if ``f`` can't be expressed in JAX.
+        AssertionError: if shapes, dtypes or the number of results differ.
 
     Example:
         >>> import torch
@@ -147,7 +148,13 @@ def _compare(
         expected = as_torch_says(what, jax.tree_util.tree_leaves(program(*jax_args)))
         reference = in_float64(lambda *xs, f=in_torch: _tree.leaves(f(*xs)), *torch_args)
         differences[what] = difference(
-            got, expected, reference, _result_paths(what, case, len(got)), rtol, atol
+            got,
+            expected,
+            reference,
+            _result_paths(what, case, len(got)),
+            rtol,
+            atol,
+            dtypes=what == "value",
         )
         products = None
         if what != "value":

@@ -24,6 +24,7 @@ _WIDE = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
+_NARROWER = {str(dtype).removeprefix("torch."): dtype for dtype in _WIDE}
 _CASTS = {
     torch.Tensor.float: torch.Tensor.double,
     torch.Tensor.half: torch.Tensor.double,
@@ -84,6 +85,7 @@ def difference(
     paths: Sequence[str],
     rtol: float | None,
     atol: float,
+    dtypes: bool = True,
 ) -> Difference:
     """Compare tensors with JAX arrays, leaf by leaf.
 
@@ -95,6 +97,8 @@ def difference(
         rtol: the difference allowed, relative to the largest entry of a tensor; None for what is
             usual for its dtype.
         atol: allowed on top, absolute.
+        dtypes: whether dtypes have to be the same.  Of derivatives they need not be: torch gives
+            the product of a float32 scalar and a Python number a float64 tangent.
 
     Returns:
         The largest differences.
@@ -109,8 +113,10 @@ def difference(
         path = paths[n] if n < len(paths) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
             raise Mismatch(f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}")
-        if str(x.dtype).removeprefix("torch.") != str(y.dtype):
+        if dtypes and str(x.dtype).removeprefix("torch.") != str(y.dtype):
             raise Mismatch(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
+        if not dtypes and x.dtype.is_floating_point and str(y.dtype) in _NARROWER:
+            x = x.to(_NARROWER[str(y.dtype)])
         r = None if reference is None else reference[n]
         found.append(_of_leaf(x, y, r, path, rtol, atol))
     worst = max(found, key=lambda d: _order(d.relative / d.allowed if d.allowed else d.relative))

@@ -1,4 +1,4 @@
-"""The command line: ``functx demo``."""
+"""The command line: ``functx demo`` and ``functx crosscheck``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from functx.compat import _command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +35,15 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=_positive, help="passes over the training images")
     demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
     demo.set_defaults(run=_demo)
+    crosscheck = commands.add_parser(
+        "crosscheck",
+        help="compare a torch function with itself in JAX: values, derivatives, memory",
+        description=_command.DESCRIPTION,
+        epilog=_command.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _command.add_arguments(crosscheck)
+    crosscheck.set_defaults(run=_command.run)
     return top
 
 

@@ -237,6 +237,17 @@ def test_dropout_by_key():
     report.assert_agrees()
 
 
+def test_keywords_alone_are_not_enough():
+    with pytest.raises(TypeError, match="at least one by position"):
+        crosscheck(torch.sum, kwargs={"input": torch.ones(2)})
+
+
+def test_a_tangent_of_another_dtype():
+    """Torch's tangent of a float32 scalar times a Python number is float64."""
+    report = crosscheck(lambda x: x.sum() * 0.7, torch.randn(3), transforms="jvp", peak=False)
+    report.assert_agrees()
+
+
 def test_not_a_number_and_infinity():
     both = crosscheck(lambda x: (x / 0).log(), torch.tensor([1.0, -1.0, 0.0]), peak=False)
     assert both.differences["value"].agrees

@@ -1,0 +1,261 @@
+"""``functx crosscheck``: a function named on the command line, run in torch and in JAX."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+AGREE, DISAGREE, FAILED = 0, 1, 2
+_SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?:<(?P<below>\d+))?$")
+
+DESCRIPTION = """\
+Run a torch function or module and its derivatives in torch and in JAX, and compare: values,
+gradients, bytes kept by remat regions, products recomputed, memory. Where numbers differ, the first
+operation that does is named with its line of code."""
+
+EPILOG = """\
+examples:
+  functx crosscheck net.py:loss --inputs make_inputs
+  functx crosscheck package.model:Model --args 'float32[4,3]' --transforms value grad hessian
+  functx crosscheck net.py:loss --inputs make_inputs --in-dims None,0 --html report.html
+
+exit status: 0 if torch and JAX agree, 1 if they don't, 2 if they could not be compared."""
+
+
+class CommandError(Exception):
+    """What was asked for can't be done; the message says why, and what to do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "function",
+        metavar="MODULE:NAME",
+        help="the function or module: a Python module or a .py file, a colon, and the name in it; "
+        "a class of modules is called without arguments",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="[MODULE:]NAME",
+        help="a function that returns the arguments (a tuple; a dictionary is keyword arguments; "
+        "anything else is the only argument), or the arguments themselves; in the function's "
+        "module if none is named (default: `inputs` there, if it has it)",
+    )
+    parser.add_argument(
+        "--args",
+        nargs="+",
+        metavar="ARG",
+        help="the arguments: 'float32[4,3]' is a tensor of normal numbers of that shape, "
+        "'int64[5]<10' of integers below 10, anything else a Python literal",
+    )
+    parser.add_argument(
+        "--transforms",
+        nargs="+",
+        metavar="T",
+        help="what to compare: value, grad, vmap(grad), jvp, hvp, jacrev, jacfwd, hessian "
+        "(default: value and gradients)",
+    )
+    parser.add_argument(
+        "--argnums",
+        type=_literal("argnums"),
+        default=0,
+        help="which arguments derivatives are taken in: a number or a tuple; of a module, 0 is its "
+        "parameters (default: 0)",
+    )
+    parser.add_argument(
+        "--in-dims",
+        type=_literal("in-dims"),
+        help="the function is that of one example: which axis of each argument numbers the "
+        "examples, such as None,0",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        help="the difference allowed, relative to a tensor's largest entry (default: by dtype, "
+        "2e-5 in float32)",
+    )
+    parser.add_argument(
+        "--atol", type=float, default=0.0, help="the absolute difference allowed too (default: 0)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=0, help="how many runs to time (default: 0, no times)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="torch.manual_seed (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures as JSON")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with all figures")
+
+
+def _literal(name: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no Python literal; --{name} takes one such as None,0"
+            ) from None
+
+    return parse
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        report = _report(options)
+    except CommandError as error:
+        print(f"functx crosscheck: {error}", file=sys.stderr)
+        return FAILED
+    print(report)
+    for path, write in ((options.json, report.to_json), (options.html, report.to_html)):
+        if path is None:
+            continue
+        try:
+            print(f"written: {write(path)}")
+        except OSError as error:
+            print(f"functx crosscheck: can't write {path}: {error.strerror}", file=sys.stderr)
+            return FAILED
+    problems = report.problems()
+    for problem in problems:
+        print(f"functx crosscheck: {problem}", file=sys.stderr)
+    return DISAGREE if problems else AGREE
+
+
+def _report(options: argparse.Namespace) -> Any:
+    if options.inputs is not None and options.args is not None:
+        raise CommandError("--inputs and --args both say what the arguments are; give one of them")
+    try:
+        from functx.compat import crosscheck
+    except ImportError as error:
+        raise CommandError(str(error)) from None
+    torch.manual_seed(options.seed)
+    module, f = _named(options.function, None)
+    if isinstance(f, type) and issubclass(f, torch.nn.Module):
+        try:
+            f = f()
+        except TypeError as error:
+            raise CommandError(
+                f"{options.function} can't be made without arguments ({error}); name a function or"
+                " a variable that holds the module"
+            ) from None
+    args, kwargs = _inputs(options, module)
+    if not args:
+        bound = inspect.signature(f).bind(**kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    try:
+        return crosscheck(
+            f,
+            *args,
+            kwargs=kwargs,
+            transforms=options.transforms,
+            argnums=options.argnums,
+            in_dims=options.in_dims,
+            rtol=options.rtol,
+            atol=options.atol,
+            repeats=options.repeats,
+        )
+    except Exception as error:
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        raise CommandError(f"{type(error).__name__}: {error}{notes}") from error
+
+
+def _named(text: str, module: Any) -> tuple[Any, Any]:
+    """The module and the object that ``MODULE:NAME`` says, or ``NAME`` in a module."""
+    where, colon, name = text.rpartition(":")
+    if not colon and module is None:
+        raise CommandError(
+            f"{text!r} names no function: say where, as in module:function or file.py:function"
+        )
+    if colon:
+        module = _module(where)
+    found = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
+            raise CommandError(
+                f"{module.__name__} has no {name!r}; it has {public or 'nothing'}"
+            ) from None
+    return module, found
+
+
+def _module(where: str) -> Any:
+    path = Path(where)
+    try:
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise CommandError(f"there is no file {where}")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            sys.path.insert(0, str(path.parent.resolve()))
+            spec.loader.exec_module(module)
+            return module
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(where)
+    except CommandError:
+        raise
+    except ModuleNotFoundError as error:
+        hint = "; is it another folder, or a file (file.py:name)?" if error.name == where else ""
+        raise CommandError(f"can't import {where}: {error}{hint}") from error
+    except Exception as error:
+        raise CommandError(f"importing {where} raised {type(error).__name__}: {error}") from error
+
+
+def _inputs(options: argparse.Namespace, module: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if options.args is not None:
+        return tuple(map(_argument, options.args)), {}
+    if options.inputs is None and not hasattr(module, "inputs"):
+        raise CommandError(
+            f"what to call {options.function} with? Give --args (such as 'float32[4,3]'), or"
+            " --inputs with a function that returns the arguments, or define `inputs` next to it"
+        )
+    name = options.inputs or "inputs"
+    found = _named(name, module)[1]
+    if callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise CommandError(f"{name}() raised {type(error).__name__}: {error}") from error
+    if isinstance(found, dict):
+        return (), found
+    return (found if isinstance(found, tuple) else (found,)), {}
+
+
+def _argument(text: str) -> Any:
+    match = _SPEC.match(text)
+    if match is None:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise CommandError(
+                f"--args {text!r} is neither a tensor such as 'float32[4,3]' or 'int64[5]<10' nor a"
+                " Python literal"
+            ) from None
+    dtype = getattr(torch, match["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CommandError(f"--args {text!r}: torch has no dtype {match['dtype']!r}")
+    shape = _sizes(match["shape"])
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype)
+    below = int(match["below"] or 2)
+    return torch.randint(below, shape).to(dtype)
+
+
+def _sizes(text: str) -> Sequence[int]:
+    return [int(size) for size in text.replace(" ", "").split(",") if size]
