@@ -13,6 +13,7 @@ from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
+from functx._linearize import linearize as linearize
 from functx._loops import remat_loop as remat_loop
 from functx._loops import remat_scan as remat_scan
 from functx._patch import patch_checkpoint as patch_checkpoint
@@ -30,7 +31,6 @@ from functx._transforms import hessian as hessian
 from functx._transforms import jacfwd as jacfwd
 from functx._transforms import jacrev as jacrev
 from functx._transforms import jvp as jvp
-from functx._transforms import linearize as linearize
 from functx._transforms import rearrange as rearrange
 from functx._transforms import replace_all_batch_norm_modules_ as replace_all_batch_norm_modules_
 from functx._transforms import stack_module_state as stack_module_state

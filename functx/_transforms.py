@@ -1,4 +1,4 @@
-"""The transforms: everything :mod:`torch.func` exports, with a lean reverse mode.
+"""The transforms: what :mod:`torch.func` exports (`linearize` aside), with a lean reverse mode.
 
 ``grad``, ``grad_and_value``, ``value_and_grad``, ``vjp``, ``jacrev`` and ``hessian`` are functx's
 own: same signatures and results as torch's, at the peak memory of ``torch.autograd.grad`` (see
@@ -37,7 +37,6 @@ __all__ = [
     "jacfwd",
     "jacrev",
     "jvp",
-    "linearize",
     "rearrange",
     "replace_all_batch_norm_modules_",
     "stack_module_state",
@@ -49,7 +48,6 @@ __all__ = [
 vmap = by_arguments(torch.func.vmap)
 jacfwd = by_arguments(torch.func.jacfwd)
 jvp = by_primals(torch.func.jvp)
-linearize = by_primals(torch.func.linearize)
 
 
 @_torch_compiler.uncompiled

@@ -16,9 +16,6 @@ NOT_YET = {
     "TestAutogradFunctional::test_hessian[forward-mode]": (
         "raises: torch's older vmap, which vectorize=True uses, can't unpack dual tensors"
     ),
-    "TestLinearize::test_keeps_boundaries_only": (
-        "torch's linearize traces its function, and regions in a trace are inlined"
-    ),
     "TestCaches::test_written_by_one_region_and_read_by_another": (
         "raises ReplayError: a constant that one region reads is written by the next"
     ),

@@ -37,6 +37,7 @@ LAYERS = [
     ("functx._remat._ledger",),
     ("functx._remat._prune",),
     ("functx._pullback", "functx._jacobian", "functx._transforms"),
+    ("functx._linearize",),
     ("functx._remat._departure", "functx._remat._checksum"),
     ("functx._remat._replay",),
     ("functx._remat._recording",),

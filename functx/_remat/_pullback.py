@@ -22,6 +22,17 @@ def _recording() -> Iterator[None]:
         yield
 
 
+def _bare(t: Tensor) -> Tensor:
+    """``t`` without wrappers of levels that nothing is to be learned from: they hide its own."""
+    while (
+        _torch.is_wrapped(t)
+        and not (t.requires_grad or _torch.is_batched(t) or _torch.is_functional(t))
+        and _torch.forward_ad_level() < 0
+    ):
+        t = _torch.get_unwrapped(t)
+    return t
+
+
 class Pullback:
     """``(inputs, kept values, cotangents) -> gradients`` of a function, run on a fresh tape.
 
@@ -63,6 +74,7 @@ class Pullback:
         del tensors
         tracker = active_tracker()
         recording = torch.is_grad_enabled()
+        primals = [*map(_bare, primals)]
         depth = max((_torch.wrapper_level(t) for t in primals), default=-1)
         plain = self.level == 0 and depth <= 0
         with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
