@@ -58,8 +58,6 @@ is_batched = _functorch.is_batchedtensor
 is_functional = _functorch.is_functionaltensor
 wrapper_level = _functorch.maybe_get_level
 get_unwrapped = _functorch.get_unwrapped
-# Wrappers whose level has ended stand for the value inside.
-unwrap_if_dead = _functorch.unwrap_if_dead
 # A tensor without memory of its own; the public way makes one with memory.
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # Whether a tensor is made of others, whose storages are the real ones.
@@ -128,6 +126,14 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 
 # How many tensors (and Python objects) hold a piece of memory, by its key.
 storage_use_count = torch._C._storage_Use_Count
+
+
+def unwrap_if_dead(t: torch.Tensor) -> torch.Tensor:
+    """The value inside wrappers whose levels have ended, one within another perhaps."""
+    value = _functorch.unwrap_if_dead(t)
+    while value is not t:
+        t, value = value, _functorch.unwrap_if_dead(value)
+    return value
 
 
 def batch_dim(t: torch.Tensor) -> int:

@@ -300,7 +300,8 @@ class FirstRun(Tracker):
         region = self._region
         region.captured.append(t)
         values = [t]
-        with watching(False):
+        # It may be met first where the body has grad mode off.
+        with watching(False), torch.enable_grad():
             for frame in reversed(region.frames):
                 values = frame.capture(values)
             for frame in region.frames:
@@ -341,7 +342,12 @@ class FirstRun(Tracker):
         """The foreign tensor that ``out`` is a view of, if it is, and ``out``."""
         base = _torch.view_base(out)
         found = None if base is None else self._index.get(id(base))
-        return None if found is None else (self._originals[found[2]], out)
+        if found is None:
+            return None
+        kind, number = self.origins[found[2]]
+        # As the region around this one knows it: the view is made there.
+        captured = self._region.captured[number] if kind == "capture" else None
+        return self._originals[found[2]] if captured is None else captured, out
 
     def original_of(self, out: Tensor) -> Tensor | None:
         """The foreign tensor that ``out`` stands for, if it does."""

@@ -25,6 +25,7 @@ class _Payload:
     __slots__ = (
         "absent",
         "apart",
+        "cut",
         "fn",
         "frames",
         "level",
@@ -33,10 +34,18 @@ class _Payload:
         "outs",
         "places",
         "region",
+        "tensors",
         "under_dual_level",
     )
 
-    def __init__(self, frame: Any, outs: Sequence[Tensor], places: Sequence[int]) -> None:
+    def __init__(
+        self,
+        frame: Any,
+        tensors: Sequence[Tensor],
+        cut: Sequence[bool],
+        outs: Sequence[Tensor],
+        places: Sequence[int],
+    ) -> None:
         self.level: int = frame.level
         self.region: Region = frame.region
         self.fn: Flat = frame.fn
@@ -49,6 +58,8 @@ class _Payload:
         self.apart: list[Tensor] = []
         self.under_dual_level: bool = any(f.holds_duals() for f in self.region.frames)
         self.outs: Sequence[Tensor] | None = outs
+        self.tensors: Sequence[Tensor] = tensors
+        self.cut = cut
         self.places = places
 
     def want(self, wanted: Sequence[int], kept: Sequence[Tensor]) -> list[int]:
@@ -65,11 +76,11 @@ class RegionNode(_torch.SingleLevelFunction):
     """One node at one level; the results exist already."""
 
     @staticmethod
-    def forward(ctx: Any, payload: _Payload, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, payload: _Payload, *edges: Tensor) -> tuple[Tensor, ...]:
         """Put the results behind the node."""
-        outs = payload.outs
+        outs, tensors = payload.outs, payload.tensors
         assert outs is not None
-        payload.outs = None
+        payload.outs, payload.tensors = None, ()
         ctx.payload = payload
         ctx.set_materialize_grads(False)
         kept = []
@@ -80,6 +91,7 @@ class RegionNode(_torch.SingleLevelFunction):
             elif payload.needed[i]:
                 kept.append(payload.region.as_it_was(t))
             else:
+                # Its tape at this level is no matter: here it gets no gradient that is not zero.
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
         values = payload.region.kept
@@ -115,7 +127,9 @@ class RegionNode(_torch.SingleLevelFunction):
                 f"between its forward and its replay ({error}). Modify it after the backward, or "
                 "give the region a clone."
             ) from error
-        pullback = Pullback(payload.fn, needs, wanted, payload.level, payload.want, payload.n_kept)
+        pullback = Pullback(
+            payload.fn, needs, payload.cut, wanted, payload.level, payload.want, payload.n_kept
+        )
         kept, absent = iter(saved), iter(payload.absent)
         primals = [next(kept) if need else next(absent)() for need in payload.needed]
         tensors = [*primals, *kept, *payload.apart, *(c for c in cotangents if c is not None)]
@@ -147,6 +161,10 @@ def attach(
 ) -> list[Tensor | None]:
     """Put those results that require grad behind a node that keeps what its pullback reads.
 
+    NOTE [edges]
+    The node has an edge to an input only if a result depends on it. Otherwise the engine would come
+    by, with nothing, where without remat it never does, and hooks would be handed ``None``.
+
     Args:
         frame: the level of the node: its function, of ``tensors``, is what is replayed.
         tensors: explicit inputs, then captures.
@@ -157,13 +175,17 @@ def attach(
     if not differentiable:
         return list(outs)
     region: Region = frame.region
+    reached = frame.reached()
+    cut = [t.requires_grad and not r for t, r in zip(tensors, reached)]
+    edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
     try:
-        payload = _Payload(frame, differentiable, [i for i, r in enumerate(requires) if r])
+        places = [i for i, r in enumerate(requires) if r]
+        payload = _Payload(frame, tensors, cut, differentiable, places)
         # Past the `apply` that regions observe: this node is the engine's own.
         apply = super(_torch.SingleLevelFunction, RegionNode).apply  # type: ignore[misc]
-        results = apply(payload, *tensors)
+        results = apply(payload, *edges)
     finally:
         _torch.set_single_level_function_allowed(allowed)
     kept = [t for t, need in zip(tensors, frame.needed()) if need]

@@ -14,6 +14,8 @@ from functx._remat._saving import IN_PLACE, key_of, serve
 from functx._remat._step import Step, empty, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
+_NOTHING = torch.empty(0)
+
 
 class Pruned(Watcher):
     """Runs what is live; in place of everything else, hands out memory nobody wrote to.
@@ -114,24 +116,44 @@ class Departed(BaseException):
 def placeholder(t: Tensor) -> Callable[[], Tensor]:
     """What makes a tensor like ``t``, at the same levels, in memory nobody wrote to.
 
-    It stands for an input that a pullback does not read: its shape and layout still decide which
-    operations run.
+    It stands for an input that a pullback does not read: its shape and layout, and the levels at
+    which it requires grad, still decide which operations run.
     """
+    t = _torch.unwrap_if_dead(t)
     if _torch.is_wrapped(t):
-        level = _torch.wrapper_level(t)
-        inner = placeholder(_torch.get_unwrapped(t))
-        if _torch.is_batched(t):
-            dim = _torch.batch_dim(t)
-            return lambda: _torch.add_batch_dim(inner(), dim, level)
-        return lambda: _torch.wrap_for_grad(inner(), level)
+        return _wrapped(t)
     if _torch_operators.is_zero_tensor(t):
         return lambda: t  # forward mode's zeros have no memory
     layout, conjugate, negative = layout_of(t), t.is_conj(), t.is_neg()
+    requires = t.requires_grad
 
     def make() -> Tensor:
         with watching(False), _torch.cleared_interpreter_stack():
             made = empty(layout)
             made = made.conj() if conjugate else made
-            return _torch_operators.neg_view(made) if negative else made
+            return _requiring(_torch_operators.neg_view(made) if negative else made, requires)
 
     return make
+
+
+def _wrapped(t: Tensor) -> Callable[[], Tensor]:
+    level, inner = _torch.wrapper_level(t), placeholder(_torch.get_unwrapped(t))
+    dim = _torch.batch_dim(t) if _torch.is_batched(t) else None
+    requires = t.requires_grad
+    witness = _torch.wrap_for_grad(_NOTHING, level)
+
+    def make() -> Tensor:
+        value = inner()
+        if _torch.unwrap_if_dead(witness) is not witness:  # the level has ended
+            return value
+        if dim is not None:
+            return _torch.add_batch_dim(value, dim, level)
+        return _requiring(_torch.wrap_for_grad(value, level), requires)
+
+    return make
+
+
+def _requiring(t: Tensor, requires: bool) -> Tensor:
+    if requires:
+        _torch.require_grad(t)  # what it returns may be a wrapper of the innermost level
+    return t

@@ -44,6 +44,7 @@ class Pullback:
     Args:
         fn: the function to replay.
         needs: which inputs get a gradient.
+        cut: which others require grad while the function runs, though no result depends on them.
         wanted: the results of the node that have a cotangent.
         want: tells the region what its replay is for; answers which results of ``fn`` that is.
         n_kept: how many values of the region's own are among the arguments.
@@ -55,6 +56,7 @@ class Pullback:
         self,
         fn: Flat,
         needs: Sequence[bool],
+        cut: Sequence[bool],
         wanted: Sequence[int],
         level: int,
         want: Callable[[Sequence[int], Sequence[Tensor]], list[int]],
@@ -64,6 +66,7 @@ class Pullback:
         self.want = want
         self.fn = fn
         self.needs = tuple(needs)
+        self.requires = tuple(n or c for n, c in zip(needs, cut))
         self.wanted = tuple(wanted)
         self.level = level
 
@@ -100,8 +103,8 @@ def _plain(
     """On plain autograd, below all transforms."""
     inputs = [
         # A stand-in of the base level is a leaf already; anything else must be cut off.
-        t if not need or (recording and t.requires_grad) else t.detach().requires_grad_()
-        for t, need in zip(primals, pullback.needs)
+        t if not require or (recording and t.requires_grad) else t.detach().requires_grad_()
+        for t, require in zip(primals, pullback.requires)
     ]
     wanted = pullback.want(pullback.wanted, kept)
     return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
@@ -114,8 +117,8 @@ def _fresh_level(
     level = _torch.enter_grad_level()
     try:
         inputs = [_torch.wrap_for_grad(t, level) for t in primals]
-        for t, need in zip(inputs, pullback.needs):
-            if need:
+        for t, require in zip(inputs, pullback.requires):
+            if require:
                 _torch.require_grad(t)
         wanted = pullback.want(pullback.wanted, kept)
         return _tape(pullback, inputs, pullback.fn(*inputs), wanted)

@@ -67,6 +67,7 @@ class Region:
         rewritten: the inputs and captures that the body wrote to, by position.
         overwritten: those externals whose history it changed; they are further results.
         owners: what they are for the caller, until it has been written back.
+        reached: ids of the leaves that the tapes of the first run end in.
         births: what the first run made, until it is known what of that left the region.
         left: numbers of the tensors that left the region otherwise than by return.
         first_run: the tracker of the run that is finding out; ``None`` before and after.
@@ -105,6 +106,7 @@ class Region:
         "outer_levels",
         "overwritten",
         "owners",
+        "reached",
         "reaches",
         "rewritten",
     )
@@ -129,6 +131,7 @@ class Region:
         self.rewritten: set[int] = set()
         self.overwritten: list[int] = []
         self.owners: list[Tensor] = []
+        self.reached: set[int] = set()
         self.births: list[Any] = []
         self.left: list[int] = []
         self.entries: list[Any] = []
@@ -269,7 +272,7 @@ class Region:
         extra = first.further_results()
         self._results += range(len(places), len(places) + len(extra))
         outs = self._distinct([*outs, *extra])
-        leaves = first.check_tape(outs)
+        self.reached = leaves = first.check_tape(outs)
         self.needed = [True] * len(first.holders)
         if ledger is not None and ledger.settle(outs):
             self.ledger = ledger
@@ -327,9 +330,11 @@ class Region:
         return [
             distinct[r]
             if isinstance(r, int)
-            else _torch.view_again(r[1], r[0])
+            else _torch.view_again(r[1], _torch.unwrap_if_dead(r[0]))
             if isinstance(r, tuple)
             else r
+            if r is None
+            else _torch.unwrap_if_dead(r)
             for r in self._results[: len(self._results) - len(self.overwritten)]
         ]
 

@@ -224,14 +224,35 @@ class Tracker:
             python_on_tape()
         elif name in _PASSIVE or (name == "__set__" and _is_bookkeeping(func)):
             return func(*args, **kwargs)
+        given = args
         args = [self.swap(a) for a in args]
         if kwargs:
             kwargs = {k: self.swap(v) for k, v in kwargs.items()}
         self.close(func)
         self.before(func, args, kwargs)
+        if func is torch.autograd.grad:
+            args, kwargs, func = _on_the_tape(given, args, kwargs)
         out = func(*args, **kwargs)
         self.note(out)
         return out
+
+
+def _on_the_tape(given: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """`torch.autograd.grad` and its arguments, without outputs whose stand-ins are on no tape.
+
+    A captured tensor of an outer level is on that level's tape, and its stand-in is on none of the
+    levels inside. Such outputs have no derivative here.
+    """
+    cotangents = kwargs.get("grad_outputs") if len(args) == 2 else None
+    if not (isinstance(cotangents, (list, tuple)) and isinstance(args[0], (list, tuple))):
+        return args, kwargs, torch.autograd.grad  # not as torch calls itself
+    taped = [not g.requires_grad or o.requires_grad for g, o in zip(given[0], args[0])]
+    if not any(taped) and kwargs.get("allow_unused"):
+        return args, kwargs, lambda outputs, inputs, **_: (None,) * len(inputs)
+    if not all(taped):
+        args = [[x for x, t in zip(args[0], taped) if t], args[1]]
+        kwargs = {**kwargs, "grad_outputs": [x for x, t in zip(cotangents, taped) if t]}
+    return args, kwargs, torch.autograd.grad
 
 
 class _Silent(Tracker):

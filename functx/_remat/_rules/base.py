@@ -27,6 +27,8 @@ class Frame(ABC):
         slots: how each input of this level is taken apart (and put together again).
         inside: the number of the level that `__call__` entered last.
         batch_size: of a batched level.
+        leaves: for each input, the id of the leaf of the throw-away tape that stands for it in the
+            first run, where there is a tape.
     """
 
     batch_size: int | None = None
@@ -39,6 +41,7 @@ class Frame(ABC):
         self.inputs: Sequence[Tensor] = ()
         self.captured: list[Tensor] = []
         self.slots: list[Any] = []
+        self.leaves: list[int] = []
 
     @abstractmethod
     def lower(self, t: Tensor) -> list[Tensor]:
@@ -63,6 +66,15 @@ class Frame(ABC):
     def holds_duals(self) -> bool:
         """Whether inputs are duals of the user's own ``dual_level``."""
         return False
+
+    def reached(self) -> list[bool]:
+        """Whether some result depends on an input, of those that require grad at this level."""
+        reached = [leaf in self.region.reached for leaf in self.leaves]
+        return reached if any(reached) else [True] * len(reached)
+
+    def cut(self, t: Tensor) -> Tensor:
+        """``t`` off the tape of this level."""
+        raise NotImplementedError
 
     def dual(self) -> bool:
         """Whether this is a level of forward mode; then a true slot is an input with a tangent."""

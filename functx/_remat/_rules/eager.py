@@ -48,11 +48,15 @@ class EagerFrame(Frame):
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
         """A leaf of the throw-away tape."""
         (value,) = values
-        if not slot:
-            return value
-        leaf = value.detach().requires_grad_()
-        self.region.first_run.leaves[id(leaf)] = leaf
+        leaf = value.detach().requires_grad_() if slot else value
+        self.leaves.append(id(leaf))
+        if slot:
+            self.region.first_run.leaves[id(leaf)] = leaf
         return leaf
+
+    def cut(self, t: Tensor) -> Tensor:
+        """The value alone."""
+        return t.detach()
 
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """NOTE [run first, make the node after]."""

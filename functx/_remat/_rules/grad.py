@@ -45,9 +45,15 @@ class GradFrame(Frame):
         wrapper = _torch.wrap_for_grad(values[0], level)
         if slot:
             _torch.require_grad(wrapper)
-            if self.region.first_run is not None:
+        if self.region.first_run is not None:
+            self.leaves.append(id(wrapper))
+            if slot:
                 self.region.first_run.leaves[id(wrapper)] = wrapper
         return wrapper
+
+    def cut(self, t: Tensor) -> Tensor:
+        """A wrapper without history."""
+        return _torch.wrap_for_grad(_torch.unwrap_for_grad(t, self.level), self.level)
 
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """The function on a throw-away tape."""
@@ -56,6 +62,7 @@ class GradFrame(Frame):
             with torch.set_grad_enabled(self.grad_mode):
                 outs = self.fn(*self.lift_all(values, self.slots, level))
             self.out_requires = [o is not None and o.requires_grad for o in outs]
+            outs = [None if o is None else _torch.unwrap_if_dead(o) for o in outs]
             return [None if o is None else _torch.unwrap_for_grad(o, level) for o in outs]
         finally:
             _torch.exit_grad_level()

@@ -88,8 +88,14 @@ class DualFrame(Frame):
                         results.append(None)
                         slots.append(False)
                         continue
-                    parts = [p for p in forward_ad.unpack_dual(out) if p is not None]
+                    parts = [
+                        p
+                        for p in forward_ad.unpack_dual(_torch.unwrap_if_dead(out))
+                        if p is not None
+                    ]
                     slots.append(len(parts) == 2)
+                    if self.region.first_run is not None:
+                        self.region.reached |= self.region.first_run.check_tape(parts[1:])
                     results += [_torch.unwrap_for_grad(p, level) for p in parts]
         finally:
             _torch.exit_jvp_level()
