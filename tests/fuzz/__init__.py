@@ -1,0 +1,1 @@
+"""Random programs, with remat and without: see `test_fuzz`."""
