@@ -256,6 +256,8 @@ class FirstRun(Tracker):
         deeper = _torch.is_wrapped(alive) and _torch.wrapper_level(alive) > self._depth
         if self._region.outer is None or deeper or self.knows(alive):
             return None
+        if self._made_here(alive, _torch.current_graph_task_id() != self._engine):
+            return None
         value = self._from_outside(t)
         return value if tracked(value) and _torch.unwrap_if_dead(value) is value else None
 

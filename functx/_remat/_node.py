@@ -17,6 +17,7 @@ from functx._remat._options import Options
 from functx._remat._prune import placeholder
 from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Region
+from functx._remat._tracker import SILENT, tracking
 
 
 class _Payload:
@@ -131,7 +132,8 @@ class RegionNode(_torch.SingleLevelFunction):
             payload.fn, needs, payload.cut, wanted, payload.level, payload.want, payload.n_kept
         )
         kept, absent = iter(saved), iter(payload.absent)
-        primals = [next(kept) if need else next(absent)() for need in payload.needed]
+        with tracking(SILENT):  # what making placeholders takes is no operation of a body
+            primals = [next(kept) if need else next(absent)() for need in payload.needed]
         tensors = [*primals, *kept, *payload.apart, *(c for c in cotangents if c is not None)]
         tensors = [_torch.unwrap_if_dead(t) for t in tensors]
         if not torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:

@@ -50,10 +50,11 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     Returns:
         One tensor for each distinct result, ``None`` where a result is zero.
     """
-    inputs = [_torch.unwrap_if_dead(t) for t in region.inputs]
+    inputs = region.inputs
     outer = active_tracker()
-    if outer is not None and not made_here:
+    if outer is not None and not made_here:  # as they are: it knows them by identity
         inputs = outer.operands(nested_region, inputs)
+    inputs = [_torch.unwrap_if_dead(t) for t in inputs]
     region.inputs, region.outer = inputs, outer
     if outer is not None or _torch.peek_interpreter_stack() is not None:
         region.outer_levels = saved_levels()

@@ -19,6 +19,8 @@ _STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments (tensors, and containers of them) that an operation may write to."""
     name = getattr(func, "__name__", "")
+    if name == "requires_grad_":  # transforms call it, and it writes nothing
+        return []
     if name.endswith("_") and not name.startswith("_"):
         return [args[0]]
     if name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__")):

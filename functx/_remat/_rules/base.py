@@ -68,7 +68,12 @@ class Frame(ABC):
         return False
 
     def reached(self) -> list[bool]:
-        """Whether some result depends on an input, of those that require grad at this level."""
+        """Whether some result depends on an input, of those that require grad at this level.
+
+        A value that was kept, or written to, hides what it was computed from.
+        """
+        if self.region.connected or self.region.rewritten or self.region.overwritten:
+            return [True] * len(self.leaves)
         reached = [leaf in self.region.reached for leaf in self.leaves]
         return reached if any(reached) else [True] * len(reached)
 
