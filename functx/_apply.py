@@ -102,7 +102,7 @@ def apply_remat(
               for anything up to the next dot and ``**`` for anything (``"layers.*"``),
             - the name of a class,
             - a compiled regular expression, which has to match a whole name,
-            - a predicate ``(name, module) -> bool``,
+            - a predicate ``(name, module) -> bool``, or ``(module) -> bool``,
             - modules of the model themselves,
             - ``"gradient_checkpointing"``: the layers that Hugging Face transformers or diffusers
               would checkpoint, in place of ``gradient_checkpointing_enable()``; as there, a cache

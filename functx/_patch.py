@@ -18,13 +18,17 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections.abc import Callable
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from functx import _torch, _torch_compiler
 from functx._checkpoint import checkpoint, within
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _lock = threading.RLock()
 _active = 0
@@ -58,6 +62,17 @@ class Patch:
     def __exit__(self, *exc: object) -> None:
         self.undo()
 
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """As a decorator: in place while ``function`` runs, and not for longer."""
+        self.undo()
+
+        @functools.wraps(function)
+        def patched(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Patch():
+                return function(*args, **kwargs)
+
+        return patched
+
     def __repr__(self) -> str:
         return f"<functx.patch_checkpoint(), {'in place' if self._on else 'undone'}>"
 
@@ -77,8 +92,8 @@ def patch_checkpoint() -> Patch:
     be undone restores torch's code.
 
     Returns:
-        A handle: use it in a ``with`` block, or call its ``undo()``, or drop it and leave the patch
-        in place for good.
+        A handle: use it in a ``with`` block, as a decorator of a function, or call its ``undo()``,
+        or drop it and leave the patch in place for good.
 
     Raises:
         RuntimeError: torch's function can't be found, because it was replaced before functx was

@@ -6,6 +6,7 @@ A module that a model holds in several places has several names and is one modul
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -72,7 +73,12 @@ def _matches(
     elif isinstance(where, re.Pattern):
         hits = [(name, m) for name, m in named if name and where.fullmatch(name)]
     elif callable(where):
-        hits = [(name, m) for name, m in named if m is not model and where(name, m)]
+        alone = _takes_one(where)
+        hits = [
+            (name, m)
+            for name, m in named
+            if m is not model and (where(m) if alone else where(name, m))
+        ]
     else:
         raise TypeError(
             f"{caller}: where holds {where!r}, expected a class of modules, a name or a pattern of "
@@ -86,6 +92,19 @@ def _matches(
             f"{caller}: {_describe(where)} matches no submodule. {_near(named, where)}"
         )
     return runnable
+
+
+def _takes_one(predicate: Callable[..., Any]) -> bool:
+    """Whether a predicate takes a module alone, as those of torch's own wrappers do."""
+    try:
+        parameters = inspect.signature(predicate).parameters.values()
+    except (TypeError, ValueError):  # builtins
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
+    return len(required) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _by_text(
@@ -136,18 +155,41 @@ def marked(
     layers = [(name, m) for name, m in named if is_marked_layer(m)]
     if layers:
         return layers
-    flagged = [(name, m) for name, m in named if m is not model and hasattr(m, MARKED)]
-    inner = [  # the innermost: a model's parts carry the flag too
-        (name, m)
-        for name, m in flagged
-        if not any(hasattr(part, MARKED) for part in m.modules() if part is not m)
-    ]
-    if not inner:
+    blocks: set[int] = set()
+    for _, owner in named:
+        if hasattr(owner, MARKED):  # it checkpoints its blocks, but those with blocks of their own
+            if getattr(owner, MARKED) is True and caller == "apply_remat":
+                raise ValueError(
+                    f"{caller}: {type(owner).__name__} is checkpointed by its library already. "
+                    "Call model.disable_gradient_checkpointing() first, or keep it and use "
+                    "functx.patch_checkpoint()."
+                )
+            parts = [part for part in _blocks(owner) if not _flagged(part)]
+            if not parts and owner is not model and not any(map(_flagged, owner.children())):
+                parts = [owner]
+            blocks |= {id(part) for part in parts}
+    if not blocks:
         raise ValueError(
             f"{caller}: no layer of {type(model).__name__} is marked for gradient checkpointing. "
             f"Name the layers instead. {_available(named)}"
         )
-    return inner
+    return [(name, m) for name, m in named if id(m) in blocks]
+
+
+def _blocks(owner: nn.Module) -> list[nn.Module]:
+    """What a module has in lists, and what it has that is called a block."""
+    found: list[nn.Module] = []
+    for part in owner.children():
+        if isinstance(part, nn.ModuleList):
+            found += part
+        elif "Block" in type(part).__name__:
+            found.append(part)
+    return found
+
+
+def _flagged(module: nn.Module) -> bool:
+    """Whether it, or something in it, checkpoints by itself."""
+    return any(hasattr(part, MARKED) for part in module.modules())
 
 
 def is_marked_layer(module: nn.Module) -> bool:

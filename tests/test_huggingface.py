@@ -196,6 +196,10 @@ def test_what_transformers_checkpoints_already_is_refused():
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"gradient_checkpointing_disable"):
         functx.apply_remat(model, "gradient_checkpointing")
+    unet = hf.build_unet()
+    unet.enable_gradient_checkpointing()
+    with pytest.raises(ValueError, match="disable_gradient_checkpointing"):
+        functx.apply_remat(unet, "gradient_checkpointing")
 
 
 def test_a_copy_of_a_model_and_its_state():
@@ -253,6 +257,34 @@ class TestUNet:
         with context:
             assert_same(self.per_sample(model), expected, eps=256)
             assert peak(self.per_sample, model) < 0.85 * plain_peak
+
+    def test_a_transformer_with_one_list_of_blocks(self):
+        diffusers = pytest.importorskip("diffusers")
+        torch.manual_seed(0)
+        model = diffusers.PixArtTransformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            cross_attention_dim=16,
+            sample_size=16,
+            patch_size=2,
+            caption_channels=8,
+            use_additional_conditions=False,
+        ).double()
+        g = torch.Generator().manual_seed(1)
+        image = torch.randn(1, 4, 16, 16, generator=g, dtype=torch.float64)
+        caption = torch.randn(1, 5, 8, generator=g, dtype=torch.float64)
+
+        def gradients():
+            out = model(image, caption, torch.tensor([3])).sample.square().mean()
+            return torch.autograd.grad(out, list(model.parameters()), materialize_grads=True)
+
+        expected, plain_peak = gradients(), peak(gradients)
+        functx.apply_remat(model, "gradient_checkpointing")
+        assert_same(gradients(), expected, eps=64)
+        assert peak(gradients) < 0.8 * plain_peak
 
     def test_training(self):
         def gradients(model):

@@ -158,6 +158,16 @@ class TestUndo:
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
+    def test_a_decorator(self):
+        @functx.patch_checkpoint()
+        def decorated():
+            return works(closed_over())
+
+        assert not works(closed_over())
+        assert decorated()
+        assert decorated.__name__ == "decorated"
+        assert not works(closed_over())
+
     def test_nested(self):
         with functx.patch_checkpoint():
             with functx.patch_checkpoint():

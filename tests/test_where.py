@@ -80,6 +80,8 @@ def of(function):
         (re.compile(r"layers\.\d"), LAYERS),
         (re.compile(r"shared"), ["layers.1"]),
         (lambda name, module: name.endswith(("1", "3")), ["layers.1", "layers.3"]),
+        (lambda module: isinstance(module, Special), ["layers.2"]),
+        (lambda name, *rest: name == "embed", ["embed"]),
         (["layers.3", "embed"], ["embed", "layers.3"]),
         ([Special, "embed", re.compile("layers.0")], ["embed", "layers.0", "layers.2"]),
         (of(lambda model: model.layers[3]), ["layers.3"]),
