@@ -20,7 +20,7 @@ from functx import memory, per_sample
 
 NAME = "per_sample"
 CLAIM = "Clipped sums of per-example gradients: time / peak, relative to torch's vmap(grad)"
-CHUNK = 4
+CHUNK, REPEATS = 4, 5
 Run = Callable[[], Any]
 
 
@@ -220,7 +220,7 @@ def measure(work: Workload, rows: dict[str, dict[str, Any]], device: torch.devic
             peaks[name], runs[name] = peak, run
     except ImportError as error:
         rows[f"jax_privacy.clipped_grad, microbatch {CHUNK}"]["error"] = str(error)
-    seconds = median_seconds(list(runs.values()), repeats=5, device=device)
+    seconds = median_seconds(list(runs.values()), repeats=REPEATS, device=device)
     base, base_peak = seconds[0], peaks["torch vmap(grad)"]
     for (name, _), time in zip(runs.items(), seconds):
         row = rows[name]
