@@ -30,6 +30,8 @@ TransformType = _functorch.TransformType
 peek_interpreter_stack = _functorch.peek_interpreter_stack
 # Peeling levels off the stack, with the grad mode that the level below had, and putting them back.
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
+# An interpreter of the stack, with what there is to know of its transform.
+coerced = _pyfunctorch.coerce_cinterpreter
 cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 restored_interpreter_stack = _pyfunctorch.temporarily_restore_interpreter_stack
 # Levels entered and left.
@@ -110,6 +112,9 @@ def without_modes() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
         yield
 
+
+# Dispatch modes alone: counters and the records of regions.
+without_dispatch_modes = _python_dispatch._disable_current_modes
 
 # --- modules -----------------------------------------------------------------------------------
 

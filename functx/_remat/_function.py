@@ -16,8 +16,10 @@ whose policy asks for them does too.
 from __future__ import annotations
 
 import functools
+import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +49,13 @@ def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o:
 @_torch_compiler.uncompiled
 def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
     if (backend := backend_of("remat", args, kwargs)) is not None:
+        if o.budget is not None:
+            raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, o.policy)(*args, **kwargs)
-    if not differentiating() and not keeping():
+    if _recording.active or (not differentiating() and not keeping()):
         return f(*args, **kwargs)
+    if o.budget is not None:
+        return _ON_BUDGET[0](f, args, kwargs, o)
     if _torch_operators.hooks_modules():  # so replays run other operations than the forward
         o = replace(o, determinism_check="none", prune=False)
     leaves, spec = _tree.flatten((args, kwargs))
@@ -64,6 +70,32 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     body = Body(f, spec, where, statics)
     outs = call(Region(body, inputs, o, reaches=(f, statics)))
     return body.result(outs)
+
+
+_ON_BUDGET: list[Callable[..., Any]] = []
+
+
+def on_budget(runner: Any) -> Any:
+    """Register what runs functions that have a budget."""
+    _ON_BUDGET.append(runner)
+    return runner
+
+
+class _Recording(threading.local):
+    active = False
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """While what a function runs is recorded, regions inside it are the functions themselves."""
+    before, _recording.active = _recording.active, True
+    try:
+        yield
+    finally:
+        _recording.active = before
 
 
 class Body:
