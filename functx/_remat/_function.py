@@ -130,6 +130,20 @@ class Body:
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
         return [o for o in outs if isinstance(o, Tensor)]
 
+    def forget(self, owners: Sequence[Tensor]) -> None:
+        """Do not close over tensors that depend on this very call: nothing could free them.
+
+        A replay is handed what the forward found there; it only needs something to ask for it by.
+        """
+        held = {id(t) for t in owners}
+        if any(id(contents) in held for _, contents in self._cells.values()):
+            cells = {
+                key: (cell, contents.detach() if id(contents) in held else contents)
+                for key, (cell, contents) in self._cells.items()
+            }
+            self.function = rebound(self.function, cells)
+            self._cells = snapshot(self.function)
+
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""
         spec, leaves = self._out

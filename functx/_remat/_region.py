@@ -319,6 +319,8 @@ class Region:
             if value is not None and value is not owner:
                 with watching(True):
                     owner.copy_(value)
+        if self.owners and hasattr(self.body, "forget"):
+            self.body.forget(self.owners)
         self.owners = []
 
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -356,6 +358,7 @@ class Region:
         self.kept = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         self.owners = []
+        self.before = {}  # a result may be the very tensor that was written to
         for frame in self.frames:
             frame.captured = []
             frame.inputs = ()
