@@ -7,6 +7,7 @@ peak are relative to ``torch.func.vmap(torch.func.grad(loss))`` and a weighted s
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -248,7 +249,8 @@ def run(device: torch.device) -> Result:
         "A cell: time / peak over those of torch's vmap(grad); first row: what those are.",
         "remat: every block is a region.",
     ]
-    versions = environment(device, "opacus", "jax")
+    wanted = ("opacus", "jax", "jax_privacy")
+    versions = environment(device, *(name for name in wanted if importlib.util.find_spec(name)))
     return Result(NAME, CLAIM + ".", columns, list(rows.values()), notes, versions)
 
 
