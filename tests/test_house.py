@@ -42,7 +42,7 @@ LAYERS = [
     ("functx._remat._departure", "functx._remat._checksum"),
     ("functx._remat._replay",),
     ("functx._remat._recording",),
-    ("functx._remat._region",),
+    ("functx._remat._region", "functx._remat._kept_inside"),
     ("functx._remat._environment", "functx._remat._operator"),
     ("functx._remat._overwritten",),
     ("functx._remat._capture", "functx._remat._pullback"),
