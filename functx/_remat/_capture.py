@@ -170,9 +170,9 @@ class FirstRun(Tracker):
                 raise
             raise RematError(
                 f"remat: the region {self._region.options.name!r} writes in place, by "
-                f"{describe(func)}, to a tensor that it did not make and that requires grad. A "
-                "region can't change the history of its caller's tensor: write to a .clone() of "
-                "it and return that, or write outside of the region."
+                f"{describe(func)}, to a tensor that it did not make and that requires grad: a "
+                "leaf, which torch lets nobody write to, or one in a trace, or with a tangent too. "
+                "Write to a .clone() of it and return that, or write outside of the region."
             ) from error
 
     def drawn_from(self, generator: torch.Generator) -> None:
