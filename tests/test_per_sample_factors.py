@@ -1,5 +1,7 @@
 """Gradients that are products of few terms are known by their factors: equal, in fewer bytes."""
 
+import functools
+
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -234,6 +236,44 @@ def test_a_backward_in_numpy():
         norms = per_sample.norms(loss, chunk_size=1)(params, x)
     expected = per_sample.norms(lambda p, x: (x @ p[0].T).sin().sum())(params, x)
     assert_same(norms, expected, eps=64)
+
+
+class Scribbles(torch.autograd.Function):
+    """Its backward writes to what an earlier node has read: an activation of the layer after it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.saved_tensors[0].detach().zero_()
+        return gradient
+
+
+# Of one example alone the tape is pulled back twice, which torch refuses for such a function.
+@pytest.mark.parametrize(("chunk_size", "passes"), [(None, 1), (None, 2), (1, 1)])
+def test_factors_written_to_before_they_are_read(chunk_size, passes):
+    def loss(p, x):
+        return (Scribbles.apply((x @ p[0].T).sin()) @ p[0]).sin().sum()
+
+    params, x = [weight()], numbers(B, T, IN)
+
+    def plain(p, x):
+        return ((x @ p[0].T).sin() @ p[0]).sin().sum()
+
+    with torch.no_grad():
+        for make in (per_sample.norms, functools.partial(
+            per_sample.clipped_sum, max_norm=0.1, passes=passes
+        )):  # fmt: skip
+            found, expected = (make(f, chunk_size=chunk_size)(params, x) for f in (loss, plain))
+            assert_same(found, expected, eps=64)
 
 
 def test_an_error_of_the_user_comes_through():

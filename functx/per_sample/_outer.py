@@ -12,6 +12,7 @@ one example is a batch of products there.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,10 @@ _RESHAPES = {
     aten.squeeze.dims,
 }
 _PERMUTES = {aten.transpose.int, aten.permute.default, aten.t.default}
+
+
+class WrittenTo(RuntimeError):
+    """Code writes to what a product that was not computed has to be computed from."""
 
 
 class _Value:
@@ -116,11 +121,14 @@ class KeepFactors(_torch.TorchDispatchMode):
         self._size = size
         self.paused = False
         self.made = 0  # products not computed
+        self._factors: set[int] = set()  # the memory of their factors
         self.taken = self.spared = 0  # numbers of gradients that arrived, and by their factors
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self._factors and _writes(func) and not self.paused:
+            self._check(args)
         if Outer in types:
             return _run(func, args, kwargs or {})
         if self.paused:
@@ -140,7 +148,18 @@ class KeepFactors(_torch.TorchDispatchMode):
         if found is None:
             return func(*args, **(kwargs or {}))
         self.made += 1
+        for factor in found.value.terms[0]:
+            values = factor.values if isinstance(factor, Dense) else factor.index
+            self._factors.add(_torch.storage_key(values))
         return found
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        """Raises if an operation in place has a factor: the product should have been taken."""
+        for arg in args:
+            if type(arg) is Outer or not isinstance(arg, torch.Tensor):
+                continue
+            if _torch.storage_key(arg) in self._factors:
+                raise WrittenTo("a factor of a gradient is written to in place")
 
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> Outer | None:
         size, rows, inner = left.shape
@@ -180,6 +199,11 @@ class KeepFactors(_torch.TorchDispatchMode):
         values = gradient.reshape(size, -1, columns)
         terms: list[Term] = [(OneHot(index, table), Dense(values))]
         return Outer(_Value(terms), False, (rows, columns), gradient)
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    return _torch_operators.is_mutable(func)
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
