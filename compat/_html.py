@@ -112,7 +112,9 @@ def _kept(report: Crosscheck) -> str:
         sides = [kept.by_region[n] if n < len(kept.by_region) else None for kept in (a, b)]
         sizes = [None if r is None else r.activations for r in sides]
         name = next(r.name for r in sides if r is not None)
-        verdict = ("equal", "good") if sizes[0] == sizes[1] else ("DIFFERENT", "bad")
+        verdict: Any = ("equal", "good") if sizes[0] == sizes[1] else ("DIFFERENT", "bad")
+        if sizes[0] != sizes[1] and report.kept_equal:  # kept all the same, for another region
+            verdict = "passed through"
         bars = "".join(_bar(size, most, side) for size, side in zip(sizes, ("", " jax")))
         rows.append((f"{n + 1}: {name}", _count(sizes[0]), _count(sizes[1]), _Raw(bars), verdict))
     same = ("equal", "good") if report.kept_equal else ("DIFFERENT", "bad")

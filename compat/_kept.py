@@ -10,6 +10,8 @@ A view in torch shares its storage, where JAX makes a new array.  An array that 
 bytes of an argument (reshaped) counts as that argument on both sides, and a view of an activation
 counts with the bytes that it shows; those of the whole storages are given as well.
 
+What a policy saves inside a region did not enter it, and does not count.
+
 Arrays that several regions take count once, for the first of them.  Arguments (parameters and data)
 and activations are counted apart; tensors that the function closes over are alive anyway and count
 as neither.

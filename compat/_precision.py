@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functx import _tree
+from functx._remat import no_regions
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -237,7 +238,8 @@ def in_float64(f: Callable[..., Any], *args: list[torch.Tensor]) -> list[torch.T
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
-        with Widened():
+        # A region knows its tensors by sight, which a conversion at each use makes others of.
+        with no_regions(), Widened():
             out: list[torch.Tensor] = list(f(*wide))
     except Exception:  # the function may insist on its dtype in any way
         return None

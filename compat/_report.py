@@ -64,17 +64,15 @@ class Crosscheck:
 
     @property
     def kept_equal(self) -> bool:
-        """Whether both frameworks keep the same activations at each region boundary.
+        """Whether both frameworks keep as many bytes of activations at as many regions.
 
         Arguments are alive anyway; JAX drops those that no derivative reads (a last bias, say).
+        What passes through a region unread on its way to another may be told as kept by either.
         """
         a, b = self.kept_torch, self.kept_jax
         if a is None or b is None:
             return a is b
-        by_region = [[r.activations for r in kept.by_region] for kept in (a, b)]
-        return (a.activations, a.regions) == (b.activations, b.regions) and (
-            by_region[0] == by_region[1]
-        )
+        return (a.activations, a.regions) == (b.activations, b.regions)
 
     @property
     def agrees(self) -> bool:
@@ -203,7 +201,7 @@ class Crosscheck:
             differs = "DIFFERENT" if attribute != "arguments" else f"{x - y:,} not read"
             yield what, f"{x:,}", f"{y:,}", "equal" if x == y else differs
         for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
-            if r.activations != s.activations:
+            if r.activations != s.activations and not self.kept_equal:
                 sizes = f"{r.activations:,}", f"{s.activations:,}"
                 yield f"region {n}, {r.name}", *sizes, "DIFFERENT"
         if a.storages != a.activations:

@@ -115,7 +115,7 @@ class Interpreter:
                 env.pop(dead, None)
         raise AssertionError("a graph without an output")
 
-    def _call(self, node: Node, env: dict[Node, Any], names: tuple[str, ...]) -> Any:
+    def _call(self, node: Node, env: dict[Node, Any], names: tuple[str, ...] = ()) -> Any:
         function = custom_function_of(node)
         if function is not None or is_region(node):
             operands = [env[n] if isinstance(n, Node) else n for n in node.args[1:]]

@@ -192,6 +192,6 @@ def attach(
         _torch.set_single_level_function_allowed(allowed)
     kept = [t for t, need in zip(tensors, frame.needed()) if need]
     if region.outer is None:
-        notify([*kept, *region.kept], region.options.name)
+        notify(kept, region.options.name)
     taped = iter(results)
     return [next(taped) if r else o for o, r in zip(outs, requires)]

@@ -1,4 +1,4 @@
-"""Telling whoever asks which regions keep what, and when they run again."""
+"""Telling whoever asks which regions keep what, and when they run again; or making none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class _Observers(threading.local):
     def __init__(self) -> None:
         self.callbacks: list[Callable[[list[Tensor], str], None]] = []
         self.of_replays: list[Callable[[str], AbstractContextManager[Any]]] = []
+        self.without = 0
 
 
 _observers = _Observers()
@@ -60,3 +61,18 @@ def observed(replay: AbstractContextManager[Any], name: str) -> AbstractContextM
         stack.enter_context(around(name))
     stack.enter_context(replay)
     return stack
+
+
+@contextmanager
+def no_regions() -> Iterator[None]:
+    """What is a region elsewhere is a plain call in this context and thread."""
+    _observers.without += 1
+    try:
+        yield
+    finally:
+        _observers.without -= 1
+
+
+def inlined() -> bool:
+    """Whether regions are plain calls now."""
+    return _observers.without > 0

@@ -51,7 +51,8 @@ class Result:
 class Recording(Tracker):
     """Mixed into a tracker: calls `record` with everything that operations make or write to."""
 
-    # No slots: those of a second base class would not fit beside the first's.
+    __slots__ = ()
+    # Set by the classes it is mixed into, which have the slots.
     values: bool
     targets: list[Tensor]
     unwritten: bool
@@ -97,7 +98,7 @@ class Recording(Tracker):
 class RecordingReplay(Recording, Replay):
     """A replay that compares what operations give with the forward, and knows what it ran."""
 
-    __slots__ = ("_debug", "_ran", "_running")
+    __slots__ = ("_debug", "_ran", "_running", "targets", "unwritten", "values")
 
     def __init__(
         self,

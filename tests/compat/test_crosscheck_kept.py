@@ -153,3 +153,34 @@ def test_kept_bytes_agree_for_any_segmentation(data):
     report.assert_agrees(rtol=1e-4)
     assert report.kept_equal
     assert report.kept_torch.regions == sum(kind != "none" for (a, b), kind in zip(spans, regions))
+
+
+def test_what_passes_through_a_region_counts_once():
+    """The second region hands on what the third reads: kept, whichever is told to keep it."""
+
+    def f(x):
+        skip, x = x.exp(), x.sin()
+        skip, x = functx.remat(lambda skip, x: (skip, x.cos()))(skip, x)
+        return functx.remat(lambda skip, x: (skip * x).sum())(skip, x)
+
+    report = crosscheck(f, torch.randn(5), peak=False)
+    report.assert_agrees()
+    assert report.kept_torch.activations == report.kept_jax.activations == 60
+
+
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable", "nothing_saveable"])
+def test_regions_with_policies_keep_the_same_at_their_boundaries(policy):
+    region = functx.remat(
+        lambda x, w: torch.tanh(torch.sin(x @ w) @ w),
+        policy=getattr(functx.checkpoint_policies, policy),
+    )
+
+    def f(ws, x):
+        for w in ws:
+            x = region(x, w)
+        return (x * x).sum()
+
+    report = crosscheck(f, [torch.randn(4, 4) for _ in range(3)], torch.randn(3, 4), peak=False)
+    report.assert_agrees()
+    products = report.runs["grad"].products
+    assert products.torch == products.jax == 17 + (policy == "nothing_saveable") * 6

@@ -1,5 +1,6 @@
 """Importing ``functx.compat`` needs no JAX, imports none, and changes nothing in torch."""
 
+import shutil
 import subprocess
 import sys
 
@@ -65,18 +66,96 @@ def test_unknown_name():
     assert "to_jax" in dir(functx.compat)
 
 
-def test_torch_is_as_before():
-    code = """
+BEFORE_AND_AFTER = """
+import warnings
 import torch
-names = dir(torch), dir(torch.Tensor), torch.autograd.Function.apply, torch.nn.Module.__call__
-import functx.compat
-functx.compat.to_jax
-assert names[0] == [n for n in dir(torch) if n in names[0]]
-assert names[1] == dir(torch.Tensor)
-assert names[2] == torch.autograd.Function.apply and names[3] is torch.nn.Module.__call__
-assert not torch.overrides._get_current_function_mode_stack()
-with torch.random.fork_rng():
-    torch.rand(1)
+from torch.utils.data import DataLoader, TensorDataset
+
+BACKEND = {backend!r}
+
+def f(x):
+    return torch.nn.functional.gelu(x).sin().sum()
+
+def seen():
+    torch.compiler.reset()
+    x = torch.linspace(-1, 1, 12, requires_grad=True)
+    graphs = []
+    def backend(module, inputs):
+        graphs.append(len(module.graph.nodes))
+        return module
+    torch.compile(f, backend=backend, fullgraph=True)(x)
+    compiled = torch.compile(f, backend=BACKEND, fullgraph=True)
+    out = compiled(x)
+    (gradient,) = torch.autograd.grad(out, x)
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        inside = torch.rand(3).tolist()
+    after = torch.rand(3).tolist()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=3, pin_memory=True)
+        batches = [batch[0].tolist() for batch in loader]
+    return {{
+        "graphs": graphs,
+        "compiled": out.item(),
+        "gradient": gradient.tolist(),
+        "fork_rng": (inside, after),
+        "loader": batches,
+        "warnings": [str(w.message) for w in caught],
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "grad": torch.is_grad_enabled(),
+        "modes": torch.overrides._get_current_function_mode_stack(),
+        "tensor": (dir(torch.Tensor), torch.Tensor.__add__, torch.Tensor.numpy),
+        "apply": torch.autograd.Function.apply,
+        "call": torch.nn.Module.__call__,
+        "functions": [torch.add, torch.tensor, torch.manual_seed, torch.vmap, torch.compile],
+        "precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }}
+
+names = dir(torch)
+before = seen()
+{imports}
+after = seen()
+different = [key for key in before if before[key] != after[key]]
+assert not different, different
+assert names == [name for name in dir(torch) if name in names]
 """
-    done = run(code)
+IMPORT = """
+import functx.compat
+from functx.compat import crosscheck, from_jax, random, testing, to_jax
+"""
+USE = """
+import jax
+w, x = torch.randn(3, 3), torch.randn(4, 3)
+crosscheck(lambda w, x: torch.tanh(x @ w).sum(), w, x).assert_agrees()
+to_jax(torch.sin)(jax.numpy.ones(3))
+from_jax(jax.numpy.sin)(torch.ones(3))
+random.dropout(random.key(0), x)
+"""
+
+
+def test_torch_is_as_before():
+    done = run(BEFORE_AND_AFTER.format(backend="aot_eager", imports=IMPORT + USE))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_stock_compile_is_as_before():
+    done = run(BEFORE_AND_AFTER.format(backend="inductor", imports=IMPORT + USE))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ("torch.set_default_dtype(torch.float64)", "dtype"),
+        ("torch.overrides.TorchFunctionMode().__enter__()", "modes"),
+    ],
+)
+def test_the_comparison_can_fail(change, seen):
+    done = run(BEFORE_AND_AFTER.format(backend="eager", imports=change))
+    assert done.returncode != 0
+    assert seen in done.stderr or "Error" in done.stderr
