@@ -10,6 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from .opinfo_exceptions import (
+    DATA_DEPENDENT,
+    EXCEPTIONS,
+    OTHER_GRADIENT,
+    TABLE,
+    runnable,
+)
+
 SCRIPT = Path(__file__).parent / "opinfo.py"
 
 SELECTION = """
@@ -19,28 +27,6 @@ instance_norm layer_norm linalg.cholesky linalg.solve log_softmax logsumexp mask
 nll_loss norm pad pow prod roll scatter_add scatter_reduce.amax select_scatter sigmoid softmax sort
 split std topk tril unfold var where
 """.split()  # noqa: SIM905
-
-# What JAX can't say, what torch can't run here, and what has no rule yet.
-DATA_DEPENDENT = {
-    "allclose", "argwhere", "combinations", "corrcoef", "cov", "equal", "item", "linalg.lstsq",
-    "linalg.lstsq.grad_oriented", "masked_select", "narrow", "nn.functional.ctc_loss",
-    "repeat_interleave",
-    "nn.functional.gaussian_nll_loss", "nonzero", "tensor_split", "unique", "unique_consecutive",
-}  # fmt: skip
-OTHER_LAYOUTS = {"chalf", "sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse", "resize_as_"}
-NOT_ON_CPU = {"as_strided.partial_views"}
-NO_RULE = {
-    "geqrf", "hash_tensor", "histogramdd", "linalg.ldl_factor", "linalg.ldl_factor_ex",
-    "linalg.ldl_solve", "nn.functional.fractional_max_pool2d",
-    "nn.functional.fractional_max_pool3d", "nn.functional.linear_cross_entropy.chunked",
-    "nn.functional.linear_cross_entropy.chunked_none", "special.airy_ai",
-}  # fmt: skip
-# The gradient differs: where several elements share a place, where the result is fixed only up to
-# a phase, and where JAX has no rule for the derivative.
-OTHER_GRADIENT = {
-    "as_strided_scatter", "linalg.eigh", "linalg.pinv.hermitian",
-    "nextafter", "pca_lowrank", "svd_lowrank",
-}  # fmt: skip
 
 
 def verdicts(tmp_path, *options):
@@ -64,11 +50,19 @@ def test_selection(tmp_path):
 
 @pytest.mark.sweep
 def test_all(tmp_path):
-    found = {v["name"]: v for v in verdicts(tmp_path, "--samples", "5")}
-    runnable = {n: v for n, v in found.items() if not n.startswith("jiterator")}
-    matched = {n for n, v in runnable.items() if v["outcome"].startswith("match")}
+    found = runnable([*verdicts(tmp_path, "--samples", "5")])
+    matched = {n for n, v in found.items() if v["outcome"].startswith("match")}
     assert len(matched) >= 615
-    expected = DATA_DEPENDENT | OTHER_LAYOUTS | NOT_ON_CPU | NO_RULE
-    assert set(runnable) - matched == expected
-    assert {n for n, v in runnable.items() if wrong_gradient(v)} == OTHER_GRADIENT
+    assert set(found) - matched == set(EXCEPTIONS)
+    assert {n for n, v in found.items() if wrong_gradient(v)} == set(OTHER_GRADIENT)
     assert all(found[n]["outcome"] == "refused" for n in DATA_DEPENDENT)
+
+
+def test_the_page_names_every_exception():
+    text = TABLE.read_text()
+    for name, reason in (EXCEPTIONS | OTHER_GRADIENT).items():
+        assert f"`{name}`" in text
+        assert reason in text
+    rows = text.partition("## All entries")[2].count("\n| `")
+    assert f"| runnable | {rows + len(EXCEPTIONS)} |" in text
+    assert rows >= 615
