@@ -333,7 +333,7 @@ class Region:
             else _torch.view_again(r[1], _torch.unwrap_if_dead(r[0]))
             if isinstance(r, tuple)
             else r
-            if r is None
+            if r is None or self.outer is not None  # which knows it by identity
             else _torch.unwrap_if_dead(r)
             for r in self._results[: len(self._results) - len(self.overwritten)]
         ]

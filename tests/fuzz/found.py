@@ -264,4 +264,25 @@ def build(remat, env):
         set(),
         ("grad", "grad"),
     ),
+    "what a region hands back is known to the next by identity": Program(
+        """
+def build(remat, env):
+    def f(x):
+        v1 = torch.outer(x, x) * torch.outer(x, x)
+        v2 = torch.sin(x)
+        def region3():
+            def region4():
+                def region5(p6):
+                    return torch.sigmoid(torch.sin(torch.sin(p6))), v1
+                v10, v11 = remat(region5)(v2)
+                v12 = torch.sin(v11)
+                return torch.sigmoid(v10)
+            return torch.sigmoid(remat(region4)())
+        v16 = remat(region3)()
+        return v16 * 0.5 + v16.sin()
+    return f
+""",
+        set(),
+        ("grad",),
+    ),
 }

@@ -13,8 +13,18 @@ import pytest
 
 import functx
 from functx import _torch
-from functx._remat import _capture, _environment, _function, _node, _region, _replay, _tracker
-from functx._remat._rules import jvp, vmap
+from functx._remat import (
+    _capture,
+    _environment,
+    _function,
+    _ledger,
+    _node,
+    _prune,
+    _region,
+    _replay,
+    _tracker,
+)
+from functx._remat._rules import base, jvp, vmap
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -126,6 +136,31 @@ def _writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_region.Constant, "about_to_be_written", lambda self: None)
     patch.setattr(_region.Constant, "seal", lambda self, name: None)
     patch.setattr(_region.Constant, "for_replay", lambda self, name: self.value)
+
+
+def _edges(patch: pytest.MonkeyPatch) -> None:
+    """A node has an edge to every input, on which a result depends or not."""
+    patch.setattr(base.Frame, "reached", lambda self: [True] * len(self.leaves))
+
+
+def _inner_replays(patch: pytest.MonkeyPatch) -> None:
+    """Outer regions are not told what replays inside them leave out."""
+    patch.setattr(_prune, "watchers", lambda: iter(()))
+
+
+def _saved_results(patch: pytest.MonkeyPatch) -> None:
+    """A result that a tape holds is left out of replays like any other."""
+    patch.setattr(_ledger, "held_by_a_tape", lambda t: False)
+
+
+def _what_draws_runs(patch: pytest.MonkeyPatch) -> None:
+    """Draws that no pullback reads are left out of replays."""
+    patch.setattr(_ledger.Step, "draws", property(lambda self: False, lambda self, value: None))
+
+
+def _python_on_the_tape(patch: pytest.MonkeyPatch) -> None:
+    """What hooks and custom Functions can reach is left out of replays."""
+    patch.setattr(_tracker, "python_on_tape", lambda: None)
 
 
 def _recomputing(patch: pytest.MonkeyPatch) -> None:
