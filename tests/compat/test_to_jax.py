@@ -47,6 +47,16 @@ COMPOSITIONS = {
         lambda g: lambda x: torch.func.vjp(g, x)[1](x)[0],
         f,
     ),
+    "jvp(grad)": (
+        lambda g: lambda x: jax.jvp(jax.grad(g), (x,), (x,))[1],
+        lambda g: lambda x: torch.func.jvp(torch.func.grad(g), (x,), (x,))[1],
+        loss,
+    ),
+    "grad(jvp)": (
+        lambda g: lambda x: jax.grad(lambda y: jax.jvp(g, (y,), (x,))[1])(x),
+        lambda g: lambda x: torch.func.grad(lambda y: torch.func.jvp(g, (y,), (x,))[1])(x),
+        loss,
+    ),
     "hessian": (jax.hessian, torch.func.hessian, loss),
     "jacfwd(jacrev)": (
         lambda g: jax.jacfwd(jax.jacrev(g)),
