@@ -7,6 +7,7 @@ peak are relative to ``torch.func.vmap(torch.func.grad(loss))`` and a weighted s
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from functx import memory, per_sample
 
 NAME = "per_sample"
 CLAIM = "Clipped sums of per-example gradients: time / peak, relative to torch's vmap(grad)"
-CHUNK = 4
+CHUNK, REPEATS = 4, 5
 Run = Callable[[], Any]
 
 
@@ -220,7 +221,7 @@ def measure(work: Workload, rows: dict[str, dict[str, Any]], device: torch.devic
             peaks[name], runs[name] = peak, run
     except ImportError as error:
         rows[f"jax_privacy.clipped_grad, microbatch {CHUNK}"]["error"] = str(error)
-    seconds = median_seconds(list(runs.values()), repeats=5, device=device)
+    seconds = median_seconds(list(runs.values()), repeats=REPEATS, device=device)
     base, base_peak = seconds[0], peaks["torch vmap(grad)"]
     for (name, _), time in zip(runs.items(), seconds):
         row = rows[name]
@@ -248,7 +249,8 @@ def run(device: torch.device) -> Result:
         "A cell: time / peak over those of torch's vmap(grad); first row: what those are.",
         "remat: every block is a region.",
     ]
-    versions = environment(device, "opacus", "jax")
+    wanted = ("opacus", "jax", "jax_privacy")
+    versions = environment(device, *(name for name in wanted if importlib.util.find_spec(name)))
     return Result(NAME, CLAIM + ".", columns, list(rows.values()), notes, versions)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from functx._errors import LoweringError
 from functx.compat._dlpack import tensor_from_jax
 from functx.compat._encoding import decoder, encode, is_key
 from functx.compat._jax import weakly_typed
@@ -67,7 +68,7 @@ def read_leaf(
     Raises:
         TypeError: it is neither an array nor hashable, or a value that JAX is tracing.
         ValueError: a tensor on another device.
-        LoweringError: a numpy array that JAX would narrow.
+        LoweringError: a numpy array that JAX would narrow, or a nested tensor.
         OverflowError: an integer that JAX has no type for.
     """
     if isinstance(x, Tensor):
@@ -75,6 +76,11 @@ def read_leaf(
             raise ValueError(
                 f"from_jax: {name} got tensors on {device} and on {x.device}; move them to one"
                 " device"
+            )
+        if x.is_nested:
+            raise LoweringError(
+                f"from_jax: {name} got a nested tensor, which JAX has no arrays for; pad it with"
+                " torch.nested.to_padded_tensor"
             )
         return Leaf((static_shape(x), x.dtype)), x
     if isinstance(x, (np.ndarray, np.generic)):

@@ -87,7 +87,7 @@ def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
     program = program_of(handle)
     with restored(program.settings):
         arrays = [borrow(t, program.name) for t in tensors]
-        outs = program.run(*arrays)
+        outs = program(arrays)
         jax.block_until_ready(outs)
         device = tensors[0].device if tensors else None
         return [give(out, device) for out in outs]
@@ -101,7 +101,7 @@ def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
         avals = [
             jax.ShapeDtypeStruct(tuple(map(int, t.shape)), to_jax_dtype(t.dtype)) for t in tensors
         ]
-        outs = jax.eval_shape(program.run, *avals)
+        outs = program.shapes(avals)
     device = tensors[0].device if tensors else torch.device("cpu")
     return [torch.empty(o.shape, dtype=torch_dtype_of(o.dtype), device=device) for o in outs]
 

@@ -23,6 +23,7 @@ transpose: cotangents are conjugated on their way in and on their way out.
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,23 @@ class Program:
         info: what tracing found out; each kind of program has its own. ``None`` before.
     """
 
-    def __init__(self, fn: Callable[..., Any], name: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        settings: Settings,
+        tracing: threading.RLock | None = None,
+    ) -> None:
         self.fn = fn
         self.name = name
         self.handle = f"{name} {secrets.token_hex(8)}"
         self.settings = settings
         self.info: Any = None
         self.jit_is_off = jit_is_off(settings)
-        # Why there is no forward half, if there is none.
+        # Held while this program, or one it was derived from, is traced.
+        self._tracing = threading.RLock() if tracing is None else tracing
+        self._traced = self.jit_is_off
+        # Whether there is no forward half.
         self.irreversible = self.jit_is_off
 
         # What derived programs call: JAX traces it once.
@@ -82,12 +92,24 @@ class Program:
             return [own(out) for out in inner(*arrays)]
 
         run.__name__ = run.__qualname__ = name
-        self.run = jax.jit(run)
+        self._run = jax.jit(run)
         self._derived: dict[Hashable, Program] = {}
         PROGRAMS[self.handle] = self
 
     def __repr__(self) -> str:
         return f"<{self.handle}>"
+
+    def __call__(self, arrays: Arrays) -> list[Any]:
+        """Results in memory of their own. Threads that come first together trace once."""
+        if not self._traced:
+            self.shapes(arrays)
+            self._traced = True
+        return self._run(*arrays)  # type: ignore[no-any-return]
+
+    def shapes(self, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the results."""
+        with self._tracing:
+            return jax.eval_shape(self._run, *arrays)  # type: ignore[no-any-return]
 
     def _derive(self, key: Hashable, make: Callable[[], Program]) -> Program:
         program = self._derived.get(key)
@@ -96,7 +118,7 @@ class Program:
         return program
 
     def _make(self, fn: Callable[..., Any], kind: str) -> Program:
-        return Program(fn, f"{kind}({self.name})", self.settings)
+        return Program(fn, f"{kind}({self.name})", self.settings, self._tracing)
 
     def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> Program:
         """The batched function. Its ``info`` tells for each result whether it is batched, by 0."""

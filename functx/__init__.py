@@ -4,6 +4,7 @@ A superset of :mod:`torch.func`: the same names, signatures and results, and `re
 checkpointing that composes with all of them.
 """
 
+from functx import _budget as _budget
 from functx import checkpoint_policies as checkpoint_policies
 from functx import memory as memory
 from functx import per_sample as per_sample

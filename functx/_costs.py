@@ -56,27 +56,45 @@ def work(f: Callable[..., Any], *args: Any) -> int:
     return counter.flops
 
 
-def walk(tree: Tree, *blocks_and_x: Any) -> Any:
+def walk(tree: Tree, *blocks_and_x: Any, options: Options | None = None) -> Any:
     """Run a chain as a tree says: blocks by number, lists as regions."""
     *blocks, x = blocks_and_x
+    del blocks_and_x
+    options = Options() if options is None else options
     for part in tree:
         if not isinstance(part, list):
             x = blocks[part](x)
             continue
         numbers = sorted(flat(part))
-        o = Options(name=f"blocks {numbers[0]} to {numbers[-1]}")
-        x = run(_Walk(part), (*blocks, x), {}, o)
+        name = f"blocks {numbers[0]} to {numbers[-1]} of {options.name}"
+        o = replace(options, name=name, budget=None)
+        needed = read_by(blocks[numbers[0] : numbers[-1] + 1], x)
+        made = run(_Walk(part, options), (*blocks, needed), {}, o)
+        if needed is not x:  # what the region does not read passes it by
+            made = {
+                n: made.get(n, x.get(n)) for n in blocks[numbers[-1]].gives if n in made or n in x
+            }
+        x = made
     return x
+
+
+def read_by(blocks: Blocks, state: Any) -> Any:
+    """What some blocks read of a state, where they say so."""
+    if not all(hasattr(block, "reads") for block in blocks):
+        return state
+    reads = set().union(*(block.reads for block in blocks))  # type: ignore[attr-defined]
+    return {n: t for n, t in state.items() if n in reads}
 
 
 class _Walk:
     """`walk` of one region, with its blocks as arguments, so that replays know what they reach."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, options: Options) -> None:
         self._tree = tree
+        self._options = options
 
     def __call__(self, *blocks_and_x: Any) -> Any:
-        return walk(self._tree, *blocks_and_x)
+        return walk(self._tree, *blocks_and_x, options=self._options)
 
 
 def flat(tree: Tree) -> Iterator[int]:
@@ -104,25 +122,30 @@ def pullback_peak(f: Callable[[Any], Any], x: Any) -> int:
 
 def pull_back(out: Any, inputs: Any) -> Any:
     """Gradients of everything ``out`` depends on."""
-    outs = [t for t in _tensors(_tree.leaves(out)) if t.requires_grad]
+    outs = [t for t in _tensors(_tree.leaves(out)) if t.grad_fn is not None]
     if not outs:
         return ()
     wanted = {id(t): t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad}
-    wanted |= {id(t): t for t in leaves_below(*(o.grad_fn for o in outs if o.grad_fn is not None))}
+    wanted |= {id(t): t for t in leaves_below(*(o.grad_fn for o in outs))}
     cotangents = [torch.ones_like(o) for o in outs]
     return torch.autograd.grad(outs, list(wanted.values()), cotangents, allow_unused=True)
 
 
 def fresh_leaves(tree: Any) -> Any:
-    """The same values, as leaves of a tape of their own."""
-    return _tree.map_(
-        lambda t: (
-            t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
-            if isinstance(t, Tensor)
-            else t
-        ),
-        tree,
-    )
+    """The same values, as leaves of a tape of their own.
+
+    Those require grad that did; where none did, all that can.
+    """
+    some = any(isinstance(t, Tensor) and t.requires_grad for t in _tree.leaves(tree))
+
+    def leaf(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.detach().requires_grad_(
+            t.requires_grad if some else t.is_floating_point() or t.is_complex()
+        )
+
+    return _tree.map_(leaf, tree)
 
 
 class _Births(_torch.TorchDispatchMode):
@@ -159,7 +182,8 @@ def measured(blocks: Blocks, x: Any) -> Chain:
     with torch.no_grad():
         for block in blocks:
             states.append(block(states[-1]))
-    costs = [_cost(block, state) for block, state in zip(blocks, states)]
+    first = {_torch.storage_key(t) for t in _tensors(_tree.leaves(x))}
+    costs = [_cost(block, state, first) for block, state in zip(blocks, states)]
     leaving = _leaving(states)
     del states
     kept = [0] * len(blocks)
@@ -180,7 +204,8 @@ def measured(blocks: Blocks, x: Any) -> Chain:
     return Chain(costs, leaving, unsaved)
 
 
-def _cost(block: Callable[[Any], Any], x: Any) -> Block:
+def _cost(block: Callable[[Any], Any], x: Any, first: set[int]) -> Block:
+    x = read_by([block], x)
     inputs = fresh_leaves(x)
     with torch.enable_grad(), memory.LiveStorages() as storages:
         out = block(inputs)
@@ -188,9 +213,17 @@ def _cost(block: Callable[[Any], Any], x: Any) -> Block:
         ran = len(storages.timeline)
         gradients = pull_back(out, inputs)
     backward = max((event.live for event in storages.timeline[ran:]), default=live) - live
-    cotangents = sum(t.untyped_storage().nbytes() for t in _tensors(_tree.leaves(out)))
-    own = len([t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad])
-    of_parameters = storages.bytes_of(g for g in gradients[own:] if g is not None)
+    cotangents = sum(
+        t.numel() * t.element_size() for t in _tensors(_tree.leaves(out)) if t.grad_fn is not None
+    )
+    own = [t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad]
+    # Gradients of parameters, and of what went into the chain, are live from then on.
+    of_parameters = storages.bytes_of(
+        g
+        for i, g in enumerate(gradients)
+        if g is not None and (i >= len(own) or _torch.storage_key(own[i]) in first)
+    )
+    del own
     del out, gradients
     with torch.enable_grad(), _Births() as births:
         out = block(inputs)

@@ -16,7 +16,8 @@ from typing import Any
 from functx import _costs, _schedules
 from functx._chain import Tree, all_trees, tree_of, work_again
 from functx._costs import as_blocks, measured, pullback_peak, undisturbed, walk
-from functx._validate import check_callable, describe
+from functx._remat import remat
+from functx._validate import check_budget, check_callable, describe
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Plan:
     again: int
     names: tuple[str, ...] = ()
 
+    is_functx_plan = True
+
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The blocks that are in some region, by number."""
@@ -52,7 +55,8 @@ class Plan:
         """The chain of these blocks, cut as planned.
 
         Args:
-            blocks: an ``nn.Sequential``, or as many callables as the plan was made for.
+            blocks: an ``nn.Sequential``, or as many callables as the plan was made for; or the
+                function that it was made for.
 
         Returns:
             A function from the input of the first block to the result of the last.
@@ -61,10 +65,12 @@ class Plan:
             ValueError: there are more blocks, or fewer.
         """
         parts = as_blocks(blocks)
+        if parts is None and callable(blocks):
+            return remat(blocks, policy=self)
         if parts is None or len(parts) != self.blocks:
             got = describe(blocks) if parts is None else f"{len(parts)}"
             raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
-        tree = _lists(self.tree)
+        tree = nested_lists(self.tree)
         return lambda x: walk(tree, *parts, x)
 
     def to_json(self) -> str:
@@ -115,27 +121,31 @@ class Plan:
         return lines
 
 
-def plan(f: Any, x: Any, *, budget: int | float) -> Plan:
-    """Choose which blocks of a chain to recompute, so that its pullback fits in ``budget``.
+def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
+    """Choose what to recompute, so that ``f`` and its pullback fit in ``budget``.
 
-    Every block is measured; the cuts that recompute least are found by a dynamic programme over
+    Blocks are measured; the cuts that recompute least are found by a dynamic programme over
     all nestings of regions, and measured again as a whole, so that the peak is what was asked for
     and not only expected to be. Derivatives are those of plain autograd, of every floating point
-    tensor in ``x`` and every parameter; their bytes are part of the peak.
+    tensor in the arguments and every parameter; their bytes are part of the peak.
 
     Args:
         f: blocks that are called one after another, each with the result of the one before: an
-            ``nn.Sequential``, an ``nn.ModuleList``, a list of callables.
-        x: what the first block is called with, any pytree.
+            ``nn.Sequential``, an ``nn.ModuleList``, a list of callables. Or any function or
+            module: its operations are the blocks, up to 32 of them, more are taken together.
+        *args: what ``f`` is called with; a chain, with one argument, any pytree.
         budget: the most bytes that the forward and the backward pass may have live beside what
             was there before; a float up to 1 is a share of what they have without regions.
+        **kwargs: likewise, for a function.
 
     Returns:
-        A `Plan`: ``plan.apply(f)(x)`` is ``f(x)`` with the regions of the plan.
+        A `Plan`: ``plan.apply(f)(x)`` is ``f(x)`` with the regions of the plan, and so is
+        ``functx.remat(f, policy=plan)`` for a function.
 
     Raises:
-        TypeError: ``f`` is no chain of callables; ``budget`` is no number.
+        TypeError: blocks are no callables; ``budget`` is no number.
         ValueError: no plan fits; the message says what the least possible is.
+        functx.RematError: what a function runs depends on values, or can't be recorded.
 
     Example:
         >>> import torch, functx
@@ -149,22 +159,28 @@ def plan(f: Any, x: Any, *, budget: int | float) -> Plan:
     """
     blocks = as_blocks(f)
     if blocks is None:
-        raise TypeError(
-            f"functx.plan: expected an nn.Sequential or a list of blocks, got {describe(f)}"
-        )
+        check_callable(f, "functx.plan")
+        return _FUNCTIONS[0](f, args, kwargs, budget)
     for block in blocks:
         check_callable(block, "functx.plan")
     if not blocks:
         raise ValueError("functx.plan: there are no blocks")
+    if len(args) != 1 or kwargs:
+        raise TypeError(f"functx.plan: blocks are called with one argument, got {len(args)}")
     with undisturbed(blocks):
-        everything: Tree = list(range(len(blocks)))
-        most = pullback_peak(lambda x: walk(everything, *blocks, x), x)
-        allowed = budget_in_bytes(budget, most, "functx.plan")
-        work = _costs.work(lambda: walk(everything, *blocks, x))
-        if most <= allowed:
-            tree, peak, again = everything, most, 0
-        else:
-            tree, peak, again = _fitting(blocks, x, allowed)
+        return chosen(blocks, args[0], budget, tuple(map(_name, blocks)), "functx.plan")
+
+
+def chosen(blocks: Any, x: Any, budget: Any, names: tuple[str, ...], api: str) -> Plan:
+    """The plan for some blocks called on ``x``."""
+    everything: Tree = list(range(len(blocks)))
+    most = pullback_peak(lambda x: walk(everything, *blocks, x), x)
+    allowed = budget_in_bytes(budget, most, api)
+    work = _costs.work(lambda: walk(everything, *blocks, x))
+    if most <= allowed:
+        tree, peak, again = everything, most, 0
+    else:
+        tree, peak, again = _fitting(blocks, x, allowed, api)
     return Plan(
         blocks=len(blocks),
         tree=_tuples(tree),
@@ -173,30 +189,23 @@ def plan(f: Any, x: Any, *, budget: int | float) -> Plan:
         peak_without=most,
         work=work,
         again=again,
-        names=tuple(_name(block) for block in blocks),
+        names=names,
     )
 
 
 def budget_in_bytes(budget: Any, most: int, api: str) -> int:
-    """A budget, checked; a share of ``most`` if it is a float.
+    """A budget, checked; a share of ``most`` if it is a float."""
+    check_budget(budget, api)
+    return int(budget * most) if isinstance(budget, float) else budget
 
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive, or a share larger than 1.
-    """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(
-            f"{api}: budget must be a number of bytes or a float up to 1, got {describe(budget)}"
-        )
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(
-                f"{api}: budget is {budget}; a float is a share between 0 and 1, bytes are an int"
-            )
-        return int(budget * most)
-    if budget <= 0:
-        raise ValueError(f"{api}: budget is {budget} bytes")
-    return budget
+
+_FUNCTIONS: list[Callable[..., Plan]] = []
+
+
+def set_function_planner(planner: Any) -> Any:
+    """Register what plans for functions that are no chains."""
+    _FUNCTIONS.append(planner)
+    return planner
 
 
 # So many blocks have few enough trees (90) to measure all of them.
@@ -206,16 +215,20 @@ FEW = 5
 # regions hand on, propose further trees to measure.
 MODELS = ((1.0, 1.0), (1.4, 1.0), (0.6, 1.0), (1.0, 2.0))
 
+# From so many blocks on, two of them have to do.
+MANY = 16
 
-def _fitting(blocks: Any, x: Any, allowed: int) -> tuple[Tree, int, int]:
+
+def _fitting(blocks: Any, x: Any, allowed: int, api: str) -> tuple[Tree, int, int]:
     """The tree with the least work done again of those whose measured peak is allowed."""
     chain = measured(blocks, x)
-    candidates = _Candidates(blocks, x, allowed, chain.work)
+    candidates = _Candidates(blocks, x, allowed, chain.work, api)
     n = len(blocks)
+    candidates.fits(list(range(n)))
     if n <= FEW:
         candidates.add(list(all_trees(0, n)))
     else:
-        for factors in MODELS:
+        for factors in MODELS if n <= MANY else MODELS[:2]:
             points = (chain if factors == MODELS[0] else chain.scaled(*factors)).frontier()
             candidates.add_ordered([tree_of(point.tree) for point in points])
         cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
@@ -226,7 +239,8 @@ def _fitting(blocks: Any, x: Any, allowed: int) -> tuple[Tree, int, int]:
 class _Candidates:
     """Trees that were measured."""
 
-    def __init__(self, blocks: Any, x: Any, allowed: int, work: list[int]) -> None:
+    def __init__(self, blocks: Any, x: Any, allowed: int, work: list[int], api: str) -> None:
+        self._api = api
         self._blocks = blocks
         self._x = x
         self._allowed = allowed
@@ -268,7 +282,7 @@ class _Candidates:
         fitting = [p for p in self._peaks.values() if p[0] <= self._allowed]
         if not fitting:
             raise ValueError(
-                f"functx.plan: no plan fits in {self._allowed:,} bytes; the least possible is "
+                f"{self._api}: no plan fits in {self._allowed:,} bytes; the least possible is "
                 f"{min(peak for peak, _, _ in self._peaks.values()):,} bytes"
             )
         peak, again, tree = min(fitting, key=lambda p: (p[1], p[0]))
@@ -287,5 +301,5 @@ def _tuples(tree: Any) -> tuple[Any, ...]:
     return tuple(_tuples(p) if isinstance(p, (list, tuple)) else p for p in tree)
 
 
-def _lists(tree: Any) -> Tree:
-    return [_lists(p) if isinstance(p, (list, tuple)) else p for p in tree]
+def nested_lists(tree: Any) -> Tree:
+    return [nested_lists(p) if isinstance(p, (list, tuple)) else p for p in tree]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,8 @@ TransformType = _functorch.TransformType
 peek_interpreter_stack = _functorch.peek_interpreter_stack
 # Peeling levels off the stack, with the grad mode that the level below had, and putting them back.
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
+# An interpreter of the stack, with what there is to know of its transform.
+coerced = _pyfunctorch.coerce_cinterpreter
 cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 restored_interpreter_stack = _pyfunctorch.temporarily_restore_interpreter_stack
 # Levels entered and left.
@@ -110,6 +112,9 @@ def without_modes() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
         yield
 
+
+# Dispatch modes alone: counters and the records of regions.
+without_dispatch_modes = _python_dispatch._disable_current_modes
 
 # --- modules -----------------------------------------------------------------------------------
 
@@ -299,12 +304,12 @@ _any_torch_function = torch.overrides.has_torch_function
 _NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 
 
-def _has_torch_function(relevant: Any) -> bool:
+def _has_torch_function(args: Iterable[Any]) -> bool:
     """As without modes that only observe: modules ask it whether their fused kernels may run."""
     modes = [get_function_mode_at(i) for i in range(function_mode_depth())]
     if modes and all(getattr(m, "only_observes", False) for m in modes):
-        return not all(type(t) in _NOT_OVERRIDDEN for t in relevant)
-    return _any_torch_function(relevant)
+        return not all(type(t) in _NOT_OVERRIDDEN for t in args)
+    return _any_torch_function(args)
 
 
 def observe_wrapping(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:

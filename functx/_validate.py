@@ -138,6 +138,25 @@ def check_real(leaves: Sequence[Any], api: str, what: str) -> None:
             )
 
 
+def check_budget(budget: Any, api: str) -> None:
+    """Raises unless ``budget`` is a positive number of bytes, or a share up to 1.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or a share larger than 1.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"{api}: budget must be a number of bytes or a float up to 1, got {describe(budget)}"
+        )
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise ValueError(
+            f"{api}: budget is {budget}; a float is a share between 0 and 1, bytes are an int"
+        )
+    if budget <= 0:
+        raise ValueError(f"{api}: budget is {budget} bytes")
+
+
 def integer(value: Any, message: str) -> int:
     """``value`` as an int; numpy's integers and the like are welcome, booleans are not."""
     if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):

@@ -13,9 +13,7 @@ NOT_YET = {
     ),
     "TestChecks::test_gradgradcheck": _DUAL,
     "TestOtherWays::test_dual_level": _DUAL,
-    "TestAutogradFunctional::test_hessian[forward-mode]": (
-        "raises: torch's older vmap, which vectorize=True uses, can't unpack dual tensors"
-    ),
+    "TestAutogradFunctional::test_hessian[forward-mode]": _DUAL,
     "TestCaches::test_written_by_one_region_and_read_by_another": (
         "raises ReplayError: a constant that one region reads is written by the next"
     ),

@@ -6,7 +6,15 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 
-from functx import _torch, _torch_compiler, _torch_globals, _torch_operators, _torch_vmap
+from functx import (
+    _torch,
+    _torch_compiler,
+    _torch_fake,
+    _torch_globals,
+    _torch_operators,
+    _torch_vmap,
+    memory,
+)
 
 NAMES = sorted(
     name for name, value in vars(_torch).items() if not name.startswith("__") and value is not None
@@ -291,3 +299,28 @@ def test_hooks_for_what_tapes_save_can_be_set_aside():
     assert seen
     with torch.autograd.graph.save_on_cpu():
         assert not _torch_globals.foreign_saved_tensors_hooks()
+
+
+def test_fake_tensors():
+    with _torch_fake.FakeTensorMode():
+        t = torch.empty(3)
+        assert isinstance(t, _torch_fake.FakeTensor)
+        with pytest.raises(_torch_fake.DataDependentOutputException):
+            bool(t.sum() > 0)
+        with pytest.raises(_torch_fake.DynamicOutputShapeException):
+            t.nonzero()
+
+
+def test_dispatch_modes_can_be_set_aside():
+    with memory.LiveStorages() as storages, _torch.without_dispatch_modes():
+        torch.ones(3)
+    assert not storages.operations
+
+
+def test_interpreters_know_their_transform():
+    def f(x):
+        (vmap,) = _torch.interpreters()
+        assert _torch.coerced(vmap).batch_size() == 3
+        return x
+
+    torch.func.vmap(f)(torch.ones(3))

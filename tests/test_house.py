@@ -13,6 +13,7 @@ import pytest
 # package alone is its `__init__.py` and every module of it without an entry of its own.
 LAYERS = [
     ("functx._errors", "functx._arrays", "functx._torch", "functx._torch_compiler"),
+    ("functx._torch_fake",),
     ("functx._torch_operators", "functx._torch_globals", "functx._torch_vmap"),
     ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
     ("functx._policy_kinds", "functx._offload"),
@@ -41,7 +42,7 @@ LAYERS = [
     ("functx._remat._departure", "functx._remat._checksum"),
     ("functx._remat._replay",),
     ("functx._remat._recording",),
-    ("functx._remat._region",),
+    ("functx._remat._region", "functx._remat._kept_inside"),
     ("functx._remat._environment", "functx._remat._operator"),
     ("functx._remat._overwritten",),
     ("functx._remat._capture", "functx._remat._pullback"),
@@ -60,6 +61,9 @@ LAYERS = [
     ("functx._chain",),
     ("functx._costs",),
     ("functx._plan",),
+    ("functx._program",),
+    ("functx._record",),
+    ("functx._budget",),
     ("functx.per_sample",),
     ("functx",),
     ("functx.compat._torch", "functx.compat._jax", "functx.compat._environment"),
@@ -73,6 +77,7 @@ LAYERS = [
 PRIVATE_TORCH = {
     "functx._torch": "the one place for them",
     "functx._torch_globals": "its part about what users set for a process",
+    "functx._torch_fake": "fake tensors, in one place",
     "functx._torch_vmap": "those of torch's older vmap",
     "functx._torch_compiler": "its part about the compiler and checkpoint",
     "functx._torch_operators": "its part about operators",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import DTYPE, numbers
 from programs import identity
-from references import assert_same
+from references import Operations, assert_same, no_garbage_collection
 from right import X
 
 import functx
@@ -130,6 +130,19 @@ class TestHistory:
 
             out = remat(outer)(h, x)
             return out, h, torch.autograd.grad(summed(out) + h.sin().sum(), (x, w))
+
+        same(program, eps=64)
+
+    def test_seen_by_the_inner_region_alone(self, body, captured):
+        def program(remat):
+            x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+            h = w * 2
+
+            def outer(x):
+                return summed(remat(lambda x: body(h, x))(x)) * x
+
+            out = (remat(outer) if captured else outer)(x)
+            return out, h, torch.autograd.grad(out.sum() + h.sin().sum(), (x, w))
 
         same(program, eps=64)
 
@@ -264,3 +277,28 @@ class TestRefused:
         part = buffer[:2]
         with pytest.raises(functx.RematError, match="several tensors"):
             functx.remat(lambda x: (part.mul_(2), buffer.clone() * x)[1])(x)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("pulled", [True, False])
+    @pytest.mark.parametrize("kind", ["argument", "capture", "nested capture", "new history"])
+    def test_nothing_is_left_without_the_garbage_collector(self, kind, pulled):
+        """What was written to depends on the region, which must not hold it."""
+        w = W.clone().requires_grad_()
+
+        def step():
+            x = X.clone().requires_grad_()
+            h = torch.zeros(4, dtype=DTYPE) if kind == "new history" else w * 2
+            if kind in ("argument", "new history"):
+                out = functx.remat(doubles)(h, x)
+            elif kind == "capture":
+                out = functx.remat(lambda x: doubles(h, x))(x)
+            else:
+                out = functx.remat(lambda x: functx.remat(lambda x: doubles(h, x))(x))(x)
+            if pulled:
+                torch.autograd.grad(out.sum() + h.sum(), x)
+
+        step()
+        with no_garbage_collection(), Operations() as operations:
+            step()
+            assert operations.live == 0

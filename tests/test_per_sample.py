@@ -267,6 +267,26 @@ class TestArguments:
         norm = per_sample.norms(lambda w, x: (w * x).sum())(torch.ones(1).half(), huge)
         assert (norm.item(), norm.dtype) == (300, torch.float32)
 
+    @pytest.mark.parametrize("chunk_size", [None, 1, 2])
+    def test_parameters_of_any_size(self, chunk_size):
+        """Numbers, empty ones, ones that the loss does not read, small and large ones together."""
+        sizes = [(), (0, 3), (1,), (3,), (2, 0), (40, 40), (30, 60, 1)]
+        params = [numbers(*size, start=float(len(size))) for size in sizes]
+
+        def of_all(params, x):
+            return sum((p * (i + 1)).sin().sum() * x.sum() for i, p in enumerate(params) if i != 3)
+
+        x = numbers(B, 3, start=2.0)
+        gradients = slow(of_all, params, x)
+        norms = slow_norms(gradients)
+        expected = slow_sum(gradients, (2.0 / norms).clamp(max=1))
+        for passes in (1, 2):
+            f = per_sample.clipped_sum(of_all, max_norm=2.0, passes=passes, chunk_size=chunk_size)
+            assert_same(f(params, x), expected, eps=64)
+        assert_same(per_sample.norms(of_all, chunk_size=chunk_size)(params, x), norms, eps=64)
+        each = per_sample.grads(of_all, chunk_size=chunk_size)(params, x)
+        assert_same(each, [torch.stack(leaf) for leaf in zip(*gradients)], eps=64)
+
     def test_complex_parameters(self):
         w, x = torch.view_as_complex(numbers(3, 2)), numbers(B, 3)
         f = lambda w, x: (w * x).abs().square().sum()  # noqa: E731

@@ -332,6 +332,40 @@ class TestBytes:
         )
         assert twice < 0.4 * once
 
+    def test_two_passes_are_chosen_where_gradients_are_large(self, monkeypatch):
+        monkeypatch.setattr(per_sample._second, "_SMALL", 0)
+        peaks = {
+            passes: peak(
+                per_sample.clipped_sum(self.masked, max_norm=1.0, passes=passes),
+                self.weights,
+                self.x,
+            )
+            for passes in (None, 1, 2)
+        }
+        assert peaks[None] <= 1.1 * peaks[2] < 0.5 * peaks[1]
+        x = self.x.unsqueeze(1).expand(-1, 40, -1).contiguous()  # 40 times the activations
+        counts = {
+            passes: count(
+                per_sample.clipped_sum(self.masked, max_norm=1.0, passes=passes), self.weights, x
+            )["tanh"]
+            for passes in (1, 2)
+        }
+        assert counts == {1: 8, 2: 16}
+        f = per_sample.clipped_sum(self.masked, max_norm=1.0)
+        f(self.weights, x)  # measures
+        assert count(f, self.weights, x)["tanh"] == 8
+
+    def test_a_loss_that_changes_is_not_run_twice(self):
+        calls = []
+
+        def changing(w, x):
+            calls.append(1)
+            return loss(w, x) * len(calls)
+
+        f = per_sample.clipped_sum(changing, max_norm=1.0, passes=2)
+        with pytest.raises(RuntimeError, match="other values when it ran a second time"):
+            f(W, X)
+
     @torch.no_grad()
     def test_a_chunk_of_one_keeps_one_gradient(self):
         f = per_sample.clipped_sum(self.loss, max_norm=1.0, chunk_size=1)

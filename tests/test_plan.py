@@ -174,9 +174,11 @@ def test_budgets_that_are_none(budget, error):
 
 
 def test_chains_that_are_none():
-    with pytest.raises(TypeError, match="list of blocks"):
+    with pytest.raises(TypeError, match="expected a callable"):
         functx.plan(torch.ones(3), torch.ones(3), budget=0.5)
     with pytest.raises(TypeError, match="expected a callable"):
         functx.plan([torch.sin, 3], torch.ones(3), budget=0.5)
+    with pytest.raises(TypeError, match="one argument, got 2"):
+        functx.plan([torch.sin], torch.ones(3), torch.ones(3), budget=0.5)
     with pytest.raises(ValueError, match="no blocks"):
         functx.plan([], torch.ones(3), budget=0.5)

@@ -107,3 +107,40 @@ class TestFunctionalCall:
             net(x).square().sum().backward()
             own = {name: p.grad for name, p in net.named_parameters()}
             assert_same({name: g[index] for name, g in ours.items()}, own, eps=64)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.sin(x)
+
+
+IN_A_GLOBAL = [Counting()]
+
+
+class Owner:
+    def __init__(self, modules):
+        self.modules = modules
+
+    def run(self, x):
+        return self.modules[0](x)
+
+
+@pytest.mark.parametrize("held", ["list", "dict of tuples", "owner", "global"])
+def test_modules_are_found_where_functions_keep_them(held):
+    """So that a replay does not count a second time."""
+    module = IN_A_GLOBAL[0] if held == "global" else Counting()
+    module.calls = 0
+    listed, named = [module], {"all": (module,)}
+    f = {
+        "list": lambda x: listed[0](x),
+        "dict of tuples": lambda x: named["all"][0](x),
+        "owner": Owner([module]).run,
+        "global": lambda x: IN_A_GLOBAL[0](x),
+    }[held]
+    functx.remat(f)(numbers(3).requires_grad_()).sum().backward()
+    assert module.calls == 1

@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
 from functx._errors import LoweringError
+from functx._remat._custom import running
+from functx.compat._lowering._composites import REPLACED, opened
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._functions import within
 from functx.compat._lowering._graph import MODULE
@@ -67,7 +69,7 @@ _state = _State()
 class UserCalls(TorchFunctionMode):
     """Sees calls by name: a ``detach`` that was asked for, and recurrent networks with dropout.
 
-    See the module docstring, and :mod:`._recurrent`.
+    See the module docstring, :mod:`._recurrent` and :mod:`._composites`.
     """
 
     def __torch_function__(
@@ -75,7 +77,11 @@ class UserCalls(TorchFunctionMode):
     ) -> Any:
         if drops_between_layers(func, args):
             return layer_by_layer(func, args)
-        if func not in _SAYS_DETACH:
+        inside = REPLACED.get(func) or (None if types else opened(func))
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
+        if func not in _SAYS_DETACH or running.engine:
             return func(*args, **(kwargs or {}))
         _state.user_detach += 1
         try:

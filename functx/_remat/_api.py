@@ -13,6 +13,7 @@ from functx import _policies
 from functx._remat import _function
 from functx._remat._module import remat_module
 from functx._remat._options import Options
+from functx._validate import check_budget
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,7 +90,11 @@ def remat(
             finding a fault. ``"none"`` trusts the function.
         debug: where a replay departs, show what the forward and the replay ran side by side, with
             source lines. Costs a few microseconds an operation.
-        budget: reserved.
+        budget: the most bytes that ``f`` and its pullback may have live, or, as a float up to 1,
+            a share of what they have without remat. What to recompute is chosen by `functx.plan`
+            at the first call with such shapes, for the least work; a `functx.Plan` as ``policy``
+            does what it says. ``f`` is then run as the operations that it runs on fake tensors: its
+            control flow can't depend on values.
 
     Returns:
         A callable (or module) that does what ``f`` does.
@@ -148,8 +153,14 @@ def checked_options(
         raise ValueError(
             f"remat: preserve_rng_state is {preserve_rng_state!r}, expected True, False or 'all'."
         )
-    if budget is not None:
-        raise NotImplementedError("remat: the option budget is not there yet.")
+    if getattr(policy, "is_functx_plan", False):
+        if budget is not None:
+            raise ValueError("remat: a plan is a policy with a budget; don't give another budget.")
+        policy, budget = None, policy
+    elif budget is not None:
+        if policy is not None:
+            raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
+        check_budget(budget, "remat")
     policy = None if policy is None else _policies.as_policy(policy)
     if policy == _policies.Everything(False):
         policy = None
@@ -159,6 +170,7 @@ def checked_options(
         determinism_check=determinism_check,
         debug=bool(debug),
         contexts=_policies.as_contexts(policy),
+        budget=budget,
     )
 
 

@@ -26,10 +26,11 @@ from functx._remat import _wrappers
 from functx._remat._constant import Constant
 from functx._remat._escape import Birth, where
 from functx._remat._holders import Holders
+from functx._remat._kept_inside import saver_of, slot_of
 from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
 from functx._remat._region import Region
-from functx._remat._saving import Saver, called, watched_per_example
+from functx._remat._saving import called, watched_per_example
 from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
 from functx._remat._tracker import (
     MADE_HERE,
@@ -67,6 +68,7 @@ class FirstRun(Tracker):
         "_start",
         "births",
         "entries",
+        "entry",
         "holders",
         "leaves",
         "ledger",
@@ -86,7 +88,9 @@ class FirstRun(Tracker):
         pruned = pruned and not region.options.values
         self.entries: list[Entry] = []
         tell_of_a_region()
-        self.ledger = Ledger(self.entries, _saver(region)) if pruned else None
+        self.inner_keeps: list[Any] = []
+        self.entry = slot_of(region)
+        self.ledger = Ledger(self.entries, saver_of(region, self.entry)) if pruned else None
         self._returning = False
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
@@ -102,6 +106,11 @@ class FirstRun(Tracker):
         # Stand-ins that are leaves of a throw-away tape, kept so that ids stay theirs.
         self.leaves: dict[int, Tensor] = {}
         self.writes = Writes(region, self.ledger, self.leaves)
+
+    def says_what_is_kept(self) -> None:
+        """The run has ended: a replay of a region around this one is to keep the same."""
+        if self.ledger is not None:
+            self.entry.keys, self.entry.on_host = self.ledger.kept, set(self.ledger.devices)
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
@@ -161,9 +170,9 @@ class FirstRun(Tracker):
                 raise
             raise RematError(
                 f"remat: the region {self._region.options.name!r} writes in place, by "
-                f"{describe(func)}, to a tensor that it did not make and that requires grad. A "
-                "region can't change the history of its caller's tensor: write to a .clone() of "
-                "it and return that, or write outside of the region."
+                f"{describe(func)}, to a tensor that it did not make and that requires grad: a "
+                "leaf, which torch lets nobody write to, or one in a trace, or with a tangent too. "
+                "Write to a .clone() of it and return that, or write outside of the region."
             ) from error
 
     def drawn_from(self, generator: torch.Generator) -> None:
@@ -386,10 +395,3 @@ class FirstRun(Tracker):
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
         self.writes.refuse_aliases(self._standins)
-
-
-def _saver(region: Region) -> Saver | None:
-    policy = region.options.policy
-    if policy is None:
-        return None
-    return Saver(policy, [f.batch_size for f in region.frames if f.batch_size is not None])

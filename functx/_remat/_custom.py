@@ -1,4 +1,4 @@
-"""Who takes the place of a custom ``autograd.Function``'s ``apply`` on this thread, if anybody.
+"""For the JAX lowering: who applies custom Functions on this thread, and whether the engine runs.
 
 ``Function.apply`` passes through no mode. What observes it (``NOTE [custom functions]`` in
 `_tracker`) asks here first; the JAX lowering answers while it traces a function.
@@ -14,6 +14,19 @@ from typing import Any
 Apply = Callable[..., Any]
 Hook = Callable[[type, Apply, Sequence[Any]], Any]
 """Takes the Function, its own ``apply`` and the arguments; returns what ``apply`` returns."""
+
+
+class Running(threading.local):
+    """What runs on this thread.
+
+    Attributes:
+        engine: the engine's own operations: a ``detach`` is none that a user wrote.
+    """
+
+    engine = False
+
+
+running = Running()
 
 
 class _Hooks(threading.local):

@@ -16,8 +16,10 @@ whose policy asks for them does too.
 from __future__ import annotations
 
 import functools
+import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +50,13 @@ def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o:
 @_torch_compiler.uncompiled
 def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
     if (backend := backend_of("remat", args, kwargs)) is not None:
+        if o.budget is not None:
+            raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, o.policy)(*args, **kwargs)
-    if inlined() or (not differentiating() and not keeping()):
+    if _recording.active or inlined() or (not differentiating() and not keeping()):
         return f(*args, **kwargs)
+    if o.budget is not None:
+        return _ON_BUDGET[0](f, args, kwargs, o)
     if _torch_operators.hooks_modules():  # so replays run other operations than the forward
         o = replace(o, determinism_check="none", prune=False)
     leaves, spec = _tree.flatten((args, kwargs))
@@ -65,6 +71,32 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     body = Body(f, spec, where, statics)
     outs = call(Region(body, inputs, o, reaches=(f, statics)))
     return body.result(outs)
+
+
+_ON_BUDGET: list[Callable[..., Any]] = []
+
+
+def on_budget(runner: Any) -> Any:
+    """Register what runs functions that have a budget."""
+    _ON_BUDGET.append(runner)
+    return runner
+
+
+class _Recording(threading.local):
+    active = False
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """While what a function runs is recorded, regions inside it are the functions themselves."""
+    before, _recording.active = _recording.active, True
+    try:
+        yield
+    finally:
+        _recording.active = before
 
 
 class Body:
@@ -98,6 +130,20 @@ class Body:
             self._fresh = False
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
         return [o for o in outs if isinstance(o, Tensor)]
+
+    def forget(self, owners: Sequence[Tensor]) -> None:
+        """Do not close over tensors that depend on this very call: nothing could free them.
+
+        A replay is handed what the forward found there; it only needs something to ask for it by.
+        """
+        held = {id(t) for t in owners}
+        if any(id(contents) in held for _, contents in self._cells.values()):
+            cells = {
+                key: (cell, contents.detach() if id(contents) in held else contents)
+                for key, (cell, contents) in self._cells.items()
+            }
+            self.function = rebound(self.function, cells)
+            self._cells = snapshot(self.function)
 
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""

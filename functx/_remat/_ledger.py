@@ -24,7 +24,7 @@ from torch import Tensor
 from functx import _torch, _torch_globals, _torch_operators
 from functx._policies import Everything
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
-from functx._remat._saving import IN_PLACE, Saver, alias, kept_around, key_of, served
+from functx._remat._saving import IN_PLACE, Saver, StoodIn, alias, kept_around, key_of, stood_in
 from functx._remat._step import (
     DRAWS_BLINDLY,
     KNOWN,
@@ -110,10 +110,12 @@ class Ledger(Watcher):
     def _offer(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Any]) -> None:
         """Whether the policy keeps what an operation made."""
         number = len(self.steps) - 1
-        if served([t for _, t, _ in made]):
+        if stood_in() is StoodIn.KEPT:
             self.saver = self.saver or Saver(Everything(False))
             for place, t, storage in made:
                 self.saver.given(key_of(number, place), t.detach(), storage)
+        elif stood_in() is StoodIn.UNWRITTEN:
+            pass
         elif self.saver is not None and func.overloadpacket not in UNWRITTEN:
             self.saver.ran(number, func, args, kwargs, out, made)
 
@@ -197,7 +199,8 @@ class Ledger(Watcher):
             self._roots.add(key_of(number, IN_PLACE))
         self._writers[storage] = key_of(number, IN_PLACE)
         if self.saver is not None:
-            self.saver.wrote(number, storage) if alone else self.saver.lost(storage)
+            known = alone and stood_in() is StoodIn.NOTHING
+            self.saver.wrote(number, storage) if known else self.saver.lost(storage)
 
     def named(self, t: Tensor, name: str) -> bool:
         """A value was given a name.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from functx import _torch
 
 _MISSING = object()
+_LARGE = 256  # data, then, rather than modules
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
 # A dict of a module, its key, and what was bound there.
@@ -26,7 +27,10 @@ Change = tuple[dict[str, Any], str, Any]
 
 
 def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
-    """Modules that a function reaches through its cells, as its method's owner, or as argument."""
+    """Modules that a function reaches: in cells and globals, as its method's owner, as argument.
+
+    And in lists, tuples, dicts and owners of methods found there, if they are not large.
+    """
     found: dict[int, nn.Module] = {}
     stack = [f, *arguments]
     seen: set[int] = set()
@@ -42,12 +46,21 @@ def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
             stack += [part.func, *part.args, *part.keywords.values()]
         elif isinstance(part, types.MethodType):
             stack += [part.__func__, part.__self__]
+            if not isinstance(part.__self__, (nn.Module, type)):
+                stack.append(getattr(part.__self__, "__dict__", None))
+        elif type(part) in (list, tuple, dict):
+            if len(part) <= _LARGE:
+                stack += part.values() if type(part) is dict else part
         elif isinstance(part, types.FunctionType):
             for cell in part.__closure__ or ():
                 try:
                     stack.append(cell.cell_contents)
                 except ValueError:  # not bound yet
                     continue
+            for name in part.__code__.co_names:
+                value = part.__globals__.get(name)
+                if isinstance(value, (nn.Module, list, tuple, dict)):
+                    stack.append(value)
     return list(found.values())
 
 

@@ -20,6 +20,7 @@ class Options:
         debug: whether both sequences of operations are shown where a replay departs.
         by_sight: whether replays may run other operations than the forward, see `_by_sight`.
         contexts: the policy as ``torch.compile`` takes it; ``None`` if there is none it can take.
+        budget: bytes, a share of what the pullback needs without regions, or a plan.
         replay: whether this is the pullback of another region.
     """
 
@@ -32,6 +33,7 @@ class Options:
     by_sight: bool = False
     contexts: Any = None
     replay: bool = False
+    budget: Any = None
 
     @property
     def values(self) -> bool:

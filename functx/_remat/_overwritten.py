@@ -78,10 +78,13 @@ class Writes:
                 continue
             if storage is not None:
                 self._written.add(storage)
+            kind, number = origins[position]
+            caller = region.constants[number].value if kind == "constant" else None
+            if caller is None:
+                caller = self._owners.get(position, _inputs(region.frames[-1], kind)[number])
             if region.outer is not None:  # first: it may make a leaf of its tape writable
                 with region.outer_levels():
-                    region.outer.written([originals[position], standin])
-            kind, number = origins[position]
+                    region.outer.written([originals[position], standin, caller])
             if kind == "constant":
                 with self._unrecorded():
                     region.constants[number].about_to_be_written()
@@ -90,7 +93,7 @@ class Writes:
             elif not _torch.tracing():  # where torch says what it allows
                 self._keep_history(position, kind, number)
                 seen = any(is_view_of(t, standin) for t in tensors)
-                if seen and torch.is_grad_enabled() and may_be_written(originals[position]):
+                if seen and torch.is_grad_enabled() and may_be_written(caller):
                     self._change_history(position, standin)
 
     def _unrecorded(self) -> watching:

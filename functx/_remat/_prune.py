@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_operators
 from functx._offload import from_host
-from functx._remat._saving import IN_PLACE, key_of, serve
+from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
 from functx._remat._step import Step, empty, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
@@ -53,11 +53,12 @@ class Pruned(Watcher):
             )
         if runs:
             args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
+            if not self.paused:
+                standing_in(StoodIn.NOTHING)
             return func(*args, **kwargs)
-        if not _torch.dispatch_mode_depth():
-            return self._stand_in(at, args)
         with watching(False):
             out = self._stand_in(at, args)
+        standing_in(StoodIn.KEPT if at in self._giving else StoodIn.UNWRITTEN)
         if at in self._giving:
             # A region around this one must know that the result comes from what is kept.
             values = [t for key, t in self._kept.items() if key >> 6 == at]
@@ -74,6 +75,10 @@ class Pruned(Watcher):
             raise Departed(f"it runs {func} where the forward {was}")
         self._at = at + 1
         return step
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        standing_in(StoodIn.NOTHING)
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
@@ -96,7 +101,6 @@ class Pruned(Watcher):
             else empty(layout)
             for place, layout in enumerate(step.layouts)
         ]
-        serve(outs if at in self._giving else ())
         if _torch_operators.returns_one_list(step.func):
             return outs
         return outs[0] if _torch_operators.returns_one(step.func) else tuple(outs)

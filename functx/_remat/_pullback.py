@@ -77,7 +77,7 @@ class Pullback:
         del tensors
         tracker = active_tracker()
         recording = torch.is_grad_enabled()
-        primals = [*map(_bare, primals)]
+        primals = (*map(_bare, primals),)
         depth = max((_torch.wrapper_level(t) for t in primals), default=-1)
         plain = self.level == 0 and depth <= 0
         with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():

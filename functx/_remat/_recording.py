@@ -51,8 +51,7 @@ class Result:
 class Recording(Tracker):
     """Mixed into a tracker: calls `record` with everything that operations make or write to."""
 
-    __slots__ = ()
-    # Set by the classes it is mixed into, which have the slots.
+    # No slots: those of a second base class would not fit beside the first's.
     values: bool
     targets: list[Tensor]
     unwritten: bool
@@ -98,7 +97,7 @@ class Recording(Tracker):
 class RecordingReplay(Recording, Replay):
     """A replay that compares what operations give with the forward, and knows what it ran."""
 
-    __slots__ = ("_debug", "_ran", "_running", "targets", "unwritten", "values")
+    __slots__ = ("_debug", "_ran", "_running")
 
     def __init__(
         self,

@@ -77,6 +77,7 @@ class Region:
         ledger: what ran below all transforms; ``None`` if that is not known.
         needed: for each input, explicit and captured, whether a pullback reads it.
         kept: results of operations that the policy keeps, until nodes hold them.
+        inner_keeps: what regions inside keep, in the order in which they began.
         connected: inputs that a pullback needs though it may not read them: values that were kept
             depend on them.
     """
@@ -94,6 +95,7 @@ class Region:
         "first_run",
         "frames",
         "given",
+        "inner_keeps",
         "inputs",
         "kept",
         "ledger",
@@ -146,6 +148,7 @@ class Region:
         self.ledger: Ledger | None = None
         self.needed: list[bool] = []
         self.kept: list[Tensor] = []
+        self.inner_keeps: list[Any] = []
         # For each result of the body: its place among the distinct tensors it computed, or the
         # foreign tensor that it handed back.
         self._results: list[int | Tensor | tuple[Tensor, Tensor] | None] = []
@@ -197,6 +200,7 @@ class Region:
                 replay = RecordingReplay(self.entries, externals, self.options, self.left)
             else:
                 replay = Replay(self.entries, externals, name, self.left)
+        replay.inner_keeps = iter(self.inner_keeps)
         try:
             with self.environment.restored(), tracking(replay), shown(self.options, replay=True):
                 with pruning:
@@ -285,6 +289,7 @@ class Region:
         if ledger is not None:
             with watching(True):  # a copy to host memory is an operation for regions around this
                 self.kept = ledger.take_kept()
+        first.says_what_is_kept()
         if lenient:
             self.originals = first.captured_originals()
         # Stand-ins are numbered from -1 down.
@@ -319,6 +324,8 @@ class Region:
             if value is not None and value is not owner:
                 with watching(True):
                     owner.copy_(value)
+        if self.owners and hasattr(self.body, "forget"):
+            self.body.forget(self.owners)
         self.owners = []
 
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -356,6 +363,7 @@ class Region:
         self.kept = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         self.owners = []
+        self.before = {}  # a result may be the very tensor that was written to
         for frame in self.frames:
             frame.captured = []
             frame.inputs = ()

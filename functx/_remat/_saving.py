@@ -13,9 +13,9 @@ real ones by order, kind and size; only what is kept depends on it, never a valu
 
 from __future__ import annotations
 
+import enum
 import math
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -40,24 +40,33 @@ def key_of(number: int, place: int) -> int:
     return number << 6 | place
 
 
+class StoodIn(enum.Enum):
+    """What the replay of a region around this one gave for an operation, if it did not run it."""
+
+    NOTHING = 0
+    KEPT = 1
+    """What it had kept: a region inside may keep it too, at no cost."""
+    UNWRITTEN = 2
+    """Memory nobody wrote to, which no region inside may keep."""
+
+
 class _Now(threading.local):
     def __init__(self) -> None:
         self.savers: list[Saver] = []  # of the regions that are running, outermost first
-        self.served: Sequence[weakref.ref[Tensor]] = ()
+        self.stood_in = StoodIn.NOTHING
 
 
 _now = _Now()
 
 
-def serve(values: Sequence[Tensor | None]) -> None:
-    """What a replay hands out next was kept: a region inside may keep it too, at no cost."""
-    _now.served = [weakref.ref(t) for t in values if t is not None]
+def standing_in(what: StoodIn) -> None:
+    """A replay says what it does for the operation at hand."""
+    _now.stood_in = what
 
 
-def served(results: Sequence[Tensor]) -> bool:
-    """Whether an operation's results were handed out by the replay of a region around this one."""
-    found, _now.served = _now.served, ()
-    return len(found) > 0 and len(found) == len(results) and found[0]() is results[0]
+def stood_in() -> StoodIn:
+    """What replays did for the operation that ran last."""
+    return _now.stood_in
 
 
 class Saver:
@@ -163,13 +172,17 @@ class Saver:
             storage = _torch.storage_key(t)
             key = self._places.get(storage)
             if key in self._held:
-                held, decision = self._held[key]
-                self._held[key] = (self._moved(held, storage), decision)
+                held, decision = self._held.pop(key)
+                copy = self._moved(held, storage)
+                if copy is not None:
+                    self._held[key] = (copy, decision)
             for _, _, made in self._waiting:
-                for i, (place, held, where) in enumerate(made):
-                    if where == storage:
+                for i in reversed(range(len(made))):
+                    if made[i][2] == storage:
+                        place, held, _ = made.pop(i)
                         copy = self._moved(held, storage)
-                        made[i] = (place, copy, _torch.storage_key(copy))
+                        if copy is not None:
+                            made.append((place, copy, _torch.storage_key(copy)))
 
     def wrote(self, number: int, storage: int) -> None:
         """An operation wrote in place: the memory holds another value now."""
@@ -206,10 +219,12 @@ class Saver:
         self._waiting.clear()
         self._held.clear()
 
-    def _moved(self, held: Tensor, storage: int) -> Tensor:
-        """A copy to hold instead."""
+    def _moved(self, held: Tensor, storage: int) -> Tensor | None:
+        """A copy to hold instead; ``None`` if a replay around this region left it out."""
         copy = held.clone()
         self._counts[storage] -= 1
+        if stood_in() is StoodIn.UNWRITTEN:
+            return None
         self._counts[_torch.storage_key(copy)] += 1
         return copy
 
@@ -232,6 +247,8 @@ class Saver:
 
     def _same(self, value: Value, ran: tuple[int, Any, list[Any]]) -> bool:
         _, func, made = ran
+        if not made:
+            return False
         outs, real = tensors_of(value.out), made[0][1]
         if not outs or outs[0].dtype != real.dtype:
             return False

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
 from functx._remat._arguments import SCALARS, token
-from functx._remat._custom import applied
+from functx._remat._custom import applied, running
 from functx._remat._escape import Place
 from functx._remat._watch import python_on_tape, watching
 
@@ -135,9 +135,12 @@ def describe(func: Any) -> str:
 class Tracker:
     """What the first run and a replay do alike for each operation."""
 
-    __slots__ = ("_scalars", "_sources", "modes")
+    __slots__ = ("_scalars", "_sources", "inner_keeps", "modes")
 
     def __init__(self) -> None:
+        # What the regions inside keep, in the order in which they began: a first run writes that
+        # down, a replay goes through it (it is an iterator then).
+        self.inner_keeps: Any = None
         # Fewer dispatch modes than at the start: this is the inside of one of them.
         self.modes = _torch.dispatch_mode_depth()
         self._sources: list[int] = []
@@ -335,7 +338,7 @@ def leave_transform(tree: Any) -> Any:
 class tracking:
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
-    __slots__ = ("_lower", "_outer", "_pushed", "_tracker", "_watching")
+    __slots__ = ("_engine", "_lower", "_outer", "_pushed", "_tracker", "_watching")
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -343,6 +346,7 @@ class tracking:
     def __enter__(self) -> None:
         self._watching = watching(self._tracker is not SILENT)
         self._watching.__enter__()
+        self._engine, running.engine = running.engine, self._tracker is SILENT
         lower = _active_mode()
         depth = _torch.function_mode_depth()
         on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
@@ -365,6 +369,7 @@ class tracking:
             self._pushed.__exit__(*exc)
         if self._lower is not None:
             self._lower.tracker = self._outer
+        running.engine = self._engine
         self._watching.__exit__(*exc)
 
 

@@ -200,8 +200,9 @@ def clipped_sum(
         accumulation_dtype: The dtype in which norms (float32 at least) and the sum are added up,
             and that of the result. By default half precision is summed in float32, and the result
             is of the leaf's dtype.
-        passes: 1 keeps the gradients of a chunk until their norms are known, 2 computes them a
-            second time instead: less memory, more time. By default chosen.
+        passes: 1 keeps the gradients of a chunk until their norms are known, 2 drops them, and then
+            differentiates the weighted sum of the losses. By default 2 where gradients are large
+            against activations, which is measured.
         chunk_size: As for `grads`.
         memory_budget: As for `grads`.
         randomness: As for `grads`.
@@ -240,7 +241,7 @@ def clipped_sum(
             scaling=scale,
             thresholds=grouped.thresholds(max_norm, api),
             accumulation_dtype=accumulation_dtype,
-            passes=passes or 1,
+            passes=passes,
             return_values=return_values,
             return_norms=return_norms,
         )

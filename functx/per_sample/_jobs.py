@@ -2,8 +2,10 @@
 
 NOTE [one pass or two]
 The factor of an example is known when all its gradients have been normed. Until then they are
-either kept (one pass), or dropped and computed a second time (two passes), when they go straight
-into the sum. Kept, the gradients of a chunk exist together; dropped, those of one leaf at a time.
+either kept (one pass), or dropped (two passes); the second pass is an ordinary backward pass of the
+weighted losses (`_second`). Kept, the gradients of a chunk exist together; dropped, those of one
+leaf at a time. Where losses can't run again, they are pulled back twice, and the second time each
+gradient goes straight into the sum. Gradients known by factors are kept in any case.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from functx import _tree
+from functx.per_sample import _second
 from functx.per_sample._batch import Batch
 from functx.per_sample._extras import Extras
 from functx.per_sample._factors import Factored, squared_norms_of
@@ -198,7 +201,7 @@ class ClippedSum(_Job):
         scaling: Scaling,
         thresholds: list[Any],
         accumulation_dtype: torch.dtype | None,
-        passes: int,
+        passes: int | None,
         **options: Any,
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
@@ -210,7 +213,9 @@ class ClippedSum(_Job):
     def run(self, batch: Batch) -> None:
         """Take in one chunk."""
         self.committing = False
-        if self._passes == 2:
+        if self._twice(batch):
+            values, norms, aux = self._run_reweighted(batch)
+        elif self._passes == 2:
             twice = _TwiceChunk(self, batch.size)
             values, aux = pull(self.loss, batch, twice)
             norms = twice.found
@@ -225,6 +230,39 @@ class ClippedSum(_Job):
                 weight = weights[self.groups.of_leaf[leaves[0]]]
                 self.sums.add(leaves, blocks.pop(leaves), weight)
         self._note(values=values, norms=norms, aux=aux)
+
+    def _twice(self, batch: Batch) -> bool:
+        """Whether norms come first, and then a backward pass of all examples together."""
+        exact = all(_sum_dtype(dtype, self._wanted_dtype) == dtype for dtype in self.leaves.dtypes)
+        if self._passes == 1 or batch.size == 1 or not exact:
+            return False
+        if self._passes == 2:
+            return _second.possible(self.loss, batch)
+        key = ("passes", batch.size, batch.signature())
+        if key not in self.loss.hints:
+            sizes = zip(self.leaves.shapes, self.leaves.dtypes)
+            gradients = sum(shape.numel() * dtype.itemsize for shape, dtype in sizes)
+            self.loss.hints[key] = _second.worth(self.loss, batch, gradients)
+        return self.loss.hints[key]
+
+    def _run_reweighted(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
+        chunk = _FactorsChunk(self, batch.size)
+        values, aux = pull(self.loss, batch, chunk)
+        norms = chunk.norms()
+        weights = self.weights(norms)
+        self.committing = True
+        for leaf in list(chunk.kept):
+            group = self.groups.of_leaf[leaf]
+            self.sums.add((leaf,), chunk.kept.pop(leaf), weights[group])
+        if chunk.dropped:
+            asked = [
+                group if leaf in chunk.dropped else -1
+                for leaf, group in enumerate(self.groups.of_leaf)
+            ]
+            found = _second.add_up(self.loss, batch, values, weights, asked)
+            for leaf, total in found.items():
+                self.sums.add((leaf,), total.unsqueeze(0), total.new_ones(1))
+        return values, norms, aux
 
     def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The factors of the examples, one tensor of shape ``(c,)`` a group."""
@@ -266,8 +304,26 @@ class _KeepingChunk(_Chunk):
         return blocks, self.norms()
 
 
+class _FactorsChunk(_Chunk):
+    """Norms; of the gradients the factors, and which ones have none."""
+
+    def restart(self) -> None:
+        super().restart()
+        self.kept: dict[int, Factored] = {}
+        self.dropped: set[int] = set()
+
+    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
+        super().gradient(leaf, rows)
+        if isinstance(rows, Factored):
+            self.kept[leaf] = rows
+        else:
+            self.dropped.add(leaf)
+
+
 class _TwiceChunk(_Chunk):
     """Norms first; the second time each gradient goes into the sum and nowhere else.
+
+    For losses that can't be run again: the second pass uses the tape of the first.
 
     Factors are kept: they are small.
     """

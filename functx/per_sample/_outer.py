@@ -75,7 +75,7 @@ class Outer(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it by position
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _run(func, args, kwargs or {})

@@ -37,7 +37,7 @@ def memory_order(rows: torch.Tensor) -> list[int]:
 
 def flat_rows(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     """Rows as a matrix, their dimensions in a given order."""
-    return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), -1)
+    return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), rows.shape[1:].numel())
 
 
 def _as_kind(dtype: torch.dtype, like: torch.Tensor) -> torch.dtype:

@@ -30,18 +30,18 @@ def packed(kept: Sequence[Rows | None], groups: Sequence[int]) -> dict[tuple[int
         groups: The group of each leaf; only leaves of one go together.
     """
     blocks: dict[tuple[int, ...], Rows] = {}
-    small: dict[tuple[Any, ...], list[int]] = {}
+    small: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
     for leaf, rows in enumerate(kept):
         if rows is None:
             continue
         if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
             blocks[(leaf,)] = rows
         else:
-            small.setdefault((groups[leaf], rows.dtype, rows.device), []).append(leaf)
-    for leaves in small.values():
-        parts = [kept[leaf].flatten(1) if kept[leaf].dim() > 1 else kept[leaf].unsqueeze(1)
-                 for leaf in leaves]  # fmt: skip
-        blocks[tuple(leaves)] = torch.cat(parts, 1) if len(parts) > 1 else kept[leaves[0]]
+            small.setdefault((groups[leaf], rows.dtype, rows.device), {})[leaf] = rows
+    for together in small.values():
+        parts = [rows.reshape(len(rows), rows.shape[1:].numel()) for rows in together.values()]
+        alone = next(iter(together.values()))
+        blocks[tuple(together)] = torch.cat(parts, 1) if len(parts) > 1 else alone
     return blocks
 
 

@@ -69,7 +69,7 @@ def judge(op: Any, most: int = 4) -> Verdict:
     gradient = ""
     for sample in samples:
         try:
-            call, leaves = _function(op, sample)
+            call, leaves, wants = _function(op, sample)
             expected = call(*[x.clone() for x in leaves])
         except Exception as err:
             return Verdict(name, "torch fails", _line(err))
@@ -92,21 +92,21 @@ def judge(op: Any, most: int = 4) -> Verdict:
                 )
             return Verdict(name, "mismatch", wrong)
         if op.supports_autograd and not gradient:
-            gradient = _gradient(call, leaves)
+            gradient = _gradient(call, leaves, wants)
     return Verdict(name, "match", "", gradient)
 
 
 def _samples(op: Any, most: int) -> list[Any]:
     out = []
     torch.manual_seed(0)
-    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd):
         out.append(sample)
         if len(out) == most:
             break
     return out
 
 
-def _function(op: Any, sample: Any) -> tuple[Any, list[torch.Tensor]]:
+def _function(op: Any, sample: Any) -> tuple[Any, list[torch.Tensor], list[bool]]:
     everything = (sample.input, sample.args, sample.kwargs)
     flat, tree = jax.tree_util.tree_flatten(everything)
     where = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
@@ -120,7 +120,7 @@ def _function(op: Any, sample: Any) -> tuple[Any, list[torch.Tensor]]:
         out = sample.output_process_fn_grad(out) if op.supports_autograd else out
         return _plain(out)
 
-    return call, [flat[i].detach() for i in where]
+    return call, [flat[i].detach() for i in where], [flat[i].requires_grad for i in where]
 
 
 def _plain(out: Any) -> Any:
@@ -199,11 +199,13 @@ def _distance(call: Any, lowered: Any, leaves: Any, arrays: Any) -> float:
     return worst
 
 
-def _gradient(call: Any, leaves: list[torch.Tensor]) -> str:
-    at = [i for i, x in enumerate(leaves) if x.is_floating_point()]
-    inputs = [x.clone().requires_grad_() if i in at else x for i, x in enumerate(leaves)]
+def _gradient(call: Any, leaves: list[torch.Tensor], wants: list[bool]) -> str:
+    at = [i for i, x in enumerate(leaves) if wants[i] and x.is_floating_point()]
+    inputs = [x.clone().requires_grad_(i in at) for i, x in enumerate(leaves)]
     try:
-        outs = [o for o in _tensors(call(*inputs)) if o.requires_grad and o.is_floating_point()]
+        every = [o for o in _tensors(call(*inputs)) if o.is_floating_point()]
+        which = [i for i, o in enumerate(every) if o.requires_grad]
+        outs = [every[i] for i in which]
         if not outs or not at:
             return ""
         weights = [torch.linspace(0.5, 1.5, o.numel()).reshape(o.shape) for o in outs]
@@ -214,15 +216,13 @@ def _gradient(call: Any, leaves: list[torch.Tensor]) -> str:
     expected = [torch.zeros_like(leaves[i]) if g is None else g for i, g in zip(at, expected)]
 
     def loss(*tensors: Any) -> Any:
-        full = list(leaves)
-        for i, t in zip(at, tensors):
-            full[i] = t
-        outs = [o for o in _tensors(call(*full)) if o.is_floating_point()]
-        return sum((w * o).sum() for w, o in zip(weights, outs))
+        outs = [o for o in _tensors(call(*tensors)) if o.is_floating_point()]
+        return sum((w * o).sum() for w, o in zip(weights, [outs[i] for i in which]))
 
     try:
-        arrays = [array_from_torch(leaves[i]) for i in at]
-        got = jax.jit(jax.grad(to_jax(loss), tuple(range(len(at)))))(*arrays)
+        arrays = [array_from_torch(x) for x in leaves]
+        gradient = jax.grad(to_jax(loss, rng=True), tuple(i + 1 for i in at))
+        got = jax.jit(gradient)(jax.random.key(0), *arrays)
     except Exception as err:
         return f"{type(err).__name__}: {_line(err)}"
     wrong = _compare(expected, got)

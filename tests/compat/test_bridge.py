@@ -177,6 +177,8 @@ def test_tensors_without_plain_memory_are_refused():
     f = from_jax(jnp.sin)
     with pytest.raises(LoweringError, match="to_dense"):
         f(torch.eye(2).to_sparse())
+    with pytest.raises(LoweringError, match="to_padded_tensor"):
+        f(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
     with pytest.raises(LoweringError, match="functorch"):
         torch.vmap(lambda x: borrow(x, "g") and x)(torch.ones(2))
     assert borrow(torch._efficientzerotensor((3,)), "g").tolist() == [0, 0, 0]

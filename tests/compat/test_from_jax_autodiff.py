@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -172,12 +173,15 @@ def test_threads_share_one_trace():
 
     def g(x):
         traces.append(1)
+        time.sleep(0.1)  # long enough for the other threads to come
         return jnp.sin(x)
 
     f = from_jax(g)
     gradients = []
+    together = threading.Barrier(4)
 
     def work():
+        together.wait()
         for _ in range(10):
             x = torch.ones(3, requires_grad=True)
             f(x).sum().backward()

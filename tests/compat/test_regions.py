@@ -102,6 +102,18 @@ def test_second_derivative_of_a_region():
     assert_close(jax.jacrev(to_jax(functx.grad(regional)))(arrays(x)), expected, rtol=1e-5)
 
 
+def test_derivative_of_a_transform_in_a_region():
+    """What the engine detaches to run a region again stops no gradient."""
+
+    def f(x):
+        return (torch.sin(x) * x).sum()
+
+    x = torch.linspace(0.1, 1, 4)
+    expected = torch.func.hessian(f)(x)
+    for g in (functx.remat(functx.grad(f)), functx.remat(lambda x: functx.grad(f)(x * 1))):
+        assert_close(jax.jacrev(to_jax(g))(arrays(x)), expected, rtol=1e-5)
+
+
 def test_captures_of_a_region_are_operands():
     w = torch.randn(4, 4)
     region = functx.remat(lambda x: torch.tanh(x @ w))

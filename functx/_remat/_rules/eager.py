@@ -132,4 +132,5 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     first.check_writes()
     environment.seal(written)
     region.entries, region.origins = first.entries, first.origins
+    region.inner_keeps = first.inner_keeps
     return outs

@@ -1,0 +1,224 @@
+"""What a function runs, found out on fake tensors of its arguments' shapes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functx import _torch, _torch_fake, _tree
+from functx._errors import RematError
+from functx._program import Operation, Program, Ref
+from functx._remat._function import recording
+from functx._remat._module_state import reachable
+from functx._remat._tracker import _PASSIVE as PASSIVE
+from functx._remat._tracker import _TENSOR_GETTERS as TENSOR_GETTERS
+from functx._remat._tracker import SILENT, tracking
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, program: Program, fakes: Sequence[Tensor], name: str) -> None:
+        super().__init__()
+        self._program = program
+        self._name = name
+        self._keep: list[Any] = [fakes]  # so that ids stay theirs
+        self._numbers: dict[int, Ref] = {}
+        self._stand: dict[int, Tensor] = {}
+        self._first: dict[int, int] = {}  # storage -> number of operations before its first use
+        self._values = 0
+        self._forbidden: list[tuple[int, int]] = []
+        for t in fakes:
+            self._new(t, 0)
+
+    def _new(self, t: Tensor, at: int) -> int:
+        number = self._values
+        self._values += 1
+        self._numbers[id(t)] = Ref(number)
+        self._keep.append(t)
+        self._program.layouts.append((t.shape, t.dtype, t.device))
+        self._first.setdefault(_torch.storage_key(t), at)
+        return number
+
+    def refuse(self, why: str) -> RematError:
+        """An error for what can't be planned."""
+        return RematError(
+            f"remat: a budget for {self._name!r} can't be kept, because {why}. Plan its parts "
+            "instead: functx.plan takes a list of blocks, which may be any functions."
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            if func.__self__.__name__ not in TENSOR_GETTERS:
+                return func(*args, **kwargs)
+        elif name in PASSIVE:
+            return func(*args, **kwargs)
+        elif name in ("__set__", "backward", "_backward"):
+            raise self.refuse(f"it calls {name} on a tensor")
+        leaves, spec = _tree.flatten((args, kwargs))
+        real, refs = [], []
+        for leaf in leaves:
+            ref, stand = self._resolve(leaf)
+            refs.append(ref)
+            real.append(stand)
+        before = [_torch.version(t) if isinstance(t, Tensor) else 0 for t in real]
+        grad = torch.is_grad_enabled()
+        new_args, new_kwargs = _tree.unflatten(spec, real)
+        out = func(*new_args, **new_kwargs)
+        at = len(self._program.operations)
+        gives = []
+        outs = [t for t in _tree.leaves(out) if isinstance(t, Tensor)]
+        for t in outs:
+            known = self._numbers.get(id(t))
+            if known is not None and known.outside:
+                # Handed on as it is: from now on it is a value like any other.
+                gives.append(self._new(t, 0))
+            else:
+                gives.append(known.number if known is not None else self._new(t, at))
+        self._program.operations.append(Operation(func, refs, spec, gives, grad))
+        for t, version, ref in zip(real, before, refs):
+            # What is outside is put back by regions, wherever they are cut.
+            if isinstance(t, Tensor) and _torch.version(t) != version and not ref.outside:
+                self._forbidden.append((self._first[_torch.storage_key(t)], at + 1))
+        return out
+
+    def _resolve(self, leaf: Any) -> tuple[Any, Any]:
+        if isinstance(leaf, slice) and any(
+            isinstance(x, Tensor) for x in (leaf.start, leaf.stop, leaf.step)
+        ):
+            raise self.refuse("it slices by tensors")
+        if not isinstance(leaf, Tensor):
+            return leaf, leaf
+        ref = self._numbers.get(id(leaf))
+        if isinstance(leaf.grad_fn, torch.autograd.function.BackwardCFunction):
+            raise self.refuse("it calls a custom Function, whose backward no record sees")
+        if ref is not None:
+            return ref, self._stand.get(id(leaf), leaf)
+        if isinstance(leaf, _torch_fake.FakeTensor) or (
+            _torch.is_wrapped(leaf) and _made_of_fakes(leaf)
+        ):
+            raise self.refuse(
+                "it makes tensors where no record sees it (in a transform, or an extension)"
+            )
+        ref = self._numbers[id(leaf)] = Ref(len(self._program.outside), outside=True)
+        self._program.outside.append(leaf)
+        stand = self._stand[id(leaf)] = fake_of(leaf)
+        self._numbers[id(stand)] = ref
+        self._keep += [leaf, stand]
+        self._first.setdefault(_torch.storage_key(stand), 0)
+        return ref, stand
+
+    def let_go(self) -> list[weakref.ref[Tensor]]:
+        """Hold nothing any more; what is alive then, somebody else holds."""
+        stand_ins = {id(t) for t in self._stand.values()}
+        made = [t for t in self._keep if isinstance(t, _torch_fake.FakeTensor)]
+        refs = [weakref.ref(t) for t in made if id(t) not in stand_ins]
+        self._keep.clear()
+        self._stand.clear()
+        return refs
+
+    def finish(self, result: Any) -> None:
+        """The function returned."""
+        leaves, self._program.spec = _tree.flatten(result)
+        self._program.results = [
+            self._resolve(leaf)[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        n = len(self._program.operations)
+        self._program.cuts = [
+            c for c in range(n + 1) if not any(a < c < b for a, b in self._forbidden) or c in (0, n)
+        ]
+
+
+def _made_of_fakes(t: Tensor) -> bool:
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    return isinstance(t, _torch_fake.FakeTensor)
+
+
+def fake_of(t: Tensor) -> Tensor:
+    """A tensor like ``t`` without memory; call it in a `FakeTensorMode`."""
+    made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+    return made.requires_grad_() if requires_grad(t) else made
+
+
+def requires_grad(t: Tensor) -> bool:
+    """Whether the tape of any level knows ``t``."""
+    while not t.requires_grad:
+        if not _torch.is_wrapped(t):
+            return False
+        t = _torch.get_unwrapped(t)
+    return True
+
+
+def record(
+    f: Callable[..., Any], args: Any, kwargs: Any, name: str
+) -> tuple[Program, list[Tensor]]:
+    """What ``f(*args, **kwargs)`` runs.
+
+    Returns:
+        The program, and the tensors among the arguments, which go into it.
+
+    Raises:
+        functx.RematError: that can't be found out without values.
+    """
+    leaves, spec = _tree.flatten((args, kwargs))
+    inputs = list({id(x): x for x in leaves if isinstance(x, Tensor)}.values())
+    places = {id(x): i for i, x in enumerate(inputs)}
+    program = Program(len(inputs))
+    modules = reachable(f, leaves)
+    with (
+        _torch.cleared_interpreter_stack(),
+        tracking(SILENT),
+        _torch.without_dispatch_modes(),  # nothing runs that a counter or a profiler should see
+        _unchanged(modules, name),
+        torch.random.fork_rng(devices=[]),
+        _torch_fake.FakeTensorMode(),
+    ):
+        fakes = [fake_of(t) for t in inputs]
+        recorder = _Recorder(program, fakes, name)
+        stand = [fakes[places[id(x)]] if isinstance(x, Tensor) else x for x in leaves]
+        fake_args, fake_kwargs = _tree.unflatten(spec, stand)
+        try:
+            with recording(), recorder:
+                result = f(*fake_args, **fake_kwargs)
+            recorder.finish(result)
+        except (
+            _torch_fake.DataDependentOutputException,
+            _torch_fake.DynamicOutputShapeException,
+        ) as e:
+            raise recorder.refuse(f"it depends on values ({e})") from e
+        made = recorder.let_go()
+        del result, stand, fake_args, fake_kwargs, fakes
+    if any(ref() is not None for ref in made):
+        gc.collect()
+        if any(ref() is not None for ref in made):
+            raise recorder.refuse(
+                "it keeps a tensor otherwise than by return (in a list, an attribute, a cache)"
+            )
+    return program, inputs
+
+
+@contextmanager
+def _unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
+    """Refuse what rebinds attributes of modules; they are put back."""
+    places = [d for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
+    before = [(d, dict(d)) for d in places]
+    try:
+        yield
+    finally:
+        changed = [k for d, b in before for k in b.keys() | d.keys() if d.get(k) is not b.get(k)]
+        for d, b in before:
+            d.clear()
+            d.update(b)
+    if changed:
+        raise RematError(
+            f"remat: a budget for {name!r} can't be kept, because it rebinds {changed[0]!r} of a "
+            "module. Write to it in place, or plan its parts: functx.plan takes a list of blocks."
+        )

@@ -1,0 +1,62 @@
+"""What a region inside another one keeps: decided in the forward, and the same in replays.
+
+A replay of the outer region runs the inner one for the first time once more. What the inner one
+keeps decides what the outer one's pullback reads, so the policy is not asked again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from functx._policies import Decision, OfOperation, Policy, Value
+from functx._remat._saving import Saver
+
+
+class Slot:
+    """What one region keeps: keys of results, and which of them in host memory.
+
+    Both are known once it has run.
+    """
+
+    __slots__ = ("again", "keys", "on_host")
+
+    def __init__(self) -> None:
+        self.keys: list[int] | None = None
+        self.on_host: set[int] = set()
+        self.again = False
+
+
+class AsBefore(OfOperation):
+    """The results that were kept in the forward."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._kept = {key >> 6 for key in slot.keys or ()}
+        self._on_host = {key >> 6 for key in slot.on_host}
+
+    def judge(self, value: Value) -> Decision | bool:
+        """By place in the region."""
+        return Decision.OFFLOAD if value.number in self._on_host else value.number in self._kept
+
+
+def slot_of(region: Any) -> Slot:
+    """Where it says what a region that begins now keeps."""
+    keeps = None if region.outer is None else region.outer.inner_keeps
+    if isinstance(keeps, list):
+        keeps.append(Slot())
+        return keeps[-1]
+    found = None if keeps is None else next(keeps, None)
+    slot = Slot()
+    if found is not None and found.keys is not None:
+        slot.again = True
+        slot.keys, slot.on_host = found.keys, found.on_host
+    return slot
+
+
+def saver_of(region: Any, slot: Slot) -> Saver | None:
+    """Who decides what a region keeps; ``None`` if nothing is."""
+    policy: Policy | None = region.options.policy
+    if slot.again:
+        return Saver(AsBefore(slot)) if slot.keys else None
+    if policy is None:
+        return None
+    return Saver(policy, [f.batch_size for f in region.frames if f.batch_size is not None])

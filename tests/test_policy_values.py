@@ -1,0 +1,71 @@
+"""Policies as values: equal, hashable, printable; and what is refused for one."""
+
+import itertools
+
+import pytest
+import torch
+from cases import numbers
+from test_policies import POLICIES
+
+import functx
+from functx import checkpoint_policies as cp
+
+X = numbers(4, 5)
+ALL = (
+    *(policy for policy, _, _ in POLICIES.values() if isinstance(policy, cp.Policy)),
+    cp.save_only_these_names("a", "b"),
+    cp.save_in_modules("layers.*"),
+)
+
+
+class TestValues:
+    def test_equal_hashable_printable(self):
+        assert cp.save_only_these_names("a", "b") == cp.save_only_these_names("b", "a")
+        assert len({cp.save_only_these_names("a"), cp.save_only_these_names("a")}) == 1
+        for one, other in itertools.combinations(ALL, 2):
+            assert (one == other) == (repr(one) == repr(other))
+        assert len({hash(policy) for policy in ALL}) > len(ALL) / 2
+
+    def test_frozen(self):
+        with pytest.raises(AttributeError):
+            cp.save_only_these_names("a").names = frozenset()
+
+    def test_repr(self):
+        policy = cp.dots_saveable | cp.everything_saveable & ~cp.save_only_these_names("a", "b")
+        assert repr(policy) == (
+            "dots_saveable | everything_saveable & ~save_only_these_names('a', 'b')"
+        )
+
+    @pytest.mark.parametrize("policy", [3, "dots_saveable", [torch.sin], cp, object()])
+    def test_what_is_no_policy(self, policy):
+        with pytest.raises(TypeError, match="policy"):
+            functx.remat(torch.sin, policy=policy)
+
+    def test_an_answer_that_is_none(self):
+        region = functx.remat(torch.sin, policy=lambda *args, **kwargs: "save")
+        with pytest.raises(TypeError, match="expected a bool"):
+            region(X.clone().requires_grad_())
+
+    def test_names_are_strings(self):
+        with pytest.raises(TypeError, match="string"):
+            functx.checkpoint_name(X, 3)
+        with pytest.raises(TypeError, match="strings"):
+            cp.save_only_these_names(["a"])
+        with pytest.raises(ValueError, match="not both"):
+            cp.save_and_offload_only_these_names(
+                names_which_can_be_saved=["a"],
+                names_which_can_be_offloaded=["a"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+
+    def test_all_names_of_jax(self):
+        jax = pytest.importorskip("jax")
+        assert set(vars(jax.checkpoint_policies)) <= set(dir(cp))
+        with pytest.raises(TypeError, match=r"functx\.checkpoint_policies"):
+            functx.remat(torch.sin, policy=jax.checkpoint_policies.dots_saveable)
+
+    def test_a_name_outside_of_regions_is_nothing(self):
+        tree = {"x": X, "n": 3}
+        assert functx.checkpoint_name(tree, "t")["x"] is X
+        assert functx.checkpoint_name(X, "x") is X
