@@ -16,6 +16,7 @@ def test_pages_are_whole(name):
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of matplotlib, about numpy
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_run(name, tmp_path):
     if name == "dp_sgd":
