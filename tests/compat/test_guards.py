@@ -190,6 +190,9 @@ def test_kept_bytes_agree_for_any_segmentation(segments, rows):
         return x.square().sum()
 
     ours = kept_by_torch(net, (ws, x))
-    theirs = kept_by_jax(to_jax(net), arrays((ws, x)), lambda f: f)
+    lowered = to_jax(net)
+    theirs = kept_by_jax(
+        lambda observe: lambda *args: lowered.observed(observe, *args), arrays((ws, x))
+    )
     assert ours == theirs
     assert ours.activations == (len(segments) - 1) * x.nbytes
