@@ -104,12 +104,12 @@ class Program:
         if not self._traced:
             self.shapes(arrays)
             self._traced = True
-        return self._run(*arrays)  # type: ignore[no-any-return]
+        return self._run(*arrays)
 
     def shapes(self, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the results."""
         with self._tracing:
-            return jax.eval_shape(self._run, *arrays)  # type: ignore[no-any-return]
+            return jax.eval_shape(self._run, *arrays)
 
     def _derive(self, key: Hashable, make: Callable[[], Program]) -> Program:
         program = self._derived.get(key)

@@ -86,7 +86,8 @@ def _gaussian_nll_loss(
     loss = 0.5 * (spread.log() + (input - target) ** 2 / spread)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return {"mean": torch.mean, "sum": torch.sum, "none": lambda t: t}[reduction](loss)
+    reduce: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum}
+    return reduce[reduction](loss) if reduction != "none" else loss
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

@@ -248,10 +248,10 @@ class Ledger(Watcher):
             saver.let_go()
 
     def _decide(self, results: Sequence[Tensor | None]) -> None:
-        for storage, t in kept_around().items():
+        for storage, kept in kept_around().items():
             if storage in self._writers and storage not in self._external:
                 self.saver = self.saver or Saver(Everything(False))
-                self.saver.given(self._writers[storage], alias(t), storage)
+                self.saver.given(self._writers[storage], alias(kept), storage)
         spared = set()
         for t in results:
             if t is None:

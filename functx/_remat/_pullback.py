@@ -73,7 +73,8 @@ class Pullback:
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Gradients of the inputs that need one, in their order."""
         n, m = len(self.needs), len(self.needs) + self.n_kept
-        primals, kept, cotangents = tensors[:n], tensors[n:m], tensors[m:]
+        primals: Sequence[Tensor] = tensors[:n]
+        kept, cotangents = tensors[n:m], tensors[m:]
         del tensors
         tracker = active_tracker()
         recording = torch.is_grad_enabled()

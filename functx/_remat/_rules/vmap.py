@@ -40,6 +40,7 @@ class VmapFrame(Frame):
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """The vmapped function; remembers where the batch dimensions of the results are."""
         _torch.load_batching_rules()
+        assert self.batch_size is not None
         self.inside = level = _torch.enter_vmap_level(self.batch_size, self.randomness)
         try:
             outs = self.fn(*self.lift_all(values, self.slots, level))
