@@ -70,9 +70,11 @@ class Frame(ABC):
     def reached(self) -> list[bool]:
         """Whether some result depends on an input, of those that require grad at this level.
 
-        A value that was kept, or written to, hides what it was computed from.
+        A value that was kept, or written to, hides what it was computed from, and so does a body
+        that forgets its history.
         """
-        if self.region.connected or self.region.rewritten or self.region.overwritten:
+        region = self.region
+        if region.connected or region.rewritten or region.overwritten or region.options.by_sight:
             return [True] * len(self.leaves)
         reached = [leaf in self.region.reached for leaf in self.leaves]
         return reached if any(reached) else [True] * len(reached)
