@@ -119,6 +119,7 @@ class Writer:
             self.function,
             self.hook,
             self.rebind,
+            self.late,
         ]
         if self.stateful:
             kinds += [self.state, self.state]
@@ -207,6 +208,17 @@ class Writer:
         self.features.add("rebound")
         name, _ = self.pick(own[::-1])
         return self.emit(scope, f"{name} = {name} * 0.9 + 0.05")
+
+    def late(self, scope: Scope) -> None:
+        """A number that a region closes over, and that means something else from here on."""
+        self.features.add("rebound number")
+        number, name = self.fresh("k"), self.fresh("region")
+        vector = self.operand(scope, "v")
+        self.emit(scope, f"{number} = {self.pick([0.8, 1.2])}")
+        self.emit(scope, f"def {name}():")
+        self.emit(scope, f"    return torch.sigmoid({vector} * {number})")
+        self.define(scope, f"remat({name})()", "v")
+        self.emit(scope, f"{number} = -0.4")
 
     def region(self, scope: Scope) -> None:
         """A region: a function with tensors and static arguments, and its call."""
