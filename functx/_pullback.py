@@ -184,8 +184,15 @@ def record(
         def enter(leaf: Any) -> Any:
             return _torch.wrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
 
+        made: list[torch.Tensor] = []
+
         def leave(leaf: Any) -> Any:
-            return _torch.unwrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            value = _torch.unwrap_for_grad(leaf, level)
+            if value is not leaf:  # else it is of nobody here, and passed on as it is
+                made.append(value)
+            return value
 
         args, kwargs = _tree.map_(enter, enter_transform((args, kwargs)))
         inputs = tuple(args[position] for position in argnums)
@@ -197,7 +204,8 @@ def record(
         check_output(output)
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
-        output, aux = leave_transform((_tree.map_(leave, output), _tree.map_(leave, aux)))
+        output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
+        leave_transform(made)
         return output, aux, pullback
 
 
