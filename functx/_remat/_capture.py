@@ -215,7 +215,9 @@ class FirstRun(Tracker):
     def _meet(self, t: Tensor) -> Tensor:
         alive = _torch.unwrap_if_dead(t)
         if alive is not t:
-            value = self._stood_for(t, alive)
+            # What is only passed on need not be known; so it is where the level is alive.
+            passed_on = self._returning and not requires_grad_anywhere(t)
+            value = None if passed_on else self._stood_for(t, alive)
             if value is not None:
                 return self._capture(t, value)
             resolved = self.resolve(alive)

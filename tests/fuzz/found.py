@@ -285,4 +285,23 @@ def build(remat, env):
         set(),
         ("grad",),
     ),
+    "a detached tensor that a nested region passes on": Program(
+        """
+def build(remat, env):
+    def f(x):
+        v1 = torch.outer(x, x).detach()
+        v2 = torch.sin(x)
+        def region3():
+            v5 = v2 * 0.7
+            def region6():
+                return torch.sigmoid(torch.sin(v5)), v1
+            v11, v12 = remat(region6)()
+            return torch.sigmoid(v11)
+        v14 = remat(region3)()
+        return v14 * 0.5 + v14.sin()
+    return f
+""",
+        set(),
+        ("grad",),
+    ),
 }
