@@ -118,7 +118,7 @@ class _Recorder(TorchFunctionMode):
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Hold nothing any more; what is alive then, somebody else holds."""
         stand_ins = {id(t) for t in self._stand.values()}
-        made = [t for t in self._keep if isinstance(t, _torch_fake.FakeTensor)]
+        made: list[Tensor] = [t for t in self._keep if isinstance(t, _torch_fake.FakeTensor)]
         refs = [weakref.ref(t) for t in made if id(t) not in stand_ins]
         self._keep.clear()
         self._stand.clear()
