@@ -43,7 +43,7 @@ def backend_of(api: str, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return None
     for library, module in _BACKENDS.items():
-        if library in sys.modules:
+        if sys.modules.get(library) is not None:
             found = sys.modules.get(module) or importlib.import_module(module)
             return found.find(api, args, kwargs)
     return None

@@ -133,7 +133,7 @@ def test_end_to_end(tmp_path):
     check = figures["crosscheck"]
     assert check["kept_equal"]
     assert check["kept_torch"]["regions"] == 2
-    assert set(check["differences"]) == {"value", "gradient", "per-example gradient"}
+    assert set(check["differences"]) == {"value", "grad", "vmap(grad)"}
     for difference in check["differences"].values():
         assert difference["relative"] < 1e-5
 
