@@ -78,6 +78,7 @@ class Ledger(Watcher):
         self._roots: set[int] = set()  # keys of what must come about
         self._live: set[int] = set()  # and of what a tape holds
         self._runs: list[bool] = []
+        self._read: set[int] = set()  # storages from outside that live steps read
         self._sources: list[set[int]] = []
 
     def __enter__(self) -> Any:
@@ -274,6 +275,10 @@ class Ledger(Watcher):
         keys = set() if self.saver is None else self.saver.keys()
         self._runs, given = self._needed(live, keys)
         self.kept = sorted(given)
+        runs = self._needed(live)[0] if given else self._runs
+        for step, run in zip(self.steps, runs):
+            if run:
+                self._read |= step.externals
 
     def _needed(
         self, live: Iterable[int], kept: Iterable[int] = (), draws: bool = True
@@ -353,10 +358,7 @@ class Ledger(Watcher):
 
         What is kept makes no difference: derivatives of it are derivatives of what it came from.
         """
-        runs = self._needed(self._live)[0] if self.kept else self._runs
-        return self.python_on_tape or any(
-            storage in step.externals for step, run in zip(self.steps, runs) if run
-        )
+        return self.python_on_tape or storage in self._read
 
 
 def tell_of_a_region() -> None:
