@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from functx import _torch, _tree, memory
 from functx._chain import Block, Chain, Tree
+from functx._policy_kinds import flops_of
 from functx._remat._function import run
 from functx._remat._module_state import reachable
 from functx._remat._options import Options
@@ -38,14 +39,10 @@ class Work(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count it."""
-        from torch.utils.flop_counter import flop_registry
-
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
-        elif not func.is_view:
-            self.flops += sum(t.numel() for t in _tensors(out))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not func.is_view:
+            self.flops += flops_of(func, args, kwargs, out)
         return out
 
 
