@@ -120,20 +120,26 @@ class Crosscheck:
             )
         return found
 
-    def assert_agrees(self, rtol: float | None = None) -> None:
+    def assert_agrees(
+        self, rtol: float | None = None, *, kept: bool = True, msg: str | None = None
+    ) -> None:
         """Raise unless the frameworks agree.
 
         Args:
             rtol: as in `problems`.
+            kept: as in `problems`.
+            msg: what to say first.
 
         Raises:
             AssertionError: naming each quantity that differs and by how much, the operation where
                 it starts, and the regions whose bytes differ.
         """
-        problems = self.problems(rtol)
+        __tracebackhide__ = True
+        problems = self.problems(rtol, kept=kept)
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems)
-            raise AssertionError(f"torch and JAX disagree about {self.name}:{lines}")
+            said = "" if msg is None else f"{msg}\n"
+            raise AssertionError(f"{said}torch and JAX disagree about {self.name}:{lines}")
 
     def figures(self) -> dict[str, Any]:
         """All figures as plain numbers, lists and dictionaries."""

@@ -78,9 +78,5 @@ def assert_agrees(
         kwargs=kwargs,
         peak=peak,
     )
-    problems = report.problems(kept=kept)
-    if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        said = "" if msg is None else f"{msg}\n"
-        raise AssertionError(f"{said}torch and JAX disagree about {report.name}:{lines}")
+    report.assert_agrees(kept=kept, msg=msg)
     return report
