@@ -360,7 +360,6 @@ class TestChangingBackward:
         both(program)
 
 
-@pytest.mark.filterwarnings("ignore")
 class TestCompiled:
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     def test_a_region_of_a_compiled_block(self, backend):
@@ -375,3 +374,15 @@ class TestCompiled:
             return (lambda x: region(region(x[None]))), list(net.parameters())
 
         check(build, ways=["backward"], eps=32)
+
+    def test_the_engine_is_not_compiled(self):
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph.code)
+            return graph.forward
+
+        torch._dynamo.reset()
+        block = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), backend=backend)
+        functx.remat(block)(X[None]).sum().backward()
+        assert not [code for code in graphs if "linear" not in code]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _tree
+from functx import _torch, _torch_compiler, _tree
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
 from functx._remat._escape import Place
@@ -282,6 +282,7 @@ class RegionMode(TorchFunctionMode):
     tracker: Tracker
     only_observes = True
 
+    @_torch_compiler.uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from functx import _torch
+from functx import _torch, _torch_compiler
 
 
 class Watcher(_torch.TorchDispatchMode):
@@ -28,6 +28,11 @@ class Watcher(_torch.TorchDispatchMode):
 
     only_observes = True
     _should_skip_dynamo = _torch.never_skip_dynamo
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # A compiled function that a body calls would have the handler compiled, and nothing else.
+        _torch_compiler.uncompiled(cls.__torch_dispatch__)
 
     def __init__(self) -> None:
         super().__init__()
