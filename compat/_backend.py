@@ -17,6 +17,7 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from functx import _torch, _tree
+from functx.compat import _loops
 from functx.compat._encoding import is_key
 from functx.compat._jax import is_tracing
 from functx.compat._policies import jax_policy
@@ -183,6 +184,33 @@ class JaxTransforms:
     def hessian(self, func: Callable[..., Any], argnums: Any = 0) -> Any:
         """``jax.hessian``."""
         return jax.hessian(func, argnums)
+
+    def remat_scan(
+        self,
+        body: Callable[..., Any],
+        carry: Any,
+        xs: Any,
+        length: int | None,
+        reverse: bool,
+        slots: int | None,
+    ) -> tuple[Any, Any]:
+        """Nested ``jax.lax.scan`` of checkpointed bodies."""
+        return _loops.scan(body, carry, xs, length, reverse, slots)
+
+    def remat_loop(
+        self,
+        body: Callable[[Any], Any],
+        state: Any,
+        steps: int | None,
+        cond: Callable[[Any], Any] | None,
+        slots: int | None,
+    ) -> Any:
+        """The same of a state of arrays; ``lax.while_loop`` where the length has no bound."""
+        return _loops.loop(body, state, steps, cond, slots)
+
+    def can_scan(self, state: Any) -> bool:
+        """Whether a loop's state is all arrays: a Python number stays one from step to step."""
+        return all(map(_is_array, jax.tree_util.tree_leaves(state)))
 
     def checkpoint_name(self, x: Any, name: str) -> Any:
         """``jax.ad_checkpoint.checkpoint_name``."""

@@ -84,6 +84,7 @@ __all__ = [
     "runs_while_tracing",
     "storage_key",
     "tree_map",
+    "typed_arguments",
     "unhooked",
     "version_of",
     "with_old_batch_in_front",
@@ -178,6 +179,12 @@ def pytree_node(cls: type) -> Any:
 def name_of(op: OpOverload) -> str:
     """``"aten::sum.dim_IntList"``; the first overload of a packet is called ``default``."""
     return f"{op._schema.name}.{op._overloadname}"
+
+
+def typed_arguments(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each argument of a call with its type in the schema: ``("Optional[number]", 3)``."""
+    types = {argument.name: str(argument.real_type) for argument in op._schema.arguments}
+    return [*zip(types.values(), args), *((types[name], x) for name, x in kwargs.items())]
 
 
 def storage_key(x: torch.Tensor) -> int:

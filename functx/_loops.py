@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from functx import _schedules, _tree, _while
+from functx._arrays import backend_of
 from functx._remat._function import run
 from functx._remat._options import Options
 from functx._validate import check_callable, describe, integer
@@ -73,6 +74,9 @@ def remat_scan(
         Griewank and Walther, *Algorithm 799: revolve*, ACM TOMS 26(1), 2000.
     """
     check_callable(body, "remat_scan")
+    if (backend := backend_of("remat_scan", (carry, xs), {})) is not None:
+        _scheduled("remat_scan", 1, slots, schedule)
+        return backend.remat_scan(body, carry, xs, length, reverse, slots)
     leaves, spec = _tree.flatten(xs)
     layout = (spec, tuple(leaf is not None for leaf in leaves))
     leaves = [leaf for leaf in leaves if leaf is not None]
@@ -155,6 +159,12 @@ def remat_loop(
         steps = integer(steps, "remat_loop: steps must be an int")
         if steps < 0:
             raise ValueError(f"remat_loop: steps is {steps}, expected 0 or more")
+    if cond is not None:
+        check_callable(cond, "remat_loop")
+    backend = backend_of("remat_loop", (state,), {})
+    if backend is not None and (cond is not None or backend.can_scan(state)):
+        _scheduled("remat_loop", 1, slots, schedule)
+        return backend.remat_loop(body, state, steps, cond, slots)
     if cond is None:
         assert steps is not None
         split, slots = _scheduled("remat_loop", steps, slots, schedule)
@@ -162,7 +172,6 @@ def remat_loop(
             return state
         step = functools.partial(_loop_step, body)
         return _advance(step, split, _name(body), False, state, [], steps, slots)[0]
-    check_callable(cond, "remat_loop")
     split, _ = _scheduled("remat_loop", 1, slots, schedule)
     return _while.loop(_advance, body, cond, state, steps, slots, split, _name(body))
 

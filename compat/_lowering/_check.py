@@ -15,12 +15,17 @@ from torch.fx import GraphModule, Node
 
 from functx._errors import LoweringError
 from functx.compat._jax import x64_enabled
-from functx.compat._lowering._dtypes import ENABLE_X64, WIDE_FLOATS
+from functx.compat._lowering._dtypes import ENABLE_X64, WIDE_FLOATS, WIDE_INTEGERS
 from functx.compat._lowering._graph import custom_function_of, is_region, modules_of
 from functx.compat._lowering._interpret import NEEDS_KEY
 from functx.compat._lowering._table import lookup, refusal
 from functx.compat._lowering._trace import Program
-from functx.compat._torch import OpOverload
+from functx.compat._torch import OpOverload, typed_arguments
+
+aten = torch.ops.aten
+_ALL_BITS = (aten.random.default, aten.random_.default)
+_OTHER_BITS = (aten.view.dtype,)
+_SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
 
 
 def check(program: Program, rng: bool = False) -> None:
@@ -88,17 +93,49 @@ def _values(node: Node) -> list[torch.Tensor]:
 
 
 def _wide(program: Program) -> list[str]:
+    """What 64 bits would be narrowed, or cut off, with x64 off."""
     if x64_enabled():
         return []
-    wide = sorted(
-        {
-            f"{node.target} ({v.dtype})"
-            for node in _calls(program)
-            if node.target is not operator.getitem
-            for v in _values(node)
-            if v.dtype in WIDE_FLOATS
-        }
-    )
-    if not wide:
+    floats: set[str] = set()
+    integers: set[str] = set()
+    for node in _calls(program):
+        if node.target is operator.getitem:
+            continue
+        floats |= {f"{node.target} ({v.dtype})" for v in _values(node) if v.dtype in WIDE_FLOATS}
+        if isinstance(node.target, OpOverload):
+            integers |= {f"{node.target} ({what})" for what in _wide_integers(node)}
+    problems = []
+    if floats:
+        narrowed = ", ".join(sorted(floats))
+        problems.append(f"64-bit values, which JAX would narrow silently: {narrowed}; {ENABLE_X64}")
+    if integers:
+        problems.append(
+            "64-bit integers, which JAX has no room for while 64-bit types are off:"
+            f" {', '.join(sorted(integers))}; {ENABLE_X64}"
+        )
+    return problems
+
+
+def _wide_integers(node: Node) -> list[str]:
+    """What a node needs more than 32 bits of its integers for."""
+    op: Any = node.target
+    out = [v.dtype in WIDE_INTEGERS for v in _values(node)]
+    read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in _values(n)]
+    if not any(out + read):
         return []
-    return [f"64-bit values, which JAX would narrow silently: {', '.join(wide)}; {ENABLE_X64}"]
+    if op in _ALL_BITS:
+        return ["all bits of torch.int64"]
+    if op in _OTHER_BITS:
+        return ["other dtypes of the same bits"]
+    rule = lookup(op)
+    draws = rule is not None and rule.random
+    if not any(out) and rule is not None and rule.cast:
+        return []  # the numbers are taken in the dtype of the result
+    return [
+        str(x)
+        for kind, x in typed_arguments(op, node.args, node.kwargs)
+        if (isinstance(x, int) or (isinstance(x, float) and any(out)))
+        and not -(1 << 31) <= x < (32 if op in _SHIFTS else 1 << 31)
+        # Of sizes and ends of slices, the greatest number there is means all of them.
+        and (draws or "int" not in kind)
+    ]

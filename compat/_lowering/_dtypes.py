@@ -44,6 +44,7 @@ _NARROW = {
     torch.complex128: torch.complex64,
 }
 WIDE_FLOATS = (torch.float64, torch.complex128)
+WIDE_INTEGERS = (torch.int64, torch.uint64)
 ENABLE_X64 = "turn 64-bit types on with `with jax.enable_x64(True):` or the flag JAX_ENABLE_X64=1"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from torch.fx import GraphModule, Node
@@ -23,7 +24,7 @@ from torch.fx import GraphModule, Node
 from functx._errors import LoweringError
 from functx.compat._lowering._by_result import from_result
 from functx.compat._lowering._custom_rule import apply_custom_function
-from functx.compat._lowering._dtypes import to_jax_dtype
+from functx.compat._lowering._dtypes import ENABLE_X64, to_jax_dtype
 from functx.compat._lowering._graph import body_of, custom_function_of, is_region
 from functx.compat._lowering._saved import named, names_of_node, saving
 from functx.compat._lowering._table import lookup, names_of
@@ -191,7 +192,8 @@ def apply_rule(
     """Apply the rule of a node to JAX arrays and give the result its traced dtypes.
 
     Raises:
-        LoweringError: if there is no rule, or the rule gave another shape than torch.
+        LoweringError: if there is no rule, the rule gave another shape than torch, or a number does
+            not fit.
     """
     rule = lookup(node.target)  # type: ignore[arg-type]
     if rule is None:
@@ -208,7 +210,14 @@ def apply_rule(
             **kwargs,
             "ctx": Context(shape, dtype, node, key() if key and rule.random else None),
         }
-    return _conform(rule.fn(*args, **kwargs), value, node)
+    try:
+        out = rule.fn(*args, **kwargs)
+    except OverflowError as err:
+        raise LoweringError(
+            f"{node.target} is given a number that does not fit: {err}. If it needs 64 bits,"
+            f" {ENABLE_X64}"
+        ) from err
+    return _conform(out, value, node)
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:
@@ -236,7 +245,9 @@ def _number(x: complex, dtype: Any) -> Any:
         return x if isinstance(x, complex) else float(x)
     if jnp.issubdtype(dtype, jnp.bool_):
         return bool(x)
-    return int(x.real) if isinstance(x, complex) else int(x)
+    whole = int(x.real if isinstance(x, complex) else x)
+    # Beyond 32 bits JAX takes a number for one of 64, whatever it is added to.
+    return whole if -(1 << 31) <= whole < 1 << 31 else np.asarray(whole, dtype)
 
 
 def _conform(out: Any, value: Any, node: Node) -> Any:

@@ -67,3 +67,43 @@ def test_float32_is_not_computed_in_float64():
     with jax.enable_x64(True):
         text = str(jax.make_jaxpr(to_jax(f))(jnp.asarray(x.numpy())))
     assert "f64[50]" not in text
+
+
+WIDE = {
+    "drawn": lambda x: torch.randint(2**40, x.shape),
+    "drawn up to": lambda x: x.long().random_(2**40),
+    "all bits drawn": lambda x: x.long().random_(),
+    "filled": lambda x: torch.full(x.shape, 2**40),
+    "added": lambda x: x.long() + 2**40,
+    "compared": lambda x: x.long() < 2**40,
+    "clamped": lambda x: x.long().clamp(max=2**40),
+    "padded": lambda x: torch.nn.functional.pad(x.long(), (1, 1), value=2**40),
+    "shifted": lambda x: x.long() << 40,
+    "bits of another dtype": lambda x: x.view(torch.int64),
+}
+
+
+@pytest.mark.parametrize("what", WIDE)
+def test_integers_of_the_function_itself(what):
+    lowered = to_jax(WIDE[what], rng=True)
+    x = jnp.ones(2, jnp.float32)
+    with pytest.raises(LoweringError, match=r"64-bit integers(.|\n)*jax\.enable_x64"):
+        lowered(jax.random.key(0), x)
+    with jax.enable_x64(True):
+        got = lowered(jax.random.key(0), x)
+    if "drawn" not in what:
+        assert got.tolist() == WIDE[what](torch.ones(2)).tolist()
+
+
+def test_numbers_that_fit_pass():
+    x = jnp.ones(4, jnp.float32)
+    assert to_jax(lambda x: x[1:].long() + (2**31 - 1) - 1)(x).tolist() == [2**31 - 1] * 3
+    assert to_jax(lambda x: x + 2**40)(x).tolist() == [2.0**40] * 4
+    assert to_jax(lambda x: x.to(torch.uint32) * 0 + (2**32 - 1))(x).tolist() == [2**32 - 1] * 4
+    drawn = to_jax(lambda x: torch.empty_like(x).random_(), rng=True)(jax.random.key(0), x)
+    assert (drawn >= 0).all()
+
+
+def test_a_number_that_fits_nowhere():
+    with pytest.raises(LoweringError, match=r"triu.* does not fit"):
+        to_jax(lambda x: x.triu(-(2**40)))(jnp.ones((2, 2)))

@@ -1,0 +1,130 @@
+"""Loops over JAX arrays that keep a few of their carries: scans in scans, in ``jax.checkpoint``.
+
+NOTE [loops in JAX]
+A schedule of regions, unrolled, would be as long a program as there are steps.  Nested scans are a
+program of fixed length: ``depth`` of them, each of about ``steps ** (1 / depth)`` checkpointed
+bodies, of which the innermost is one step.  While a step is pulled back, each level holds its
+carries, and the first of a level is one of those around it; every step runs again once for each
+level.  So the depth is the least that the slots allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def scan(
+    body: Step, carry: Any, xs: Any, length: int | None, reverse: bool, slots: int | None
+) -> tuple[Any, Any]:
+    """``functx.remat_scan``. NOTE [loops in JAX].
+
+    Raises:
+        ValueError: for fewer slots than nested scans can do with; otherwise as ``jax.lax.scan``.
+    """
+    sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(xs) if jnp.ndim(x)}
+    if length is None and len(sizes) == 1:
+        (length,) = sizes
+    if length is None or sizes - {length} or any(not jnp.ndim(x) for x in jax.tree.leaves(xs)):
+        return lax.scan(body, carry, xs, length, reverse)  # which says what is wrong
+    depth = _depth("remat_scan", length, slots)
+    return _advance(body, carry, xs, length, reverse, depth, _branches(length, depth))
+
+
+def loop(
+    body: Callable[[Any], Any],
+    state: Any,
+    steps: int | None,
+    cond: Callable[[Any], Any] | None,
+    slots: int | None,
+) -> Any:
+    """``functx.remat_loop`` of a state of arrays. NOTE [loops in JAX].
+
+    Without a bound a loop with a condition is ``lax.while_loop``, which JAX can't pull back.
+    """
+    if steps is None:
+        assert cond is not None
+        return lax.while_loop(lambda s: _verdict(cond, s), body, state)
+
+    def step(state: Any, _: Any) -> tuple[Any, None]:
+        if cond is None:
+            return body(state), None
+        return lax.cond(_verdict(cond, state), body, lambda s: s, state), None
+
+    depth = _depth("remat_loop", steps, slots)
+    return _advance(step, state, None, steps, False, depth, _branches(steps, depth))[0]
+
+
+def _verdict(cond: Callable[[Any], Any], state: Any) -> Any:
+    return jnp.asarray(cond(state), bool).reshape(())
+
+
+def _branches(steps: int, depth: int) -> int:
+    """The least ``b`` with ``b ** depth >= steps``."""
+    found = max(1, math.floor(steps ** (1 / depth)) - 1)
+    while found**depth < steps:
+        found += 1
+    return found
+
+
+def _kept(steps: int, depth: int) -> int:
+    return depth * _branches(steps, depth) - (depth - 1)
+
+
+def _depth(api: str, steps: int, slots: int | None) -> int:
+    """How many scans to nest: two if nothing is said, else the fewest that the slots allow."""
+    if slots is None:
+        return min(2, max(1, steps - 1))
+    most = max(1, (steps - 1).bit_length())
+    depths: Iterator[int] = (d for d in itertools.count(1) if _kept(steps, d) <= slots or d > most)
+    depth = next(depths)
+    if depth > most:
+        raise ValueError(
+            f"{api}: {steps} steps over JAX arrays need {_kept(steps, most)} slots or more, got"
+            f" {slots}; torch tensors can do with fewer"
+        )
+    return depth
+
+
+def _advance(
+    step: Step, carry: Any, xs: Any, steps: int, reverse: bool, depth: int, branches: int
+) -> tuple[Any, Any]:
+    """Some steps, by that many scans: pieces of ``branches ** (depth - 1)`` steps.
+
+    What is left over is a region of its own, so that pieces are all alike and the program stays
+    short.
+    """
+    if depth == 1 or steps <= 1:
+        # In a scan nothing merges a recompute with the forward.
+        body = jax.checkpoint(step, prevent_cse=False)
+        return lax.scan(body, carry, xs, steps, reverse)
+
+    def inner(carry: Any, xs: Any, n: int) -> tuple[Any, Any]:
+        return _advance(step, carry, xs, n, reverse, depth - 1, branches)
+
+    size = branches ** (depth - 1)
+    pieces, rest = divmod(steps, size)
+    if not pieces:
+        return inner(carry, xs, steps)
+    # The left-over steps are the last that run: in front, if the loop runs backwards.
+    start = rest if reverse else 0
+    cut = jax.tree.map(
+        lambda x: x[start : start + steps - rest].reshape(pieces, size, *jnp.shape(x)[1:]), xs
+    )
+    body = jax.checkpoint(lambda c, x: inner(c, x, size), prevent_cse=False)
+    carry, ys = lax.scan(body, carry, cut, pieces, reverse)
+    ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+    if not rest:
+        return carry, ys
+    last = jax.tree.map(lambda x: x[:rest] if reverse else x[steps - rest :], xs)
+    carry, more = jax.checkpoint(lambda c, x: inner(c, x, rest))(carry, last)
+    parts = (more, ys) if reverse else (ys, more)
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *parts)
