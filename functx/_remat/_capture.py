@@ -337,7 +337,7 @@ class FirstRun(Tracker):
         value = t
         while True:
             node = value.grad_fn
-            if (
+            if id(value) in self.leaves or (  # what is inside a stand-in, without its wrapper
                 node is not None
                 and (in_engine or _torch.sequence_number(node) >= self._start)
                 and any(id(v) in self.leaves or self.knows(v) for v in leaves_below(node))

@@ -17,8 +17,17 @@ from functx._remat._watch import Watcher, watchers, watching
 _NOTHING = torch.empty(0)
 
 
+_CLONE = torch.ops.aten.clone.default
+
+
 class Pruned(Watcher):
     """Runs what is live; in place of everything else, hands out memory nobody wrote to.
+
+    NOTE [copies that tapes take]
+    Before an operation that writes in place, autograd copies what is there, once for each tape that
+    needs it; and a pullback inside a level that lives on is on one tape more than the forward was.
+    So there may be more of these copies, or fewer, than in the forward. Whose is whose can't be
+    told, which does not matter where all of them are live, or none is.
 
     Args:
         steps: what ran in the forward.
@@ -41,13 +50,18 @@ class Pruned(Watcher):
         self._giving = {key >> 6 for key in kept}
         self._devices = devices
         self._at = 0
+        # The memory that was copied last, if nothing ran since.
+        self._copied: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
         runs = self.paused or _torch_operators.is_view(func)
         at = self._at
-        if not runs:
-            step = self._next(func)
+        if not runs and self._another_copy(func, args):
+            runs = True
+        elif not runs:
+            step = self._next(func, args)
+            at = self._at - 1
             runs = self._runs[at] or (
                 step.layouts is None and not step.writes and at not in self._giving
             )
@@ -67,14 +81,49 @@ class Pruned(Watcher):
             watcher.skipped(func, args, kwargs or {}, out)
         return out
 
-    def _next(self, func: Any) -> Step:
-        at = self._at
-        step = self._steps[at] if at < len(self._steps) else None
-        if step is None or step.func is not func:
-            was = "had ended" if step is None else f"ran {step.func}"
+    def _next(self, func: Any, args: Any) -> Step:
+        step = self._steps[self._at] if self._at < len(self._steps) else None
+        if step is not None and step.func is not func:
+            after = self._after_copies(func)
+            step = None if after is None else self._steps[after]
+            self._at = self._at if after is None else after
+        if step is None:
+            ended = self._at >= len(self._steps)
+            was = "had ended" if ended else f"ran {self._steps[self._at].func}"
             raise Departed(f"it runs {func} where the forward {was}")
-        self._at = at + 1
+        self._at += 1
+        self._copied = _torch.storage_key(args[0]) if func is _CLONE else None
         return step
+
+    def _another_copy(self, func: Any, args: Any) -> bool:
+        """Whether this is a tape's copy that the forward had one less of."""
+        at = self._at
+        return (
+            func is _CLONE
+            and self._copied is not None
+            and at < len(self._steps)
+            and self._steps[at].writes
+            and _torch.storage_key(args[0]) == self._copied
+            and self._all_or_none(at)
+        )
+
+    def _after_copies(self, func: Any) -> int | None:
+        """Where ``func`` comes next in the forward, if after copies that tapes took."""
+        at = self._at
+        while at < len(self._steps) and self._steps[at].func is _CLONE:
+            at += 1
+        if at == self._at or at == len(self._steps):
+            return None
+        step = self._steps[at]
+        fits = step.func is func and step.writes
+        return at if fits and (self._copied is None or self._all_or_none(at)) else None
+
+    def _all_or_none(self, at: int) -> bool:
+        """Whether of the copies before a step all are live, or none is."""
+        first = at
+        while first > 0 and self._steps[first - 1].func is _CLONE:
+            first -= 1
+        return len(set(self._runs[first:at])) == 1
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -82,7 +131,8 @@ class Pruned(Watcher):
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
-        self._next(func)
+        if not self._another_copy(func, args):
+            self._next(func, args)
 
     def _stand_in(self, at: int, args: Any) -> Any:
         """What an operation gives that does not run."""

@@ -304,4 +304,45 @@ def build(remat, env):
         set(),
         ("grad",),
     ),
+    "a leaf that a custom Function saves under two regions": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        def region1():
+            return torch.sigmoid(env.function(leaf0, x))
+        return remat(region1)()
+    return f
+""",
+        set(),
+        ("grad",),
+        (0,),
+    ),
+    "a leaf that a custom Function saves, inside and around torch.func.grad": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        return torch.sigmoid(env.function(x, leaf0))
+    return f
+""",
+        set(),
+        ("grad",),
+        (0, 1),
+        library="torch.func",
+    ),
+    "one copy more for the tape of a level that lives on": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        def region1(p2):
+            return torch.sigmoid(torch.softmax(x, -1))
+        return remat(region1)(leaf0)
+    return f
+""",
+        set(),
+        ("jvp", "grad"),
+        library="torch.func",
+    ),
 }
