@@ -8,6 +8,8 @@ when torch frees memory are accepted, since JAX decides that by itself. Reached 
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from functx import _torch, _tree
+from functx._residuals import Residual
 from functx.compat import _loops
 from functx.compat._encoding import is_key
-from functx.compat._jax import is_tracing
+from functx.compat._jax import is_tracing, saved_residuals
 from functx.compat._policies import jax_policy
 
 _TORCH, _JAX, _OTHER = "torch tensor", "JAX array", None
@@ -240,6 +243,27 @@ class JaxTransforms:
             return jax.tree_util.tree_unflatten(out_tree, values)
 
         return rematted
+
+    def saved_residuals(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
+        return [_residual(value, text) for value, text in saved_residuals(f, *args, **kwargs)]
+
+
+def _residual(value: Any, text: str) -> Residual:
+    source = text.removeprefix("from ").removeprefix("the ")
+    named = re.match(r"named '(.*?)' from", source)
+    made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
+    kind = "argument" if source.startswith("argument") else "constant"
+    return Residual(
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        device=None,
+        nbytes=math.prod(value.shape) * value.dtype.itemsize,
+        kind="named" if named else "output" if made else kind,
+        source=source,
+        names=(named[1],) if named else (),
+        operation="name" if named else made[1] if made else "",
+    )
 
 
 def _is_array(x: Any) -> bool:

@@ -133,3 +133,13 @@ def buffer_pointer(x: Any) -> int:
 # Passed to XLA so that its CPU compiler keeps the barriers that make ``jax.checkpoint`` recompute;
 # without it the recomputation is merged with the forward pass again.
 KEEP_RECOMPUTE = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def saved_residuals(f: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
+    """What a pullback keeps: abstract values, and where they come from in JAX's words.
+
+    ``saved_residuals`` is private; the public function prints it.
+    """
+    from jax._src.ad_checkpoint import saved_residuals as found
+
+    return found(f, *args, **kwargs)

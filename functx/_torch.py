@@ -261,14 +261,20 @@ def name_in_graph(t: torch.Tensor, name: str) -> None:
         custom["functx_names"] = (*custom.get("functx_names", ()), name)
 
 
-def module_path() -> str:
-    """Where among the modules that are running this is, from the outermost one: ``"0.attn"``."""
+def running_modules() -> list[torch.nn.Module]:
+    """The modules whose forward is running, innermost first."""
     running: list[torch.nn.Module] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             running.append(frame.f_locals["self"])
         frame = frame.f_back
+    return running
+
+
+def module_path() -> str:
+    """Where among the modules that are running this is, from the outermost one: ``"0.attn"``."""
+    running = running_modules()
     if not running:
         return ""
     for path, module in running[-1].named_modules(remove_duplicate=False):

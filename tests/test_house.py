@@ -61,6 +61,8 @@ LAYERS = [
     ("functx._chain",),
     ("functx._costs",),
     ("functx._plan",),
+    ("functx._origins", "functx._labels", "functx._residuals"),
+    ("functx._saved",),
     ("functx._program",),
     ("functx._record",),
     ("functx._budget",),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_operators
+from functx._offload import Fetcher
 from functx._policies import Everything
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
 from functx._remat._saving import IN_PLACE, Saver, StoodIn, alias, kept_around, key_of, stood_in
@@ -61,6 +62,7 @@ class Ledger(Watcher):
         holds_regions: whether a region ran inside.
         kept: keys of the results that the region keeps.
         devices: of those among them that went to host memory, by key.
+        fetcher: brings these back.
     """
 
     def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
@@ -72,6 +74,7 @@ class Ledger(Watcher):
         self.holds_regions = False
         self.kept: list[int] = []
         self.devices: dict[int, torch.device] = {}
+        self.fetcher: Fetcher | None = None
         self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
         self._external: set[int] = set()
         self._made: list[tuple[Any, int]] = []  # weak reference, storage
@@ -239,7 +242,11 @@ class Ledger(Watcher):
         saver, self.saver = self.saver, None
         if saver is None:
             return []
-        values, self.devices = saver.take(self.kept if self.reliable else [])
+        keys = self.kept if self.reliable else []
+        values, self.devices = saver.take(keys)
+        if self.devices:
+            hosts = {key: t for key, t in zip(keys, values) if key in self.devices}
+            self.fetcher = Fetcher(hosts, self.devices)
         return values
 
     def let_go(self) -> None:

@@ -11,6 +11,7 @@ from functx._arrays import backend_of
 from functx._remat._capture import FirstRun
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
+from functx._remat._observers import notify_name
 from functx._remat._replay import Replay
 from functx._remat._tracker import Tracker, active_tracker
 
@@ -60,11 +61,10 @@ def _copy(t: Tensor) -> Tensor:
 def _named(t: Tensor, name: str) -> Tensor:
     _torch.name_in_graph(base_of(t), name)
     tracker = active_tracker()
-    if tracker is None:
-        return t
-    if _copies(t, name, tracker):
+    if tracker is not None and _copies(t, name, tracker):
         t = tracker.run(_copy, (t,), {})
         _tell(t, name)
+    notify_name(base_of(t), name)
     return t
 
 

@@ -14,6 +14,7 @@ class _Observers(threading.local):
     def __init__(self) -> None:
         self.callbacks: list[Callable[[list[Tensor], str], None]] = []
         self.of_replays: list[Callable[[str], AbstractContextManager[Any]]] = []
+        self.of_names: list[Callable[[Tensor, str], None]] = []
         self.without = 0
 
 
@@ -40,6 +41,22 @@ def notify(inputs: Sequence[Tensor], name: str) -> None:
     """Tell the observers of this thread about a node that was attached."""
     for callback in _observers.callbacks:
         callback(list(inputs), name)
+
+
+@contextmanager
+def on_name(callback: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Call ``callback(value, name)`` for each plain tensor that `checkpoint_name` names."""
+    _observers.of_names.append(callback)
+    try:
+        yield
+    finally:
+        _observers.of_names.remove(callback)
+
+
+def notify_name(value: Tensor, name: str) -> None:
+    """Tell the observers of this thread about a name."""
+    for callback in _observers.of_names:
+        callback(value, name)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_operators
-from functx._offload import from_host
+from functx._offload import Fetcher
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
 from functx._remat._step import Step, empty, layout_of
 from functx._remat._watch import Watcher, watchers, watching
@@ -33,7 +33,7 @@ class Pruned(Watcher):
         steps: what ran in the forward.
         runs: which of them run now.
         kept: results that the region kept, by key; they are handed out instead of run for.
-        devices: where those of them belong that are in host memory.
+        fetcher: brings back those of them that are in host memory, if there are any.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Pruned(Watcher):
         steps: Sequence[Step],
         runs: Sequence[bool],
         kept: dict[int, Tensor],
-        devices: dict[int, torch.device],
+        fetcher: Fetcher | None = None,
     ) -> None:
         super().__init__()
         self._steps = steps
         self._runs = runs
         self._kept = kept
         self._giving = {key >> 6 for key in kept}
-        self._devices = devices
+        self._fetcher = fetcher
         self._at = 0
         # The memory that was copied last, if nothing ran since.
         self._copied: int | None = None
@@ -57,6 +57,9 @@ class Pruned(Watcher):
         """One operation of the replay."""
         runs = self.paused or _torch_operators.is_view(func)
         at = self._at
+        if at == 0 and self._fetcher is not None and not runs:
+            with watching(False):
+                self._fetcher.begin(self._kept)
         if not runs and self._another_copy(func, args):
             runs = True
         elif not runs:
@@ -128,6 +131,8 @@ class Pruned(Watcher):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         standing_in(StoodIn.NOTHING)
+        if self._fetcher is not None:
+            self._fetcher.end()
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
@@ -158,8 +163,8 @@ class Pruned(Watcher):
     def _value(self, step: Step, key: int) -> Tensor:
         """A kept result; a copy if it is going to be written to."""
         value = self._kept[key]
-        if key in self._devices:
-            return from_host(value, self._devices[key])
+        if self._fetcher is not None and self._fetcher.brings(key):
+            return self._fetcher.value(key, value)
         return value.clone() if step.rewritten else value.detach()
 
 

@@ -245,7 +245,7 @@ class Region:
         keys = self.ledger.kept
         runs, given = self.ledger.replay_of(wanted, have_kept=len(kept) == len(keys))
         values = {key: base_of(t) for key, t in zip(keys, kept) if key in given}
-        return Pruned(self.ledger.steps, runs, values, self.ledger.devices)
+        return Pruned(self.ledger.steps, runs, values, self.ledger.fetcher)
 
     def _n_captured(self) -> int:
         return sum(kind == "capture" for kind, _ in self.origins)

@@ -47,6 +47,13 @@ def test_the_check_can_fail():
     assert private_imports("from torch._ops import OpOverload\nimport jax._src.core")
 
 
+def test_saved_residuals_are_pairs_of_a_value_and_words():
+    (x, source), *rest = _jax.saved_residuals(jnp.sin, jnp.ones(3))
+    assert isinstance(source, str)
+    assert x.shape == (3,)
+    assert not rest
+
+
 def test_a_custom_function_is_seen_while_it_applies():
     seen = []
 

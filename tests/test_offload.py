@@ -1,0 +1,186 @@
+"""Values in host memory: where they are, when they come back, and that nothing of them is left.
+
+On CPU the copies are plain ones; their moments are those of a GPU.
+"""
+
+import gc
+
+import pytest
+import torch
+from cases import numbers
+from references import Operations, assert_same, no_garbage_collection
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functx
+from functx import _offload
+from functx import checkpoint_policies as cp
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+X = numbers(4, 5)
+REGIONS = 4
+POLICY = cp.offload(cp.save_only_these_names("kept"))
+
+
+def region(x):
+    return torch.sin(functx.checkpoint_name(torch.tanh(x), "kept"))
+
+
+def chain(x, remat=lambda f: functx.remat(f, policy=POLICY)):
+    for _ in range(REGIONS):
+        x = remat(region)(x)
+    return x.sum()
+
+
+def autograd(f):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x), x)[0]
+
+    return gradient
+
+
+STACKS = {
+    "autograd": autograd,
+    "grad": functx.grad,
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f)),
+    "torch.func.grad": torch.func.grad,
+    "jacrev": lambda f: functx.jacrev(f),
+}
+
+
+class Log(TorchDispatchMode):
+    """Copies and sines, in the order in which they ran."""
+
+    only_observes = True
+
+    def __init__(self):
+        super().__init__()
+        self.log = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.log += {"copy_": "c", "sin": "s", "tanh": "t", "cos": "d"}.get(name, "")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_copies_back_begin_one_region_ahead(stack):
+    """With the first replay its own copy and the next region's; then one ahead of each."""
+    gradient = STACKS[stack](chain)
+    with Log() as log:
+        gradient(X)
+    forward, backward = log.log[: 3 * REGIONS], log.log[3 * REGIONS :]
+    assert forward == "tsc" * REGIONS
+    assert backward.replace("d", "").replace("s", "") == "c" * REGIONS
+    assert backward.startswith("cc")  # before anything is computed
+    one_ahead = [backward[: i + 1].count("c") for i, c in enumerate(backward) if c == "d"]
+    assert one_ahead == [min(k + 2, REGIONS) for k in range(REGIONS)]
+    assert_same(gradient(X), STACKS[stack](lambda x: chain(x, lambda f: f))(X), eps=4)
+
+
+def test_without_looking_ahead_the_test_sees_it(monkeypatch):
+    begin = _offload.Fetcher.begin
+
+    def alone(self, hosts):
+        self._before = None
+        begin(self, hosts)
+
+    monkeypatch.setattr(_offload.Fetcher, "begin", alone)
+    with pytest.raises(AssertionError):
+        test_copies_back_begin_one_region_ahead("autograd")
+
+
+def test_each_backward_fetches_anew():
+    x = X.clone().requires_grad_()
+    value = chain(x)
+    gradients = []
+    for _ in range(3):
+        with Log() as log:
+            gradients += torch.autograd.grad(value, x, retain_graph=True)
+        assert log.log.count("c") == REGIONS
+    (twice,) = torch.autograd.grad(value, x, create_graph=True)
+    (second,) = torch.autograd.grad(twice.sum(), x)
+    plain = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(chain(plain, lambda f: f), plain, create_graph=True)
+    for gradient in gradients:
+        assert_same(gradient, expected.detach())
+    assert_same(second, torch.autograd.grad(expected.sum(), plain)[0], eps=8)
+
+
+def test_nothing_is_left():
+    x = X.clone().requires_grad_()
+    with no_garbage_collection(), Operations() as operations:
+        value = chain(x)
+        (gradient,) = torch.autograd.grad(value, x)
+        del value
+        assert operations.live == gradient.nbytes
+        chain(x)  # never pulled back
+        assert operations.live == gradient.nbytes
+
+
+def test_a_region_that_is_not_pulled_back_is_fetched_once_and_freed_with_its_node():
+    x, y = (X.clone().requires_grad_() for _ in range(2))
+    f = functx.remat(region, policy=POLICY)
+    with no_garbage_collection(), Operations() as operations:
+        unused, used = f(y), f(x)
+        with Log() as log:
+            (gradient,) = torch.autograd.grad(used.sum(), x)
+        assert log.log.count("c") == 2
+        del used, unused
+        assert operations.live == gradient.nbytes
+
+
+def test_regions_inside_regions():
+    def outer(x):
+        return torch.exp(functx.remat(region, policy=POLICY)(torch.tanh(x)))
+
+    for policy in (None, POLICY, cp.everything_saveable, cp.offload(cp.everything_saveable)):
+        f = functx.remat(outer, policy=policy)
+        assert_same(functx.grad(lambda x, f=f: f(f(x)).sum())(X), functx.grad(plain)(X), eps=8)
+
+
+def plain(x):
+    for _ in range(2):
+        x = torch.exp(torch.sin(torch.tanh(torch.tanh(x))))
+    return x.sum()
+
+
+def test_host_copies_keep_layout_and_type():
+    t = torch.randn(3, 4, dtype=torch.complex64).mT
+    host = _offload.to_host(t)
+    assert (host.stride(), host.dtype) == (t.stride(), t.dtype)
+    assert torch.equal(host, t)
+    inside = []
+    functx.grad(lambda x: (inside.append(_offload.to_host(t)), x)[1])(torch.ones(()))
+    assert torch.equal(inside[0], t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stack", ["autograd", "grad", "vmap(grad)"])
+def test_on_cuda_values_wait_in_pinned_memory(stack):
+    x = X.cuda()
+    seen = []
+    with _offload.on_offload(
+        lambda t, host: seen.append((t.device, host.device, host.is_pinned()))
+    ):
+        gradient = STACKS[stack](chain)(x)
+    assert seen == [(x.device, torch.device("cpu"), True)] * REGIONS
+    expected = STACKS[stack](lambda x: chain(x, lambda f: f))(x)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.gpu
+def test_on_cuda_less_is_kept_on_the_device():
+    big = torch.randn(1 << 20, device="cuda")
+
+    def kept(policy):
+        gc.collect()
+        x = big.clone().requires_grad_()
+        before = torch.cuda.memory_allocated()
+        value = functx.remat(region, policy=policy)(x)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before - value.nbytes
+
+    assert kept(POLICY) <= 1 << 20
+    assert kept(cp.save_only_these_names("kept")) >= 4 << 20

@@ -1,0 +1,199 @@
+"""What `saved_residuals` says of each value: its name, line, module and cost; and its tables."""
+
+import pytest
+import torch
+from test_residuals import WEIGHTS, X, in_place
+from torch import nn
+
+import functx
+from functx import checkpoint_policies as cp
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+HERE = __file__.rpartition("/")[2]
+NAMED_A = cp.save_only_these_names("a")
+
+
+def layers(weights, x):
+    for w in weights:
+        x = torch.sin(x @ w)
+    return x
+
+
+def named(x):
+    inner = functx.checkpoint_name(torch.sin(x), "a")
+    return functx.checkpoint_name(torch.sin(inner), "b")
+
+
+def sources(residuals):
+    return [r.source for r in residuals]
+
+
+class TestSources:
+    def test_arguments_by_their_names(self):
+        def f(params, *rest, scale, **more):
+            return params["w"] * rest[1][0] * scale * more["more"]
+
+        x = [torch.ones(2) * i for i in range(1, 5)]
+        residuals = functx.saved_residuals(f, {"w": x[0]}, 3, (x[1],), scale=x[2], more=x[3])
+        assert sources(r for r in residuals if not r.made) == [
+            "argument params['w']",
+            "argument rest[1][0]",
+            "argument scale",
+            "argument more",
+        ]
+        assert all(r.kind == "argument" for r in residuals if not r.made)
+
+    def test_operations_by_their_lines(self):
+        line = layers.__code__.co_firstlineno + 2
+        made = [r for r in functx.saved_residuals(layers, WEIGHTS, X) if r.made]
+        assert sources(made)[:2] == [
+            f"output of aten.mm at {HERE}:{line} in layers",
+            f"output of aten.sin at {HERE}:{line} in layers",
+        ]
+        assert {(r.file, r.line, r.function) for r in made} == {(__file__, line, "layers")}
+        assert [r.operation for r in made] == ["aten.mm", "aten.sin"] * 2 + ["aten.mm"]
+
+    @pytest.mark.parametrize("remat", [False, True])
+    def test_names(self, remat):
+        policy = cp.save_only_these_names("a", "b")
+        f = functx.remat(named, policy=policy) if remat else named
+        line = named.__code__.co_firstlineno + 1
+        kept = [r for r in functx.saved_residuals(lambda x: torch.exp(f(x)), X) if r.names]
+        first = kept[0]
+        assert first.source == f"named 'a', output of aten.sin at {HERE}:{line} in named"
+        assert (first.kind, first.names) == ("named", ("a",))
+        assert [r.names for r in kept] == [("a",)]
+
+    def test_a_name_of_a_part(self):
+        def f(weights, x):
+            q, k = torch.tanh(x @ torch.cat(weights[:2], 1)).chunk(2, dim=1)
+            return torch.sin(functx.checkpoint_name(q, "q")) * k
+
+        (whole,) = (r for r in functx.saved_residuals(f, WEIGHTS, X) if "'q'" in r.source)
+        assert whole.source.endswith("with 'q' in it")
+        assert whole.shape == (4, 10)
+        region = functx.remat(f, policy=cp.save_only_these_names("q"))
+        (part,) = (r for r in functx.saved_residuals(region, WEIGHTS, X) if r.made)
+        assert (part.shape, part.names) == ((4, 5), ("q",))
+
+    def test_modules(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+                self.register_buffer("scale", torch.full((5,), 2.0))
+
+            def forward(self, x):
+                for layer in self.body:
+                    x = torch.sin(layer(x)) * self.scale
+                return x
+
+        net = Net()
+        residuals = functx.saved_residuals(net, X.float())
+        assert {r.source: r.kind for r in residuals if not r.made} == {
+            "argument x": "argument",
+            "parameter body.1.weight": "parameter",
+            "buffer scale": "buffer",
+        }
+        first = next(r for r in residuals if r.made)
+        assert first.module == "body.0"
+        assert first.source.endswith("Net.forward (body.0)")
+        closure = functx.saved_residuals(lambda x: net(x), X.float())
+        assert "parameter net.body.1.weight" in sources(closure)
+        given = functx.saved_residuals(lambda net, x: net(x), net, X.float())
+        assert "parameter net.body.1.weight" in sources(given)
+
+    def test_what_a_function_closes_over(self):
+        own = torch.ones(5, dtype=torch.float64)
+
+        def f(x):
+            return (torch.sin(x) * own) @ WEIGHTS[1]
+
+        assert sources(functx.saved_residuals(f, X)) == [
+            "argument x",
+            "constant own",
+            "constant WEIGHTS[1]",
+        ]
+
+    def test_results(self):
+        residuals = functx.saved_residuals(torch.tanh, X)
+        (result,) = residuals
+        assert result.is_result
+        assert result.source.endswith(", a result")
+        assert (residuals.nbytes, residuals.kept) == (X.nbytes, 0)
+
+    def test_offloaded(self):
+        region = functx.remat(named, policy=cp.offload(cp.save_only_these_names("a")))
+        x, a = functx.saved_residuals(region, X)
+        assert (x.source, x.on_host) == ("argument x", False)
+        assert a.source.startswith("named 'a', output of aten.sin at")
+        assert a.source.endswith(", in host memory")
+        assert a.on_host
+        assert functx.saved_residuals(region, X).on_host == X.nbytes
+
+    def test_written_in_place(self):
+        made = [r for r in functx.saved_residuals(in_place, WEIGHTS, X) if r.made]
+        assert [r.operation for r in made] == ["aten.mm", "aten.mul_", "aten.exp", "aten.cos"]
+
+    def test_a_view_of_a_larger_tensor_counts_what_it_shows(self):
+        big = torch.ones(1000)
+        (x,) = functx.saved_residuals(torch.sin, big[:10])
+        assert x.nbytes == 40
+        (x,) = functx.saved_residuals(torch.sin, torch.ones(1).expand(50))
+        assert x.nbytes == 4
+
+
+class TestCosts:
+    def test_from_what_else_is_kept(self):
+        """An element of a sine is one FLOP; a product of (4, 5) and (5, 5) is 200."""
+        flops = {
+            policy: [r.flops for r in functx.saved_residuals(f, WEIGHTS, X) if r.made]
+            for policy, f in (
+                ("plain", layers),
+                ("dots", functx.remat(layers, policy=cp.dots_saveable)),
+                ("sines", functx.remat(layers, policy=[torch.ops.aten.sin])),
+            )
+        }
+        assert flops == {
+            "plain": [200, 20, 200, 20, 200],
+            "dots": [200, 220, 220],
+            "sines": [220, 220],
+        }
+
+    def test_a_step_with_several_results_runs_once(self):
+        def f(x):
+            values, places = torch.sort(torch.sin(x))
+            return torch.exp(values * values) * places
+
+        for r in functx.saved_residuals(f, X):
+            assert r.flops <= 20 + 2 * 20 + 20 + 20
+
+    def test_offloading_costs_nothing_to_compute(self):
+        f = functx.remat(layers, policy=cp.offload(cp.dots_saveable))
+        assert [r.flops for r in functx.saved_residuals(f, WEIGHTS, X) if r.made] == [200, 220, 220]
+
+
+class TestTables:
+    def test_of_one(self, capsys):
+        functx.print_saved_residuals(functx.remat(named, policy=cp.offload(NAMED_A)), X)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["shape", "dtype", "bytes", "FLOPs", "again", "from"]
+        assert lines[1].split() == ["(4,", "5)", "float64", "160", "-", "argument", "x"]
+        assert "named 'a'" in lines[2]
+        assert lines[3].split()[:3] == ["total", "320", "20"]
+        assert "160 in host memory" in lines[3]
+
+    def test_of_two(self, capsys):
+        before = functx.saved_residuals(layers, WEIGHTS, X)
+        after = functx.saved_residuals(functx.remat(layers, policy=NAMED_A), WEIGHTS, X)
+        text = before.compare(after)
+        line = f"at {HERE}:{layers.__code__.co_firstlineno + 2} in layers"
+        rows = [" ".join(row.split()) for row in text.splitlines()]
+        assert rows[0] == "shape dtype before after from"
+        assert f"(4, 5) float64 3 x 160 - output of aten.mm {line}" in rows
+        assert f"(4, 5) float64 2 x 160 - output of aten.sin {line}" in rows
+        assert "total 1,560 760 bytes" in rows
+        policies = {"plain": layers, "dots": functx.remat(layers, policy=cp.dots_saveable)}
+        functx.print_saved_residuals(policies, WEIGHTS, X)
+        assert capsys.readouterr().out.split()[:5] == ["shape", "dtype", "plain", "dots", "from"]
