@@ -162,7 +162,9 @@ class Interpreter:
         body = body_of(node)
         region = node.meta.get("functx_region")
         name = str(getattr(region, "name", "region"))
-        saved, policy = saving(body, getattr(region, "policy", None))
+        saved, policy = saving(
+            body, getattr(region, "policy", None), getattr(region, "per_example", False)
+        )
 
         def run(rng: Any, *xs: Any) -> tuple[Any, ...]:
             return tuple(self._within(rng, body, xs, saved=saved))

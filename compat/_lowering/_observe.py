@@ -28,6 +28,7 @@ from functx._errors import LoweringError
 from functx._remat._custom import running
 from functx.compat._lowering._composites import REPLACED, opened
 from functx.compat._lowering._draws import Draws, draws
+from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
 from functx.compat._lowering._graph import MODULE
 from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
@@ -82,7 +83,7 @@ class UserCalls(TorchFunctionMode):
             with self:
                 return inside(*args, **(kwargs or {}))
         if func not in _SAYS_DETACH or running.engine:
-            return func(*args, **(kwargs or {}))
+            return with_examples(func, args, kwargs or {})
         _state.user_detach += 1
         try:
             if func is torch.Tensor.detach_:

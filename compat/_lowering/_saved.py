@@ -7,17 +7,18 @@ JAX's own idea of an operation nor a ``jax.vmap`` around it changes what is kept
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import jax
 import torch
 from jax.ad_checkpoint import checkpoint_name
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
-from functx._policies import Decision, Everything, Policy, Value
+from functx._policies import Decision, Everything, Policy
+from functx.compat._lowering._examples import value_of
 from functx.compat._lowering._graph import MODULE
-from functx.compat._torch import OpOverload
 
 _regions = itertools.count()
 
@@ -27,26 +28,25 @@ def names_of_node(node: Node) -> tuple[str, ...]:
     return tuple(node.meta.get("custom", {}).get("functx_names", ()))
 
 
-def kept_values(body: GraphModule, policy: Policy) -> dict[Node, Decision]:
-    """The nodes of a region's graph whose values the policy keeps."""
+def kept_values(
+    body: GraphModule, policy: Policy, per_example: bool = False
+) -> dict[Node, Decision]:
+    """The nodes of a region's graph whose values the policy keeps.
+
+    Args:
+        body: the graph.
+        policy: what to ask.
+        per_example: whether the graph is batched, and the policy asked about one example.
+    """
     found: dict[Node, Decision] = {}
     for number, node in enumerate(body.graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | tuple):
             continue
-        own = isinstance(node.target, OpOverload) and not node.target.is_view
+        modules = functools.partial(node.meta.get("custom", {}).get, MODULE, "")
+        value = value_of(node, number, per_example, modules)
         names = frozenset(names_of_node(node))
-        if not own and not names:
-            continue
-        value = Value(
-            node.target if own else None,
-            map_arg(node.args, _example),
-            map_arg(node.kwargs, _example),
-            node.meta["val"],
-            number,
-            lambda node=node: node.meta.get("custom", {}).get(MODULE, ""),  # type: ignore[misc]
-        )
         # First the operation, then its names, as they come in torch.
-        decision = policy.decide(value) if own else Decision.RECOMPUTE
+        decision = Decision.RECOMPUTE if value.func is None else policy.decide(value)
         if names:
             value.names = names
             decision = policy.decide(value)
@@ -55,15 +55,13 @@ def kept_values(body: GraphModule, policy: Policy) -> dict[Node, Decision]:
     return found
 
 
-def _example(node: Node) -> Any:
-    return node.meta.get("val", node)
-
-
-def saving(body: GraphModule, policy: Policy | None) -> tuple[dict[Node, tuple[str, ...]], Any]:
+def saving(
+    body: GraphModule, policy: Policy | None, per_example: bool = False
+) -> tuple[dict[Node, tuple[str, ...]], Any]:
     """Names for the values that a region keeps, and what ``jax.checkpoint`` takes as its policy."""
     if policy == Everything(True):
         return {}, jax.checkpoint_policies.everything_saveable
-    kept = {} if policy is None else kept_values(body, policy)
+    kept = {} if policy is None else kept_values(body, policy, per_example)
     region = next(_regions) if kept else 0
     names: dict[Node, tuple[str, ...]] = {node: (f"functx.{region}.{node.name}",) for node in kept}
     saved = [names[n][0] for n, decision in kept.items() if decision is Decision.SAVE]

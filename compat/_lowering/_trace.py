@@ -7,7 +7,7 @@ constant would be fake and is refused, so it can't be silently wrong.
 
 Passes: (1) run the function under the tracer with operations decomposed to those with rules,
 regions and custom Functions kept as nodes; (2) lift constants to placeholders; (3) while any node's
-schema is mutable, functionalize the graph and trace again.
+schema is mutable, functionalize the graph and trace again; (4) hand what policies keep to replays.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functx.compat._lowering._draws import Draws, only_torch_draws
 from functx.compat._lowering._functional import drop_writes_to_inputs, functional, lift_constants
 from functx.compat._lowering._functions import Interceptor
 from functx.compat._lowering._graph import placeholders
+from functx.compat._lowering._hand_over import hand_over
 from functx.compat._lowering._observe import Observer, UserCalls
 from functx.compat._lowering._table import decompositions
 from functx.compat._torch import FakeTensorMode, make_fx
@@ -113,6 +114,7 @@ def trace(
     module = functional(module, traced, mode)
     drop_writes_to_inputs(module, len(specs))
     module.graph.eliminate_dead_code()
+    hand_over(module)
     module.recompile()
     return Program(module, tuple(specs), tuple(captures))
 

@@ -40,6 +40,11 @@ def key_of(number: int, place: int) -> int:
     return number << 6 | place
 
 
+def asks_per_example(policy: Policy) -> bool:
+    """Whether it makes a difference that a policy is asked about one example of a batch."""
+    return policy.reads_operations and type(policy) is not Everything
+
+
 class StoodIn(enum.Enum):
     """What the replay of a region around this one gave for an operation, if it did not run it."""
 
@@ -87,9 +92,7 @@ class Saver:
         self._counts: Counter[int] = Counter()
         holding(self._counts)
         self._batch = math.prod(batch_sizes)
-        self.per_example = (
-            bool(batch_sizes) and policy.reads_operations and type(policy) is not Everything
-        )
+        self.per_example = bool(batch_sizes) and asks_per_example(policy)
 
     def __enter__(self) -> None:
         _now.savers.append(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ from functx._remat._operator import call
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
+from functx._remat._saving import asks_per_example
 
 
 class _Keeping(threading.local):
     depth = 0
+    batch = 1
 
 
 _keeping = _Keeping()
@@ -46,6 +49,14 @@ def keeping() -> bool:
     return _keeping.depth > 0
 
 
+def batch_being_traced() -> int:
+    """How many examples an operation of the region that is being traced stands for.
+
+    1 unless the region has a policy which is to be asked about one of them.
+    """
+    return _keeping.batch
+
+
 @dataclass(frozen=True)
 class RegionInfo:
     """What a kept region is.
@@ -55,11 +66,14 @@ class RegionInfo:
         policy: what to save, ``None`` for nothing.
         replay: whether it is the pullback of a region: its forward part is a recompute that a
             compiler must not merge with the forward.
+        per_example: whether its operations are batched, and the policy is to be asked about one
+            example.
     """
 
     name: str
     policy: Any
     replay: bool
+    per_example: bool = False
 
 
 def remat_region(module: torch.nn.Module, *operands: Tensor) -> tuple[Any, ...]:
@@ -111,12 +125,19 @@ def emit(fn: Flat, inputs: Sequence[Tensor], region: Region, first_run: Any) -> 
     def explicit(*tensors: Tensor) -> tuple[Any, ...]:
         return tuple(fn(*tensors))
 
-    module = _torch.trace_subgraph(explicit, *operands)
+    sizes = [f.batch_size for f in region.frames if f.batch_size is not None]
+    policy = region.options.policy
+    per_example = bool(sizes) and policy is not None and asks_per_example(policy)
+    before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
+    try:
+        module = _torch.trace_subgraph(explicit, *operands)
+    finally:
+        _keeping.batch = before
     tracer = mode.tracer
     name = tracer.get_fresh_qualname("region_")
     tracer.root.register_module(name, module)
     arguments = tuple(tracer.unwrap_proxy(t) for t in operands)
     proxy = tracer.create_proxy("call_function", remat_region, (module, *arguments), {})
     options = region.options
-    proxy.node.meta["functx_region"] = RegionInfo(options.name, options.policy, options.replay)
+    proxy.node.meta["functx_region"] = RegionInfo(options.name, policy, options.replay, per_example)
     return list(_torch.track_proxies(tuple(outs), proxy, tracer))
