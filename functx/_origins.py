@@ -19,7 +19,7 @@ from torch import Tensor
 from functx import _torch, _torch_operators
 from functx._policy_kinds import flops_of
 from functx._remat._escape import Place, line_of, where
-from functx._remat._step import UNWRITTEN, writes
+from functx._remat._step import kind_of
 from functx._remat._tapes import tensors_of
 
 
@@ -176,14 +176,14 @@ class Origins(_torch.TorchDispatchMode):
                 self.memory[key] = memory = Memory(t, outside=False)
                 memory.see(t)
                 written.append(t)
-        if writes(func):
+        if kind_of(func).writes:
             targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs))
             written += filter(has_address, targets)
         if not written:
             return
         reads = {id(m.value): m.value for m in read if m.value is not None}
         step, self._steps = self._steps, self._steps + 1
-        free = func.overloadpacket in UNWRITTEN
+        free = kind_of(func).unwritten
         flops = 0 if free else flops_of(func, args, kwargs, out)
         place, module = where(), self._module()
         for t in written:

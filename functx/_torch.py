@@ -340,6 +340,8 @@ def stop_observing_wrapping() -> None:
 
 def tracing() -> bool:
     """Whether operations are traced or run on fake tensors: nothing has memory then."""
+    if not dispatch_mode_depth():
+        return False
     keys = torch._C._TorchDispatchModeKey
     return any(
         torch._C._get_dispatch_mode(key) is not None

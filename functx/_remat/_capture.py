@@ -24,6 +24,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat import _wrappers
 from functx._remat._constant import Constant
+from functx._remat._entry import MADE_HERE, REWRAPPED, Entry, describe, nested_capture
 from functx._remat._escape import Birth, where
 from functx._remat._holders import Holders
 from functx._remat._kept_inside import saver_of, slot_of
@@ -31,19 +32,12 @@ from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
 from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
-from functx._remat._tapes import leaves_below, requires_grad_anywhere, tensors_of, tracked
-from functx._remat._tracker import (
-    MADE_HERE,
-    REWRAPPED,
-    Entry,
-    Tracker,
-    describe,
-    nested_capture,
-    results,
-    rewrap,
-)
+from functx._remat._tapes import leaves_below, nodes_of, requires_grad_anywhere, tensors_of, tracked
+from functx._remat._tracker import Tracker, rewrap
 from functx._remat._watch import watching
 from functx._remat._writes import written_by
+
+_NOWHERE = where.__code__, 0  # what a region is given was made before it began
 
 
 class FirstRun(Tracker):
@@ -135,13 +129,12 @@ class FirstRun(Tracker):
 
     def standin_births(self) -> list[Birth]:
         """Stand-ins that a gradient flows to, numbered by position from -1 down."""
-        here = where()
-        return [
-            (-1 - position, weakref.ref(standin), here)
-            for position, standin in enumerate(self._standins)
+        found: list[Birth] = []
+        for position, standin in enumerate(self._standins):
             # A leaf somebody may hold; or what was written to from the tape.
-            if id(standin) in self.leaves or standin.grad_fn is not None
-        ]
+            if id(standin) in self.leaves or standin.grad_fn is not None:
+                found.append((-1 - position, weakref.ref(standin), _NOWHERE))
+        return found
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` was seen being made in this run."""
@@ -174,6 +167,16 @@ class FirstRun(Tracker):
                 "leaf, which torch lets nobody write to, or one in a trace, or with a tangent too. "
                 "Write to a .clone() of it and return that, or write outside of the region."
             ) from error
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The ledger is told which operation its steps belong to."""
+        ledger = self.ledger
+        if ledger is None:
+            return func(*args, **kwargs)
+        first = len(ledger.steps)
+        out = func(*args, **kwargs)
+        ledger.belong(first, len(self.entries) - 1)
+        return out
 
     def drawn_from(self, generator: torch.Generator) -> None:
         """A replay must find the generator as it is now."""
@@ -306,7 +309,7 @@ class FirstRun(Tracker):
     def returned(self, outs: Sequence[Tensor]) -> Any:
         """The results of the body, with stand-ins for what it handed back as it was."""
         self._returning = True
-        return self.operands(results, outs)
+        return super().returned(outs)
 
     def _lift(self, t: Tensor) -> Tensor:
         """Make ``t`` an input of the region while it runs."""
@@ -373,15 +376,8 @@ class FirstRun(Tracker):
         Returns:
             Ids of the leaf tensors that the tapes of all levels end in.
         """
-        nodes = []
-        for out in outs:
-            value = out
-            while value is not None:
-                if value.grad_fn is not None:
-                    nodes.append(value.grad_fn)
-                value = _torch.get_unwrapped(value) if _torch.is_wrapped(value) else None
         reached = set()
-        for variable in leaves_below(*nodes):
+        for variable in leaves_below(*nodes_of(outs)):
             reached.add(id(variable))
             if id(variable) not in self.leaves and not self.knows(variable):
                 raise RematError(

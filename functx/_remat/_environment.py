@@ -20,7 +20,7 @@ import ctypes
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from functx._remat._options import Options
 
 _generators = threading.RLock()
 _caches = threading.RLock()
+_AS_IT_WAS: AbstractContextManager[None] = nullcontext()
 
 
 class Environment:
@@ -55,12 +56,14 @@ class Environment:
         arguments: Sequence[Any] = (),
     ) -> None:
         devices = {t.device for t in inputs}
-        kinds = {"cpu", *(d.type for d in devices)}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        kinds = {"cpu"}
+        for device in devices:
+            kinds.add(device.type)
+        if torch.cuda.is_initialized():
             kinds.add("cuda")
-        self._autocast = [
-            (kind, *_autocast(kind)) for kind in kinds if torch.amp.is_autocast_available(kind)
-        ]
+        self._autocast = {
+            kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
+        }
         self._settings = _settings()
         self._state = ModuleState(reachable(body, arguments))
         self._modes = _torch.user_modes()
@@ -68,7 +71,8 @@ class Environment:
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
         if options.preserve_rng_state:
-            self._keep("cpu", torch.get_rng_state, torch.set_rng_state)
+            generator = torch.default_generator
+            self._keep("cpu", generator.get_state, generator.set_state)
             for device in devices:
                 if device.type == "cuda":
                     self._keep(device, *_of_device(device))
@@ -90,17 +94,25 @@ class Environment:
             written: ids of tensors that were written to in place.
         """
         self._state.seal(written)
-        self._random = {
-            key: (read, write, state)
-            for key, (read, write, state) in self._random.items()
-            if not _equal(state, read())
-        }
+        for key, (read, _, state) in [*self._random.items()]:
+            if _equal(state, read()):
+                del self._random[key]
+
+    def restored(self) -> AbstractContextManager[None]:
+        """The same surroundings, for a replay."""
+        if self._random or self._modes or self._parametrizations or self._state.changes:
+            return self._put_back()
+        if _torch_globals.parametrization_cache() or self._settings != _settings():
+            return self._put_back()
+        for kind, state in self._autocast.items():
+            if state != _autocast(kind):
+                return self._put_back()
+        return _AS_IT_WAS
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """The same surroundings, for a replay."""
+    def _put_back(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for kind, enabled, dtype, cache in self._autocast:
+            for kind, (enabled, dtype, cache) in self._autocast.items():
                 if (enabled, dtype, cache) != _autocast(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)

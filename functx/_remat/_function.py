@@ -33,6 +33,7 @@ from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
 from functx._remat._region import Region
 from functx._remat._rules.proxy import keeping
+from functx._remat._tapes import PLAIN
 
 _EMPTY = object()
 
@@ -59,14 +60,14 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         return _ON_BUDGET[0](f, args, kwargs, o)
     if _torch_operators.hooks_modules():  # so replays run other operations than the forward
         o = replace(o, determinism_check="none", prune=False)
-    leaves, spec = _tree.flatten((args, kwargs))
+    leaves, spec = _flat(args) if not kwargs else _tree.flatten((args, kwargs))
     inputs: list[Tensor] = []
     places: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in places:
             places[id(leaf)] = len(inputs)
             inputs.append(leaf)
-    where = [places[id(x)] if isinstance(x, Tensor) else None for x in leaves]
+    where = [places.get(id(x)) for x in leaves]
     statics = [None if isinstance(x, Tensor) else x for x in leaves]
     body = Body(f, spec, where, statics)
     outs = call(Region(body, inputs, o, reaches=(f, statics)))
@@ -80,6 +81,14 @@ def on_budget(runner: Any) -> Any:
     """Register what runs functions that have a budget."""
     _ON_BUDGET.append(runner)
     return runner
+
+
+def _flat(args: tuple[Any, ...]) -> tuple[Sequence[Any], Any]:
+    """Flatten arguments by position: nothing to do where all are tensors, as in most calls."""
+    for a in args:
+        if type(a) not in PLAIN:
+            return _tree.flatten((args, {}))
+    return args, None
 
 
 class _Recording(threading.local):
@@ -123,13 +132,17 @@ class Body:
             static if place is None else tensors[place]
             for place, static in zip(self._where, self._statics)
         ]
-        args, kwargs = _tree.unflatten(self._spec, leaves)
-        result = f(*args, **kwargs)
-        outs, spec = _tree.flatten(result)
+        if self._spec is None:
+            result = f(*leaves)
+        else:
+            args, kwargs = _tree.unflatten(self._spec, leaves)
+            result = f(*args, **kwargs)
+        alone = type(result) in PLAIN
+        outs, spec = ([result], None) if alone else _tree.flatten(result)
         if self._fresh:
             self._fresh = False
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
-        return [o for o in outs if isinstance(o, Tensor)]
+        return outs if alone else [o for o in outs if isinstance(o, Tensor)]
 
     def forget(self, owners: Sequence[Tensor]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
@@ -149,6 +162,8 @@ class Body:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""
         spec, leaves = self._out
         self._out = None
+        if spec is None:
+            return tensors[0]
         rest = iter(tensors)
         return _tree.unflatten(spec, [next(rest) if o is None else o[0] for o in leaves])
 

@@ -26,19 +26,8 @@ from functx._offload import Fetcher
 from functx._policies import Everything
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
 from functx._remat._saving import IN_PLACE, Saver, StoodIn, alias, kept_around, key_of, stood_in
-from functx._remat._step import (
-    DRAWS_BLINDLY,
-    KNOWN,
-    PLAIN,
-    UNWRITTEN,
-    Step,
-    has_memory,
-    in_place,
-    layout_of,
-    skippable,
-    writes,
-)
-from functx._remat._tapes import tensors_of
+from functx._remat._step import Kind, Step, has_memory, kind_of, layout_of
+from functx._remat._tapes import PLAIN, tensors_of
 from functx._remat._watch import Watcher
 
 
@@ -81,6 +70,8 @@ class Ledger(Watcher):
         self._roots: set[int] = set()  # keys of what must come about
         self._live: set[int] = set()  # and of what a tape holds
         self._runs: list[bool] = []
+        self._sections: dict[int, tuple[int, int]] = {}
+        self._in_sections = 0
         self._read: set[int] = set()  # storages from outside that live steps read
         self._sources: list[set[int]] = []
 
@@ -96,22 +87,37 @@ class Ledger(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
+        kind = kind_of(func)
         args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
-        if self.paused or _torch_operators.is_view(func):
+        if self.paused or kind.view:
             return func(*args, **kwargs)
-        if self.saver is not None and _torch_operators.is_mutable(func):
+        if self.saver is not None and kind.mutable:
             self.saver.about_to_write(_torch_operators.arguments_written(func, args, kwargs))
         out = func(*args, **kwargs)
-        made = self._note(func, args, kwargs, out)
+        made = self._note(kind, args, kwargs, out)
         if made:
-            self._offer(func, args, kwargs, out, made)
+            self._offer(kind, args, kwargs, out, made)
         return out
+
+    def belong(self, first: int, operation: int) -> None:
+        """The steps from ``first`` on are those of one operation of the body."""
+        end = len(self.steps)
+        if end > first:
+            self._sections[operation] = first, end
+            self._in_sections += end - first
+
+    def sections(self) -> dict[int, tuple[int, int]] | None:
+        """The first step of each operation of the body that has steps, and the one after its last.
+
+        ``None`` where some steps belong to no operation.
+        """
+        return self._sections if self._in_sections == len(self.steps) else None
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
-        self._note(func, args, kwargs, out)
+        self._note(kind_of(func), args, kwargs, out)
 
-    def _offer(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Any]) -> None:
+    def _offer(self, kind: Kind, args: Any, kwargs: Any, out: Any, made: list[Any]) -> None:
         """Whether the policy keeps what an operation made."""
         number = len(self.steps) - 1
         if stood_in() is StoodIn.KEPT:
@@ -120,77 +126,76 @@ class Ledger(Watcher):
                 self.saver.given(key_of(number, place), t.detach(), storage)
         elif stood_in() is StoodIn.UNWRITTEN:
             pass
-        elif self.saver is not None and func.overloadpacket not in UNWRITTEN:
-            self.saver.ran(number, func, args, kwargs, out, made)
+        elif self.saver is not None and not kind.unwritten:
+            self.saver.ran(number, kind.func, args, kwargs, out, made)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Any]:
+    def _note(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
         if self.reliable:
             try:
-                return self._write_down(func, args, kwargs, out)
+                return self._write_down(kind, args, kwargs, out)
             except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
                 self.reliable = False
         return []
 
-    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Any]:
+    def _write_down(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
         """Record an operation.
 
         Returns:
             Place, tensor and storage of each result that could be kept.
         """
         number = len(self.steps)
-        read: set[int] = set()
         if _torch_globals.foreign_saved_tensors_hooks():
             self.reliable = False
             return []
-        for t in tensors_of(*args, kwargs):
+        writers, external = self._writers, self._external
+        read: set[int] = set()
+        reads: set[int] = set()
+        externals: set[int] = set()
+        for t in tensors_of(args, kwargs):
             if type(t) not in PLAIN:
                 self.reliable = False
                 return []
-            read.add(_torch.storage_key(t))
-        reads: set[int] = set()
-        externals: set[int] = set()
-        for storage in read:
-            writer = self._writers.get(storage)
+            storage = _torch.storage_key(t)
+            read.add(storage)
+            writer = writers.get(storage)
             if writer is None:
-                self._external.add(storage)
+                external.add(storage)
             else:
                 reads.add(writer)
-            if storage in self._external:
+            if storage in external:
                 externals.add(storage)
-        step = Step(func, reads, externals, (len(self._operations), _torch.current_node_number()))
+        step = Step(kind, reads, externals, (len(self._operations), _torch.current_node_number()))
         self.steps.append(step)
-        parts = out if isinstance(out, (tuple, list)) else [out]
-        results = tensors_of(out)
+        parts = out if isinstance(out, (tuple, list)) else (out,)
         dense = all(part is None or isinstance(part, Tensor) for part in parts)
         made = []
-        for place, t in enumerate(parts if dense else results):
+        views = False  # of what it reads, or written in place
+        for place, t in enumerate(parts if dense else tensors_of(out)):
             if t is None:
                 continue
-            key = _torch.storage_key(t)
-            if key in read:
-                continue  # a view, or written in place
+            storage = _torch.storage_key(t)
+            if storage in read:
+                views = True
+                continue
             dense = dense and type(t) is Tensor and has_memory(t) and place < IN_PLACE
-            made.append((place, t, key))
-            self._writers[key] = key_of(number, min(place, IN_PLACE))
-            self._external.discard(key)
-            self._made.append((_torch.StorageWeakRef(t.untyped_storage()), key))
-        views = bool(results) and not made
-        written = writes(func)
-        alone = written and in_place(func, args, out)
-        if written:
+            made.append((place, t, storage))
+            writers[storage] = key_of(number, min(place, IN_PLACE))
+            external.discard(storage)
+            self._made.append((_torch.StorageWeakRef(t.untyped_storage()), storage))
+        alone = kind.writes and kind.in_place and bool(args) and out is args[0]
+        if kind.writes:
+            func = kind.func
             targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs))
             # By what is written silently, nobody knows.
             for storage in {_torch.storage_key(t) for t in targets} or read:
                 self._wrote(number, storage, reads, alone=alone)
-        # What others do to generators, nobody knows.
-        step.draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in KNOWN
-        if torch.Tag.inplace_view in func.tags:
+        if kind.changes_view:
             return []
         if alone:
             step.writes = True
-        elif written or not skippable(func, results, dense):
+        elif kind.writes or not (dense and kind.skippable and (made or views)):
             self._roots.add(key_of(number, IN_PLACE))
-        elif not views:
+        elif made:
             step.layouts = [None if t is None else layout_of(t) for t in parts]
             return made
         return []
@@ -315,7 +320,7 @@ class Ledger(Watcher):
             elif mask or must:
                 runs[number] = True
                 drawn = drawn or step.draws
-                if mask or step.func.overloadpacket not in DRAWS_BLINDLY:
+                if mask or not step.kind.draws_blindly:
                     for key in step.reads:
                         masks[key >> 6] |= 1 << (key & 63)
         return runs, given

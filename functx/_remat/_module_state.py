@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from functx import _torch
 
 _MISSING = object()
+_HOLD_NONE = (type(None), types.BuiltinFunctionType, bool, int, float, str)
 _LARGE = 256  # data, then, rather than modules
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
@@ -32,7 +33,7 @@ def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
     And in lists, tuples, dicts and owners of methods found there, if they are not large.
     """
     found: dict[int, nn.Module] = {}
-    stack = [f, *arguments]
+    stack = [part for part in (f, *arguments) if not isinstance(part, _HOLD_NONE)]
     seen: set[int] = set()
     while stack:
         part = stack.pop()

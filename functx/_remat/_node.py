@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler
 from functx._errors import RematError, ReplayError
-from functx._remat._observers import notify
+from functx._remat._observers import notify, observing
 from functx._remat._operator import call
 from functx._remat._options import Options
 from functx._remat._prune import placeholder
@@ -51,13 +51,14 @@ class _Payload:
         self.region: Region = frame.region
         self.fn: Flat = frame.fn
         self.needed: list[bool] = frame.needed()
+        frames = self.region.frames
         # Frames of inner levels, outermost first: what a result here is a result of there.
-        self.frames = self.region.frames[self.region.frames.index(frame) + 1 :]
+        self.frames = frames[frames.index(frame) + 1 :]
         self.absent: list[Any] = []
         self.n_kept = len(self.region.kept)
         # Kept values that torch refuses to save.
         self.apart: list[Tensor] = []
-        self.under_dual_level: bool = any(f.holds_duals() for f in self.region.frames)
+        self.under_dual_level: bool = any(f.holds_duals() for f in frames)
         self.outs: Sequence[Tensor] | None = outs
         self.tensors: Sequence[Tensor] = tensors
         self.cut = cut
@@ -96,7 +97,7 @@ class RegionNode(_torch.SingleLevelFunction):
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
         values = payload.region.kept
-        if any(t.is_inference() for t in values):
+        if values and any(t.is_inference() for t in values):
             payload.apart, values = values, []
         ctx.save_for_backward(*kept, *values)
         return tuple(outs)
@@ -131,10 +132,12 @@ class RegionNode(_torch.SingleLevelFunction):
         pullback = Pullback(
             payload.fn, needs, payload.cut, wanted, payload.level, payload.want, payload.n_kept
         )
-        kept, absent = iter(saved), iter(payload.absent)
-        with tracking(SILENT):  # what making placeholders takes is no operation of a body
-            primals = [next(kept) if need else next(absent)() for need in payload.needed]
-        tensors = [*primals, *kept, *payload.apart, *(c for c in cotangents if c is not None)]
+        if payload.absent:
+            kept, absent = iter(saved), iter(payload.absent)
+            with tracking(SILENT):  # what making placeholders takes is no operation of a body
+                primals = [next(kept) if need else next(absent)() for need in payload.needed]
+            saved = (*primals, *kept)
+        tensors = [*saved, *payload.apart, *[c for c in cotangents if c is not None]]
         tensors = [_torch.unwrap_if_dead(t) for t in tensors]
         if not torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
             grads = pullback(*tensors)
@@ -177,8 +180,7 @@ def attach(
     if not differentiable:
         return list(outs)
     region: Region = frame.region
-    reached = frame.reached()
-    cut = [t.requires_grad and not r for t, r in zip(tensors, reached)]
+    cut = [t.requires_grad and not r for t, r in zip(tensors, frame.reached())]
     edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
@@ -190,8 +192,8 @@ def attach(
         results = apply(payload, *edges)
     finally:
         _torch.set_single_level_function_allowed(allowed)
-    kept = [t for t, need in zip(tensors, frame.needed()) if need]
-    if region.outer is None:
+    if region.outer is None and observing():
+        kept = [t for t, need in zip(tensors, frame.needed()) if need]
         notify(kept, region.options.name)
     taped = iter(results)
     return [next(taped) if r else o for o, r in zip(outs, requires)]

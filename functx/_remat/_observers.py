@@ -37,6 +37,11 @@ def on_region(callback: Callable[[list[Tensor], str], None]) -> Iterator[None]:
         _observers.callbacks.remove(callback)
 
 
+def observing() -> bool:
+    """Whether anybody on this thread wants to know about nodes."""
+    return bool(_observers.callbacks)
+
+
 def notify(inputs: Sequence[Tensor], name: str) -> None:
     """Tell the observers of this thread about a node that was attached."""
     for callback in _observers.callbacks:

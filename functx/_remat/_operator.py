@@ -14,10 +14,11 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._entry import nested_region, nested_values
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, active_tracker, nested_region, nested_values, tracking
+from functx._remat._tracker import SILENT, active_tracker, tracking
 
 _RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}
 _BASE: list[Callable[[Flat, Sequence[Tensor], Region], list[Tensor | None]]] = []

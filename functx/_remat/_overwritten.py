@@ -122,6 +122,8 @@ class Writes:
         self, origins: Sequence[tuple[str, int]], standins: Sequence[Tensor]
     ) -> list[Tensor]:
         """What stand-ins have become whose history the body changed; the region is told."""
+        if not self._written and not self._standins:
+            return []
         region = self._region
         lenient = region.options.replay or region.options.determinism_check == "none"
         if len(region.frames) == 1 and not lenient:
@@ -144,8 +146,10 @@ class Writes:
 
     def refuse_aliases(self, standins: Sequence[Tensor]) -> None:
         """Refuse writes to memory that a region knows by several tensors: copies would differ."""
+        if not self._written:
+            return
         seen: set[int] = set()
-        for storage in map(storage_of, standins if self._written else ()):
+        for storage in map(storage_of, standins):
             if storage in self._written and storage in seen:
                 raise RematError(
                     f"remat: the region {self._region.options.name!r} writes in place to memory "

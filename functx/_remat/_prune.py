@@ -11,7 +11,7 @@ from torch import Tensor
 from functx import _torch, _torch_operators
 from functx._offload import Fetcher
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
-from functx._remat._step import Step, empty, layout_of
+from functx._remat._step import Step, empty, kind_of, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
 _NOTHING = torch.empty(0)
@@ -29,11 +29,16 @@ class Pruned(Watcher):
     So there may be more of these copies, or fewer, than in the forward. Whose is whose can't be
     told, which does not matter where all of them are live, or none is.
 
+    NOTE [sections]
+    A dispatch mode costs microseconds for each step. Where all steps belong to operations that the
+    function mode sees, it is only entered for operations of which something does not run.
+
     Args:
         steps: what ran in the forward.
         runs: which of them run now.
         kept: results that the region kept, by key; they are handed out instead of run for.
         fetcher: brings back those of them that are in host memory, if there are any.
+        sections: the steps of each operation of the body; ``None`` if some belong to none.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Pruned(Watcher):
         runs: Sequence[bool],
         kept: dict[int, Tensor],
         fetcher: Fetcher | None = None,
+        sections: dict[int, tuple[int, int]] | None = None,
     ) -> None:
         super().__init__()
         self._steps = steps
@@ -52,10 +58,41 @@ class Pruned(Watcher):
         self._at = 0
         # The memory that was copied last, if nothing ran since.
         self._copied: int | None = None
+        whole = sections is None or fetcher is not None
+        self.sections = None if whole else self._incomplete(sections or {})
+
+    def _incomplete(self, sections: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Those in which something does not run. ``NOTE [sections]``."""
+        if all(self._runs):
+            return {}
+        return {
+            operation: (first, end)
+            for operation, (first, end) in sections.items()
+            if not all(map(self._must_run, range(first, end)))
+        }
+
+    def _must_run(self, at: int) -> bool:
+        if self._runs[at]:
+            return True
+        step = self._steps[at]
+        return step.layouts is None and not step.writes and at not in self._giving
+
+    def run(self, operation: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """One operation of the body. ``NOTE [sections]``."""
+        assert self.sections is not None
+        section = self.sections.get(operation)
+        if section is None:
+            return func(*args, **kwargs)
+        self._at, self._copied = section[0], None
+        with self:
+            out = func(*args, **kwargs)
+        if self._at != section[1]:
+            raise Departed(f"{func} ran otherwise than in the forward")
+        return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        runs = self.paused or _torch_operators.is_view(func)
+        runs = self.paused or kind_of(func).view
         at = self._at
         if at == 0 and self._fetcher is not None and not runs:
             with watching(False):
@@ -65,9 +102,7 @@ class Pruned(Watcher):
         elif not runs:
             step = self._next(func, args)
             at = self._at - 1
-            runs = self._runs[at] or (
-                step.layouts is None and not step.writes and at not in self._giving
-            )
+            runs = self._must_run(at)
         if runs:
             args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
             if not self.paused:

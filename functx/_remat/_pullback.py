@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +14,22 @@ from functx._remat._region import Flat
 from functx._remat._tracker import SILENT, active_tracker, tracking
 
 
-@contextmanager
-def _recording() -> Iterator[None]:
+class _recording:
     """A tape, and no older vmap: one that runs now maps over cotangents."""
-    with torch.enable_grad(), _torch_vmap.outside_legacy_vmap():
-        yield
+
+    __slots__ = ("_grad_mode", "_outside")
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.set_grad_enabled(True)
+        mapped = _torch_vmap.legacy_vmap_level() > 0
+        self._outside = _torch_vmap.outside_legacy_vmap() if mapped else None
+        if self._outside is not None:
+            self._outside.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._outside is not None:
+            self._outside.__exit__(*exc)
+        self._grad_mode.__exit__(*exc)
 
 
 def _bare(t: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from functx._remat._checksum import checksum, unobserved
+from functx._remat._entry import Entry, describe, results
 from functx._remat._escape import where
 from functx._remat._holders import base_of
 from functx._remat._options import Options
 from functx._remat._replay import Replay
 from functx._remat._tapes import tensors_of
-from functx._remat._tracker import Entry, Tracker, describe
+from functx._remat._tracker import Tracker
 from functx._remat._writes import written_by
 
 _UNWRITTEN = frozenset(
@@ -116,6 +117,11 @@ class RecordingReplay(Recording, Replay):
         """Remember what is under way."""
         self._running = func
         return super().operands(func, values)
+
+    def returned(self, outs: Sequence[Any]) -> Any:
+        """Remember what is under way."""
+        self._running = results
+        return super().returned(outs)
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Remember what is under way."""

@@ -41,7 +41,7 @@ from functx._remat._prune import Departed, Pruned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import Lenient, Replay
 from functx._remat._tapes import requires_grad_anywhere
-from functx._remat._tracker import results, rewrap, tracking
+from functx._remat._tracker import rewrap, tracking
 from functx._remat._watch import watching
 
 Flat = Callable[..., "list[Tensor | None]"]
@@ -159,21 +159,21 @@ class Region:
             return self._find_out(tensors)
         pruned = self._pruned()
         if pruned is None or _torch.tracing():
-            return self._again(tensors, nullcontext())
+            return self._again(tensors)
         try:
             return self._again(tensors, pruned)
         except Departed as departure:
             if all(self.needed):
                 # Perhaps only the kernels differ (a cache was warm); what matters is compared.
-                return self._again(tensors, nullcontext())
+                return self._again(tensors)
             if self.options.debug:
-                self._again(tensors, nullcontext())  # it says more, if it departs as well
+                self._again(tensors)  # it says more, if it departs as well
             raise ReplayError(
                 f"remat: the replay of the region {self.options.name!r} departed from its forward:"
                 f" {departure}. A region must do the same each time it runs."
             ) from None
 
-    def _again(self, tensors: Sequence[Tensor], pruning: Any) -> list[Tensor | None]:
+    def _again(self, tensors: Any, pruned: Pruned | None = None) -> list[Tensor | None]:
         n_explicit = len(tensors) - self._n_captured()
         if self.rewritten:
             tensors = [*tensors]
@@ -201,13 +201,18 @@ class Region:
             else:
                 replay = Replay(self.entries, externals, name, self.left)
         replay.inner_keeps = iter(self.inner_keeps)
+        if pruned is not None and pruned.sections is not None and isinstance(replay, Replay):
+            pruned, replay.pruned = None, pruned
         try:
-            with self.environment.restored(), tracking(replay), shown(self.options, replay=True):
-                with pruning:
-                    replay.modes = _torch.dispatch_mode_depth()
-                    outs = self.body(*explicit)
-                replay.modes = 0
-                outs = replay.operands(results, outs)
+            with (
+                self.environment.restored(),
+                tracking(replay),
+                shown(self.options, replay=True),
+                pruned or nullcontext(),
+            ):
+                replay.modes = _torch.dispatch_mode_depth()
+                outs = self.body(*explicit)
+            outs = replay.returned(outs)
             replay.complete()
         except ReplayError:
             raise
@@ -245,7 +250,8 @@ class Region:
         keys = self.ledger.kept
         runs, given = self.ledger.replay_of(wanted, have_kept=len(kept) == len(keys))
         values = {key: base_of(t) for key, t in zip(keys, kept) if key in given}
-        return Pruned(self.ledger.steps, runs, values, self.ledger.fetcher)
+        ledger = self.ledger
+        return Pruned(ledger.steps, runs, values, ledger.fetcher, ledger.sections())
 
     def _n_captured(self) -> int:
         return sum(kind == "capture" for kind, _ in self.origins)
@@ -255,13 +261,11 @@ class Region:
         lenient = self.options.replay or self.options.determinism_check == "none"
         first.bind(self.inputs, tensors)
         ledger = first.ledger
-        with tracking(first):
-            with ledger or nullcontext():
-                first.modes = _torch.dispatch_mode_depth()
-                outs = self.body(*tensors)
-            first.modes = 0
-            # What was handed back without an operation on it is met here.
-            outs = first.returned(outs)
+        with tracking(first), ledger or nullcontext():
+            first.modes = _torch.dispatch_mode_depth()
+            outs = self.body(*tensors)
+        # What was handed back without an operation on it is met here.
+        outs = first.returned(outs)
         places: dict[int, int] = {}
         for out in outs:
             if out is None:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._departure import departed
+from functx._remat._entry import REWRAPPED, Entry, describe, nested_values
 from functx._remat._escape import where
-from functx._remat._tracker import REWRAPPED, Entry, Tracker, describe, nested_values, rewrap
+from functx._remat._prune import Pruned
+from functx._remat._tracker import Tracker, rewrap
 
 
 class Replay(Tracker):
@@ -39,6 +41,7 @@ class Replay(Tracker):
         "_slot",
         "_start",
         "left",
+        "pruned",
     )
 
     def __init__(
@@ -60,6 +63,13 @@ class Replay(Tracker):
         self._slot = 0
         self._made = 0
         self.left: dict[int, Any] = dict.fromkeys(left)
+        self.pruned: Pruned | None = None
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One operation, or what of it a pullback reads."""
+        if self.pruned is None:
+            return func(*args, **kwargs)
+        return self.pruned.run(self._at - 1, func, args, kwargs)
 
     def made(self, t: Tensor) -> None:
         """Keep what left the region in its forward."""

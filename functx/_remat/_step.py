@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from functx import _torch_operators
 
-PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 _aten = torch.ops.aten
 # Draws that take only a shape from what they are given; dropout multiplies by it, as it is.
-DRAWS_BLINDLY = {
+_DRAWS_BLINDLY = {
     *(_aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.native_dropout),
     *(_aten.uniform_, _aten.normal_, _aten.random_, _aten.exponential_, _aten.cauchy_),
     *(_aten.log_normal_, _aten.geometric_),
@@ -29,12 +27,67 @@ _WRITES_SILENTLY = {
 
 
 # Memory nobody wrote to has no value to keep.
-UNWRITTEN = {
+_UNWRITTEN = {
     *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty),
     _aten.new_empty_strided,
 }
 # Namespaces whose operators say whether they draw.
-KNOWN = frozenset({"aten", "prims"})
+_KNOWN = frozenset({"aten", "prims"})
+
+
+class Kind:
+    """What is known of an operator.
+
+    Attributes:
+        view: whether all that it gives are views of its arguments.
+        mutable: whether it writes to an argument, by its schema.
+        writes: likewise, or silently.
+        in_place: whether all that it may do is to write to its first argument, shape as it was.
+        draws: whether it moves a generator on. What others do to generators, nobody knows.
+        draws_blindly: whether it then takes only a shape from what it is given.
+        unwritten: whether what it gives is memory nobody wrote to.
+        skippable: whether memory can be handed out in place of its results, whatever their values.
+        changes_view: whether it makes another view of the tensor that it is given.
+    """
+
+    __slots__ = (
+        "changes_view",
+        "draws",
+        "draws_blindly",
+        "func",
+        "in_place",
+        "mutable",
+        "skippable",
+        "unwritten",
+        "view",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        packet, tags = func.overloadpacket, func.tags
+        self.func = func
+        self.view = _torch_operators.is_view(func)
+        self.mutable = _torch_operators.is_mutable(func)
+        self.writes = self.mutable or packet in _WRITES_SILENTLY
+        self.in_place = packet.__name__.endswith("_")
+        self.draws = torch.Tag.nondeterministic_seeded in tags or func.namespace not in _KNOWN
+        self.draws_blindly = packet in _DRAWS_BLINDLY
+        self.unwritten = packet in _UNWRITTEN
+        self.skippable = not (
+            torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+        )
+        self.changes_view = torch.Tag.inplace_view in tags
+
+
+_kinds: dict[int, Kind] = {}
+
+
+def kind_of(func: Any) -> Kind:
+    """What is known of an operator; found out once, as its tags and schema take microseconds."""
+    kind = _kinds.get(id(func))
+    if kind is None:
+        kind = _kinds[id(func)] = Kind(func)  # which holds the operator, so that its id stays its
+    return kind
 
 
 class Step:
@@ -47,6 +100,7 @@ class Step:
 
     Attributes:
         func: the overload.
+        kind: what is known of it.
         reads: the results of steps that it reads, by key.
         externals: storages it reads that the body did not make.
         layouts: of its results, if they could be handed out empty where it is dead.
@@ -61,6 +115,7 @@ class Step:
         "draws",
         "externals",
         "func",
+        "kind",
         "layouts",
         "part_of",
         "reads",
@@ -68,33 +123,16 @@ class Step:
         "writes",
     )
 
-    def __init__(self, func: Any, reads: set[int], externals: set[int], part_of: Any) -> None:
-        self.func = func
+    def __init__(self, kind: Kind, reads: set[int], externals: set[int], part_of: Any) -> None:
+        self.kind = kind
+        self.func = kind.func
         self.reads = reads
         self.externals = externals
         self.layouts: list[Layout | None] | None = None
         self.writes = False
-        self.draws = False
+        self.draws = kind.draws
         self.rewritten = False
         self.part_of = part_of
-
-
-def writes(func: Any) -> bool:
-    """Whether an operation writes to an argument, by its schema or, silently, without."""
-    return _torch_operators.is_mutable(func) or func.overloadpacket in _WRITES_SILENTLY
-
-
-def in_place(func: Any, args: Any, out: Any) -> bool:
-    """Whether all that an operation does is to write to its first argument, shape as it was."""
-    return func.overloadpacket.__name__.endswith("_") and bool(args) and out is args[0]
-
-
-def skippable(func: Any, results: Sequence[Tensor], dense: bool) -> bool:
-    """Whether memory can be handed out in place of the results, whatever values it would read."""
-    if not results or not dense:
-        return False  # Python looks at the result; or it is no tensor like others
-    tags = func.tags
-    return not (torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags)
 
 
 def has_memory(t: Tensor) -> bool:

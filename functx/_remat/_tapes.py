@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functx import _torch
+
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types of tensors that hold one piece of memory and hide no other tensors."""
+
+
+def nodes_of(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """Where the tapes of some tensors begin, those of all levels."""
+    nodes = []
+    for value in tensors:
+        while value is not None:
+            if value.grad_fn is not None:
+                nodes.append(value.grad_fn)
+            value = _torch.get_unwrapped(value) if _torch.is_wrapped(value) else None
+    return nodes
 
 
 def leaves_below(*nodes: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch, _torch_compiler, _tree
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
-from functx._remat._escape import Place
+from functx._remat._entry import custom_function, nested_transform, results
 from functx._remat._watch import python_on_tape, watching
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
@@ -55,64 +55,6 @@ def _is_bookkeeping(setter: Any) -> bool:
     return bool(setter.__self__.__name__ == "_backward_hooks")
 
 
-MADE_HERE = -1
-"""The source of a tensor argument that the region itself made."""
-
-REWRAPPED = -2
-"""Sources from here down: a wrapper, made by a transform inside the region, of an external."""
-
-
-class Entry:
-    """One operation of a trace.
-
-    Attributes:
-        func: what was called.
-        sources: where its tensors came from.
-        scalars: its other arguments.
-        place: the line that called it.
-        results: what it gave, if that is recorded.
-    """
-
-    __slots__ = ("func", "place", "results", "scalars", "sources")
-
-    def __init__(
-        self,
-        func: Any,
-        sources: tuple[int, ...],
-        scalars: tuple[Any, ...],
-        place: Place | None = None,
-    ) -> None:
-        self.func = func
-        self.sources = sources
-        self.scalars = scalars
-        self.place = place
-        self.results: list[Any] | None = None
-
-
-def nested_capture() -> None:
-    """Stands in a trace where a nested region captured a tensor."""
-
-
-def nested_region() -> None:
-    """Stands in a trace where a nested region took its inputs."""
-
-
-def nested_values() -> None:
-    """Stands in a trace where a nested region whose values are compared has run."""
-
-
-def results() -> None:
-    """Stands in a trace where the body returned."""
-
-
-def nested_transform() -> None:
-    """Stands in a trace where a transform of functx took its arguments."""
-
-
-def custom_function() -> None:
-    """Stands in a trace where ``Function.apply`` took its inputs."""
-
-
 def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
     """``t``, a wrapper of levels above ``depth``, around ``value`` instead of what it wraps."""
     if not _torch.is_wrapped(t) or _torch.wrapper_level(t) <= depth:
@@ -122,14 +64,6 @@ def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
     if _torch.is_batched(t):
         return _torch.add_batch_dim(inner, _torch.batch_dim(t), level)
     return _torch.wrap_for_grad(inner, level)
-
-
-def describe(func: Any) -> str:
-    """An operation's name as a person would write it."""
-    name = getattr(func, "__name__", None) or str(func)
-    if name in ("__get__", "__set__"):
-        return f"Tensor.{func.__self__.__name__}"
-    return f"Tensor.{name}" if hasattr(func, "__objclass__") else name
 
 
 class Tracker:
@@ -214,6 +148,12 @@ class Tracker:
         self.close(func)
         return swapped
 
+    def returned(self, outs: Sequence[Any]) -> Any:
+        """Resolve the results of the body, which has ended."""
+        swapped = [None if o is None else self.resolve(o) for o in outs]
+        self.close(results)
+        return swapped
+
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One operation."""
         name = getattr(func, "__name__", "")
@@ -235,9 +175,13 @@ class Tracker:
         self.before(func, args, kwargs)
         if func is torch.autograd.grad:
             args, kwargs, func = _on_the_tape(given, args, kwargs)
-        out = func(*args, **kwargs)
+        out = self.execute(func, args, kwargs)
         self.note(out)
         return out
+
+    def execute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An operation that was recorded, on resolved arguments."""
+        return func(*args, **kwargs)
 
 
 def _on_the_tape(given: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -345,11 +289,13 @@ class tracking:
         self._tracker = tracker
 
     def __enter__(self) -> None:
-        self._watching = watching(self._tracker is not SILENT)
-        self._watching.__enter__()
-        self._engine, running.engine = running.engine, self._tracker is SILENT
-        lower = _active_mode()
+        silent = self._tracker is SILENT
+        self._watching = watching(not silent) if _torch.dispatch_mode_depth() else None
+        if self._watching is not None:
+            self._watching.__enter__()
+        self._engine, running.engine = running.engine, silent
         depth = _torch.function_mode_depth()
+        lower = _active_mode() if depth else None
         on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
         self._pushed: RegionMode | None = None
         self._lower = lower
@@ -357,7 +303,7 @@ class tracking:
             self._outer = lower.tracker
             # Under a mode of the user's, which works on what it is shown: that is not for `lower`.
             lower.tracker = self._tracker if on_top else SILENT
-        if not on_top and self._tracker is not SILENT:
+        if not on_top and not silent:
             observe_custom_functions()
             self._pushed = RegionMode()
             self._pushed.tracker = self._tracker
@@ -371,7 +317,8 @@ class tracking:
         if self._lower is not None:
             self._lower.tracker = self._outer
         running.engine = self._engine
-        self._watching.__exit__(*exc)
+        if self._watching is not None:
+            self._watching.__exit__(*exc)
 
 
 def _wrapped(t: Any) -> Any:

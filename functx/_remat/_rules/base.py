@@ -93,8 +93,10 @@ class Frame(ABC):
         Those that it reads; and those with a tangent of a level outside of this one, because what
         runs in a replay depends on who has a tangent.
         """
-        read = self._read()
         frames = self.region.frames
+        read = list(self.region.needed) if frames[-1] is self else self._read()
+        if frames[0] is self:
+            return read
         outside = frames[: frames.index(self)]
         if not any(frame.dual() for frame in outside):
             return read

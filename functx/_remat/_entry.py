@@ -1,0 +1,72 @@
+"""One operation in the trace of a region, and what stands there for what is no operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from functx._remat._escape import Place
+
+MADE_HERE = -1
+"""The source of a tensor argument that the region itself made."""
+
+REWRAPPED = -2
+"""Sources from here down: a wrapper, made by a transform inside the region, of an external."""
+
+
+class Entry:
+    """One operation of a trace.
+
+    Attributes:
+        func: what was called.
+        sources: where its tensors came from.
+        scalars: its other arguments.
+        place: the line that called it.
+        results: what it gave, if that is recorded.
+    """
+
+    __slots__ = ("func", "place", "results", "scalars", "sources")
+
+    def __init__(
+        self,
+        func: Any,
+        sources: tuple[int, ...],
+        scalars: tuple[Any, ...],
+        place: Place | None = None,
+    ) -> None:
+        self.func = func
+        self.sources = sources
+        self.scalars = scalars
+        self.place = place
+        self.results: list[Any] | None = None
+
+
+def nested_capture() -> None:
+    """Stands in a trace where a nested region captured a tensor."""
+
+
+def nested_region() -> None:
+    """Stands in a trace where a nested region took its inputs."""
+
+
+def nested_values() -> None:
+    """Stands in a trace where a nested region whose values are compared has run."""
+
+
+def results() -> None:
+    """Stands in a trace where the body returned."""
+
+
+def nested_transform() -> None:
+    """Stands in a trace where a transform of functx took its arguments."""
+
+
+def custom_function() -> None:
+    """Stands in a trace where ``Function.apply`` took its inputs."""
+
+
+def describe(func: Any) -> str:
+    """An operation's name as a person would write it."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{func.__self__.__name__}"
+    return f"Tensor.{name}" if hasattr(func, "__objclass__") else name
