@@ -158,9 +158,7 @@ def _compare(
         )
         products = None
         if what != "value":
-            regions = kept[1] is not None and kept[1].regions
-            merged = _xla.compiled(in_jax, *jax_args, keep=False) if regions else program
-            products = count(partial(in_torch, *torch_args), program, merged)
+            products = count(partial(in_torch, *torch_args), program)
         runs[what] = Run(
             torch_peak=functx.memory.peak(in_torch, *torch_args) if peak else None,
             xla_temp=_xla.temporary_bytes(program) if peak else None,

@@ -30,6 +30,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functx
+from functx import _torch
 from functx._remat import on_region
 from functx.compat._jax import buffer_pointer, concrete
 from functx.compat._torch import base_of, storage_key
@@ -118,7 +119,11 @@ def kept_by_torch(
     """
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
 
-    def record(inputs: list[torch.Tensor], name: str) -> None:
+    outer = 0  # the level at which f is differentiated
+
+    def record(inputs: list[torch.Tensor], name: str, level: int) -> None:
+        if level != outer:  # a derivative that f takes itself
+            return
         buffers = {}
         for x in inputs:
             x = base_of(x)
@@ -135,8 +140,14 @@ def kept_by_torch(
     ours = {storage_key(x) for x in _tensors(clones)}
     outside = {storage_key(x) for x in closed_over}
     first, *rest = clones
+
+    def entered_with(p: Any) -> Any:
+        nonlocal outer
+        outer = _torch.current_interpreter().level()
+        return f(p, *rest)
+
     with on_region(record):
-        value, pullback = functx.vjp(lambda p: f(p, *rest), first)
+        value, pullback = functx.vjp(entered_with, first)
     rest.clear()
     del clones, first, value
     gc.collect()

@@ -1,7 +1,7 @@
 """How many matrix products a derivative takes, and how many of them are recomputed.
 
 In torch they are counted as they run, those of replays apart.  In JAX they are counted in the
-compiled program; recomputed are those that go away when XLA is left to merge recomputations.
+compiled program, whose operations are named after the scopes that they were traced in.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Products:
         torch: that torch ran.
         torch_recomputed: of those, in replays of regions.
         jax: in the compiled JAX program.
-        jax_recomputed: of those, the ones that XLA could merge away.
+        jax_recomputed: of those, in recomputations.
         replays: how often torch ran a region again.
     """
 
@@ -78,13 +78,12 @@ class _Counter(TorchDispatchMode):
             self._depth -= 1
 
 
-def count(run_torch: Callable[[], Any], kept: Any, merged: Any) -> Products:
+def count(run_torch: Callable[[], Any], program: Any) -> Products:
     """Count the products of one computation.
 
     Args:
         run_torch: runs it in torch.
-        kept: the compiled JAX program whose recomputations stay.
-        merged: that whose recomputations may be merged.
+        program: the compiled JAX program.
 
     Returns:
         The counts.
@@ -92,5 +91,4 @@ def count(run_torch: Callable[[], Any], kept: Any, merged: Any) -> Products:
     counter = _Counter()
     with counter, on_replay(counter.replaying):
         run_torch()
-    jax, least = count_products(kept), count_products(merged)
-    return Products(counter.all, counter.recomputed, jax, max(0, jax - least), counter.replays)
+    return Products(counter.all, counter.recomputed, *count_products(program), counter.replays)

@@ -18,8 +18,16 @@ import jax.numpy as jnp
 
 from functx.compat._jax import KEEP_RECOMPUTE
 
-_PRODUCT = re.compile(r"\b(?:dot|convolution)\(|custom_call_target=\"[^\"]*(?:matmul|gemm|conv)")
+# A product of which nothing is summed (an outer one) is a multiplication that was a dot.
+_PRODUCT = re.compile(
+    r"\b(?:dot|convolution)\("
+    r"|custom_call_target=\"[^\"]*(?:matmul|gemm|conv)"
+    r"|\bmultiply\(.*op_name=\"[^\"]*/dot_general\""
+)
 _LAYERS = 4
+
+RECOMPUTED = "rematted_computation"
+"""What ``jax.checkpoint`` calls the scope of what it runs again, in the names of operations."""
 
 
 @functools.cache
@@ -39,27 +47,23 @@ def _recomputes(options: Any) -> bool:
     args = [jnp.ones((8, 8), "float32")] * _LAYERS, jnp.ones((4, 8), "float32")
     program = jax.jit(jax.grad(loss)).lower(*args).compile(compiler_options=options)
     plain = 2 * _LAYERS + 4 * _LAYERS - 1
-    return count_products(program) > plain
+    return count_products(program)[0] > plain
 
 
-def compiled(f: Callable[..., Any], *args: Any, keep: bool = True) -> Any:
-    """Compile a JAX function for arguments.
-
-    Args:
-        f: the function.
-        *args: its arguments.
-        keep: whether a recompute stays one, where the compiler would merge it away.
+def compiled(f: Callable[..., Any], *args: Any) -> Any:
+    """Compile a JAX function for arguments, so that a recompute stays one.
 
     Returns:
         The compiled program, to be called with such arguments.
     """
-    options: Any = keep_recompute()[0] if keep else None
+    options: Any = keep_recompute()[0]
     return jax.jit(f).lower(*args).compile(compiler_options=options)
 
 
-def count_products(program: Any) -> int:
-    """Matrix products and convolutions in a compiled program."""
-    return len(_PRODUCT.findall(program.as_text()))
+def count_products(program: Any) -> tuple[int, int]:
+    """Matrix products and convolutions in a compiled program, and how many of them run again."""
+    found = [line for line in program.as_text().splitlines() if _PRODUCT.search(line)]
+    return len(found), sum(RECOMPUTED in line for line in found)
 
 
 def temporary_bytes(program: Any) -> int:

@@ -10,6 +10,8 @@ Which of a replay's operations compute it is found by value numbering: equal ope
 operands are one value, through the boundaries of regions.  So nothing is assumed about how a replay
 was made, and what does not match is recomputed.  ``detach`` is an operation like any other: a value
 whose derivative stops is another one than that whose derivative flows.
+
+What a replay still computes again is marked, so that it can be told in a compiled program.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from functx.compat._lowering._saved import kept_values
 from functx.compat._torch import OpOverload, is_mutable
 
 _ALIASES = (torch.ops.aten.alias.default,)
+AGAIN = "functx_again"
+"""In the ``meta`` of a replay's nodes that compute what a region before it computed."""
+
 Kept = dict[int, tuple[Node, Node]]
 """By number of a value: a region's node, and the node in its body that computes the value."""
 
@@ -43,6 +48,7 @@ class _Numbering:
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
+        self._ran: set[int] = set()  # in regions, forward
         self._count = itertools.count()
 
     def fresh(self) -> int:
@@ -74,8 +80,13 @@ class _Numbering:
         operands = [numbers[x] if isinstance(x, Node) else self.fresh() for x in node.args[1:]]
         inner, results = self.graph(body, operands)
         if getattr(region, "replay", False):
+            for n, number in inner.items():
+                if n.op == "call_function" and isinstance(number, int):
+                    n.meta[AGAIN] = number in self._ran
             _take(node, body, inner, kept)
-        elif (policy := getattr(region, "policy", None)) is not None:
+            return results
+        self._ran.update(number for number in inner.values() if isinstance(number, int))
+        if (policy := getattr(region, "policy", None)) is not None:
             for value in kept_values(body, policy, region.per_example):  # type: ignore[union-attr]
                 for part in _parts(value):
                     kept.setdefault(inner[part], (node, part))

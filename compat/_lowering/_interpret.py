@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -26,9 +27,11 @@ from functx.compat._lowering._by_result import from_result
 from functx.compat._lowering._custom_rule import apply_custom_function
 from functx.compat._lowering._dtypes import ENABLE_X64, to_jax_dtype
 from functx.compat._lowering._graph import body_of, custom_function_of, is_region
+from functx.compat._lowering._hand_over import AGAIN
 from functx.compat._lowering._saved import named, names_of_node, saving
 from functx.compat._lowering._table import lookup, names_of
 from functx.compat._torch import name_of
+from functx.compat._xla import RECOMPUTED
 
 # NOTE [replays]
 # A region that comes from a ``functx.grad`` inside the lowered function has a twin: "replay, then
@@ -75,7 +78,7 @@ class Interpreter:
     """Evaluates graphs.
 
     Attributes:
-        observe: called with the operands of each outermost forward region and its name; what it
+        observe: called with the operands of each outermost region and its name; what it
             returns is used in their place (``crosscheck`` records them there).
         depth: how many regions enclose the graph being run.
         rng: the random key of the whole program, if any; each draw folds its number into it.
@@ -108,7 +111,8 @@ class Interpreter:
                 env[node] = next(feed)
             elif node.op == "call_function":
                 names = names_of_node(node) + saved.get(node, ())
-                env[node] = self._call(node, env, names)
+                with jax.named_scope(RECOMPUTED) if node.meta.get(AGAIN) else nullcontext():
+                    env[node] = self._call(node, env, names)
             elif node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], env.__getitem__)
                 return list(outputs)
@@ -170,9 +174,10 @@ class Interpreter:
             return tuple(self._within(rng, body, xs, saved=saved))
 
         rng = self.rng
-        if getattr(region, "replay", False):
-            rng, operands = lax.optimization_barrier((rng, operands))
-        elif self.observe is not None and self.depth == 0:
+        if self.observe is None:
+            if getattr(region, "replay", False):
+                rng, operands = lax.optimization_barrier((rng, operands))
+        elif self.depth == 0:  # not compiled, so nothing is merged
             operands = list(self.observe(operands, name))
         return jax.checkpoint(run, policy=policy)(rng, *operands)
 

@@ -194,6 +194,6 @@ def attach(
         _torch.set_single_level_function_allowed(allowed)
     if region.outer is None and observing():
         kept = [t for t, need in zip(tensors, frame.needed()) if need]
-        notify(kept, region.options.name)
+        notify(kept, region.options.name, frame.level)
     taped = iter(results)
     return [next(taped) if r else o for o, r in zip(outs, requires)]

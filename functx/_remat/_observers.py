@@ -12,7 +12,7 @@ from torch import Tensor
 
 class _Observers(threading.local):
     def __init__(self) -> None:
-        self.callbacks: list[Callable[[list[Tensor], str], None]] = []
+        self.callbacks: list[Callable[[list[Tensor], str, int], None]] = []
         self.of_replays: list[Callable[[str], AbstractContextManager[Any]]] = []
         self.of_names: list[Callable[[Tensor, str], None]] = []
         self.without = 0
@@ -22,13 +22,13 @@ _observers = _Observers()
 
 
 @contextmanager
-def on_region(callback: Callable[[list[Tensor], str], None]) -> Iterator[None]:
-    """Call ``callback(inputs, name)`` for each outermost region that gets an autograd node.
+def on_region(callback: Callable[[list[Tensor], str, int], None]) -> Iterator[None]:
+    """Call ``callback(inputs, name, level)`` for each outermost region that gets an autograd node.
 
     Args:
         callback: receives the tensors the node keeps (explicit inputs, then captures) as they
-            are at the level of the node, and the region's name. It must not keep them alive
-            unless it means to.
+            are at the level of the node, the region's name and the node's level of
+            differentiation. It must not keep the tensors alive unless it means to.
     """
     _observers.callbacks.append(callback)
     try:
@@ -42,10 +42,10 @@ def observing() -> bool:
     return bool(_observers.callbacks)
 
 
-def notify(inputs: Sequence[Tensor], name: str) -> None:
+def notify(inputs: Sequence[Tensor], name: str, level: int) -> None:
     """Tell the observers of this thread about a node that was attached."""
     for callback in _observers.callbacks:
-        callback(list(inputs), name)
+        callback(list(inputs), name, level)
 
 
 @contextmanager

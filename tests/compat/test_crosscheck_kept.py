@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functx
+from functx import checkpoint_policies as cp
 from functx.compat import crosscheck
 from functx.compat._case import case_of
 from functx.compat._crosscheck import _kept
@@ -185,3 +186,43 @@ def test_regions_with_policies_keep_the_same_at_their_boundaries(policy):
     report.assert_agrees()
     products = report.runs["grad"].products
     assert products.torch == products.jax == 17 + (policy == "nothing_saveable") * 6
+
+
+@pytest.mark.parametrize("policy", [None, cp.dots_saveable], ids=repr)
+def test_a_derivative_inside_the_function(policy):
+    """Its pullbacks are regions too; levels that ended inside the function keep nothing."""
+
+    def gradient(ws, x):
+        def loss(x):
+            for w in ws:
+                x = functx.remat(lambda x, w: torch.tanh(x @ w), policy=policy)(x, w)
+            return (x * x).sum()
+
+        return functx.grad(loss)(x)
+
+    ws = [torch.randn(4, 4) / 2 for _ in range(3)]
+    for in_dims in (None, (None, 0)):
+        report = crosscheck(
+            gradient, ws, torch.randn(5, 4), in_dims=in_dims, transforms=["grad"], peak=False
+        )
+        report.assert_agrees()
+        assert report.kept_torch.regions == 6
+        assert report.kept_torch.activations > 0
+
+
+def test_products_are_counted_alike():
+    """Also outer products, which XLA multiplies, and recomputations that it does not merge."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = functx.remat(lambda x, w: torch.tanh(x @ w))(x, w)
+        return (x * x).sum()
+
+    ws = [torch.randn(4, 4) / 2 for _ in range(3)]
+    for shape in ((5, 4), (5, 3, 4)):
+        report = crosscheck(
+            loss, ws, torch.randn(shape), in_dims=(None, 0), transforms=["vmap(grad)"], peak=False
+        )
+        found = report.runs["vmap(grad)"].products
+        assert found.torch == found.jax == 3 + 3 + 3 + 2
+        assert found.torch_recomputed == found.jax_recomputed == 3
