@@ -143,3 +143,8 @@ def saved_residuals(f: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, str]]:
     from jax._src.ad_checkpoint import saved_residuals as found
 
     return found(f, *args, **kwargs)
+
+
+# What ``jax.checkpoint`` calls the scope of what it runs again, in the names of operations; a
+# compiled program says nowhere else what is a recomputation.
+RECOMPUTED = "rematted_computation"

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from functx.compat._jax import KEEP_RECOMPUTE
+from functx.compat._jax import KEEP_RECOMPUTE, RECOMPUTED
 
 # A product of which nothing is summed (an outer one) is a multiplication that was a dot.
 _PRODUCT = re.compile(
@@ -25,9 +25,6 @@ _PRODUCT = re.compile(
     r"|\bmultiply\(.*op_name=\"[^\"]*/dot_general\""
 )
 _LAYERS = 4
-
-RECOMPUTED = "rematted_computation"
-"""What ``jax.checkpoint`` calls the scope of what it runs again, in the names of operations."""
 
 
 @functools.cache

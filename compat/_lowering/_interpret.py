@@ -23,6 +23,7 @@ from jax import lax
 from torch.fx import GraphModule, Node
 
 from functx._errors import LoweringError
+from functx.compat._jax import RECOMPUTED
 from functx.compat._lowering._by_result import from_result
 from functx.compat._lowering._custom_rule import apply_custom_function
 from functx.compat._lowering._dtypes import ENABLE_X64, to_jax_dtype
@@ -31,7 +32,6 @@ from functx.compat._lowering._hand_over import AGAIN
 from functx.compat._lowering._saved import named, names_of_node, saving
 from functx.compat._lowering._table import lookup, names_of
 from functx.compat._torch import name_of
-from functx.compat._xla import RECOMPUTED
 
 # NOTE [replays]
 # A region that comes from a ``functx.grad`` inside the lowered function has a twin: "replay, then
