@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_operators
+from functx._places import ModulePaths, Place, line_of, where
 from functx._policy_kinds import flops_of
-from functx._remat._escape import Place, line_of, where
 from functx._remat._step import kind_of
 from functx._remat._tapes import tensors_of
 
@@ -120,7 +120,7 @@ class Origins(_torch.TorchDispatchMode):
         super().__init__()
         self.memory: dict[int, Memory] = {}
         self._steps = 0
-        self._paths: dict[int, dict[int, str]] = {}
+        self._modules = ModulePaths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and note what it wrote."""
@@ -185,7 +185,7 @@ class Origins(_torch.TorchDispatchMode):
         step, self._steps = self._steps, self._steps + 1
         free = kind_of(func).unwritten
         flops = 0 if free else flops_of(func, args, kwargs, out)
-        place, module = where(), self._module()
+        place, module = where(), self._modules.here()
         for t in written:
             memory = self.memory[_torch.storage_key(t)]
             old = memory.value
@@ -201,18 +201,6 @@ class Origins(_torch.TorchDispatchMode):
                 flops=flops,
                 reads=tuple(reads.values()),
             )
-
-    def _module(self) -> str:
-        running = _torch.running_modules()
-        if not running:
-            return ""
-        root, here = running[-1], running[0]
-        paths = self._paths.get(id(root))
-        if paths is None:
-            paths = self._paths[id(root)] = {
-                id(m): path for path, m in root.named_modules(remove_duplicate=False)
-            }
-        return paths.get(id(here), "")
 
 
 def has_address(t: Tensor) -> bool:

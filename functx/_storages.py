@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from functx import _torch_compiler
 from functx._torch import (
     TorchDispatchMode,
     get_unwrapped,
@@ -52,7 +53,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("base", "counted", "key", "origin")
 
     key: int  # id of the storage, which torch keeps for the life of the storage
-    origin: str  # the operation that made it, or met it first
+    origin: Any  # the operation that made it, or met it first
     base: int  # bytes it had before the context
     counted: int  # bytes that are in `live` on its behalf
 
@@ -89,6 +90,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        _torch_compiler.load()
         self.live = 0
         self.peak = 0
         self.operations: Counter[str] = Counter()
@@ -148,14 +150,18 @@ class LiveStorages(TorchDispatchMode):
             block = self._blocks.get(key)
             if block is None:
                 block = _Block(storage, self._forget)
-                block.key, block.origin = key, name
+                block.key, block.origin = key, self._origin(tensor, name)
                 block.base, block.counted = 0 if fresh else nbytes, 0
                 self._blocks[key] = block
             counted = max(0, nbytes - block.base)
             self._add(block.origin, counted - block.counted)
             block.counted = counted
 
-    def _add(self, origin: str, nbytes: int) -> None:
+    def _origin(self, tensor: torch.Tensor, name: str) -> Any:
+        """What the bytes of a storage that was met are counted under."""
+        return name
+
+    def _add(self, origin: Any, nbytes: int) -> None:
         self.live += nbytes
         self._by_origin[origin] += nbytes
         if self.live > self.peak:

@@ -209,6 +209,11 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def current_node() -> Any:
+    """The node that the engine is running on this thread; ``None`` outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
 def current_node_number() -> int:
     """When the node that the engine is running was made; -1 outside of a backward."""
     node = torch._C._current_autograd_node()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,15 @@ def uncompiled(f: F) -> F:
     f._torchdynamo_disable = True  # type: ignore[attr-defined]
     f._torchdynamo_disable_msg = "functx runs this in eager"  # type: ignore[attr-defined]
     return f
+
+
+def load() -> None:
+    """Load the compiler, as torch does in the first call that it is to hide from the compiler.
+
+    That leaves frames behind in reference cycles, with all that they refer to; not of anybody whose
+    memory is being measured, if it happens here.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def in_plain_graph() -> bool:

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from functx import _tree
+from functx import _pictures, _tree
 from functx._storages import Event, LiveStorages
+from functx._traced import Held, TracedStorages
 from functx._validate import check_callable
 
-__all__ = ["Event", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
+__all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Profile:
         returned: Bytes of storages created by the call that the result uses.
         timeline: One `Event` an operation: its position, its name, the bytes live when it had run.
         at_peak: Bytes live at the peak, by the operation that created them; largest first.
+        holders: What was live at the peak, storage by storage, largest first: each a `Held`, with
+            the operation that made it, its shape, and the line of your code.
+        phases: For each event of the timeline, whether it is part of the ``"forward"``, of the
+            ``"backward"``, or of a ``"replay"`` of a region within that.
+        history: Every change: after how many operations, by how many bytes, of what line.
     """
 
     result: Any
@@ -48,6 +54,9 @@ class Profile:
     returned: int
     timeline: tuple[Event, ...]
     at_peak: tuple[tuple[str, int], ...]
+    holders: tuple[Held, ...] = ()
+    phases: tuple[str, ...] = ()
+    history: tuple[tuple[int, int, str], ...] = ()
 
     @property
     def operations(self) -> Counter[str]:
@@ -55,7 +64,9 @@ class Profile:
         return Counter(event.operation for event in self.timeline)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the live bytes over the operations, as `plot` does for several profiles.
+        """Draw the live bytes over the operations, in layers by the lines that made them.
+
+        Backward passes are shaded, replays of regions in them more so, and the peak is marked.
 
         Args:
             path: The file to write; its suffix says the format.
@@ -66,14 +77,26 @@ class Profile:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return plot({"live bytes": self}, path)
+        live = [event.live for event in self.timeline]
+        return _pictures.layers(live, self.history, self.phases, path)
 
     def __str__(self) -> str:
         lines = [("peak", self.peak), ("kept", self.kept), ("returned", self.returned)]
-        lines += [(f"at peak, from {name}", nbytes) for name, nbytes in self.at_peak]
+        held: Counter[str] = Counter()
+        for one in self.holders:
+            held[str(one)] += one.nbytes
+        most = held.most_common(SHOWN)
+        lines += [(f"at peak, {what}", nbytes) for what, nbytes in most]
+        if len(held) > SHOWN:
+            rest = sum(held.values()) - sum(nbytes for _, nbytes in most)
+            lines.append((f"at peak, {len(held) - SHOWN} others", rest))
         width = max(len(name) for name, _ in lines)
         head = f"{len(self.timeline)} operations"
         return "\n".join([head] + [f"{name:<{width}} {n:>15,} bytes" for name, n in lines])
+
+
+SHOWN = 12
+"""So many lines of what is live at a peak are printed."""
 
 
 def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
@@ -96,18 +119,22 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         >>> forward = functx.memory.profile(lambda: w.sin().exp())
         >>> forward.peak, forward.kept, forward.returned  # sin's output is dropped: 4000 bytes each
         (8000, 0, 4000)
-        >>> print(functx.memory.profile(lambda: w.sin().tanh().sum()))
+        >>> print(functx.memory.profile(lambda: w.sin().tanh().sum()))  # doctest: +ELLIPSIS
         4 operations
-        peak                         8,000 bytes
-        kept                         4,000 bytes
-        returned                         4 bytes
-        at peak, from sin            4,000 bytes
-        at peak, from tanh           4,000 bytes
+        peak ... 8,000 bytes
+        kept ... 4,000 bytes
+        returned ... 4 bytes
+        at peak, sin, float32[1000], ...:1 in <lambda> ... 4,000 bytes
+        at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
     check_callable(f, "functx.memory.profile")
-    storages = LiveStorages()
+    storages = TracedStorages()
     with _no_collection(), _DevicePeak() as device, storages:
         result = f(*args, **kwargs)
+    holders = storages.at_the_peak()
+    at_peak: Counter[str] = Counter()
+    for one in holders:
+        at_peak[one.operation] += one.nbytes
     returned = storages.bytes_of(x for x in _tree.leaves(result) if isinstance(x, torch.Tensor))
     return Profile(
         result=result,
@@ -115,7 +142,10 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         kept=storages.live - returned,
         returned=returned,
         timeline=tuple(storages.timeline),
-        at_peak=tuple(storages.at_peak.most_common()),
+        at_peak=tuple(at_peak.most_common()),
+        holders=tuple(holders),
+        phases=tuple(storages.phases),
+        history=tuple(storages.history()),
     )
 
 
@@ -140,7 +170,9 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
         8000
     """
     check_callable(f, "functx.memory.peak")
-    return profile(f, *args, **kwargs).peak
+    with _no_collection(), _DevicePeak() as device, LiveStorages() as storages:
+        f(*args, **kwargs)
+    return device.bytes or storages.peak
 
 
 def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
@@ -185,25 +217,11 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     """
     if not profiles:
         raise ValueError("functx.memory.plot: no profile to draw")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "functx.memory.plot needs matplotlib: pip install matplotlib, or 'functx[demo]'"
-        ) from error
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for label, one in profiles.items():
-        live = [event.live / 2**20 for event in one.timeline]
-        axes.plot(live, label=f"{label}: peak {one.peak / 2**20:.1f} MiB", linewidth=1.2)
-    axes.set_xlabel("operations run")
-    axes.set_ylabel("live, MiB")
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    path = Path(path)
-    figure.savefig(path, dpi=150)
-    return path
+    curves = [
+        (f"{label}: peak {one.peak / 2**20:.1f} MiB", [event.live for event in one.timeline])
+        for label, one in profiles.items()
+    ]
+    return _pictures.lines(curves, path)
 
 
 class _DevicePeak:

@@ -220,6 +220,7 @@ def test_the_engine_says_which_node_it_runs():
     y.sum().backward()
     assert seen == [_torch.sequence_number(y.grad_fn)]
     assert _torch.current_node_number() == -1
+    assert _torch.current_node() is None
 
 
 def test_a_custom_function_is_called_by_a_higher_order_operator():

@@ -18,7 +18,8 @@ LAYERS = [
     ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
     ("functx._policy_kinds", "functx._offload"),
     ("functx.checkpoint_policies",),
-    ("functx._storages", "functx.memory"),
+    ("functx._places", "functx._pictures"),
+    ("functx._storages", "functx._traced", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
     (
         "functx._remat._arguments",

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._places import where
 from functx._remat import _wrappers
 from functx._remat._constant import Constant
 from functx._remat._entry import MADE_HERE, REWRAPPED, Entry, describe, nested_capture
-from functx._remat._escape import Birth, where
+from functx._remat._escape import Birth
 from functx._remat._holders import Holders
 from functx._remat._kept_inside import saver_of, slot_of
 from functx._remat._ledger import Ledger, tell_of_a_region

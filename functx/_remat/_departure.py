@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from functx._errors import ReplayError
+from functx._places import Place, describe_place, line_of
 from functx._remat._entry import Entry, describe, results
-from functx._remat._escape import Place, describe_place, line_of
 
 _BEFORE, _AFTER = 4, 3
 """How many operations are shown around the first that differs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from functx._remat._escape import Place
+from functx._places import Place
 
 MADE_HERE = -1
 """The source of a tensor argument that the region itself made."""

@@ -11,56 +11,19 @@ somebody holds it.
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
-import os
 import sys
-import types
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._places import Place, describe_place
 
-Place = tuple[types.CodeType, int]
 Birth = tuple[int, "weakref.ref[Tensor]", Place]
 """A number, the tensor, and where it was made."""
-
-_INTERNAL = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _internal(filename: str) -> bool:
-    return filename.startswith(_INTERNAL)
-
-
-def where() -> Place:
-    """The line outside of torch and functx that is running, not looked up yet."""
-    # Never this function's own frame: a frame that holds itself is garbage with all it refers to.
-    frame: Any = getattr(inspect.currentframe(), "f_back", None)
-    here = frame
-    while _internal(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    if _internal(frame.f_code.co_filename):
-        frame = here
-    return frame.f_code, frame.f_lasti
-
-
-def line_of(place: Place) -> int:
-    """The number of the line of a place."""
-    code, instruction = place
-    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    return lines[0] if lines else code.co_firstlineno
-
-
-def describe_place(place: Place) -> str:
-    """``file:line`` of a place."""
-    return f"{place[0].co_filename}:{line_of(place)}"
 
 
 def find(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> dict[int, Tensor]:

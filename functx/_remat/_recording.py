@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functx._places import where
 from functx._remat._checksum import checksum, unobserved
 from functx._remat._entry import Entry, describe, results
-from functx._remat._escape import where
 from functx._remat._holders import base_of
 from functx._remat._options import Options
 from functx._remat._replay import Replay

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from functx import _torch
+from functx._places import where
 from functx._remat._departure import departed
 from functx._remat._entry import REWRAPPED, Entry, describe, nested_values
-from functx._remat._escape import where
 from functx._remat._prune import Pruned
 from functx._remat._tracker import Tracker, rewrap
 
