@@ -53,6 +53,12 @@ def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return written + [kwargs[name] for name in names if name in kwargs]
 
 
+@functools.cache
+def argument_names(func: Any) -> frozenset[str]:
+    """The names of an operator's arguments, by its schema."""
+    return frozenset(argument.name for argument in func._schema.arguments)
+
+
 def returns_one_list(func: Any) -> bool:
     """Whether an operator's only result is a list of tensors."""
     returns = func._schema.returns

@@ -322,6 +322,26 @@ class TestUnderVmap:
 
         assert_same(program(functx.remat), program(identity), eps=8)
 
+    @pytest.mark.parametrize("own", [False, True])
+    @pytest.mark.parametrize("randomness", ["different", "same"])
+    def test_a_policy_is_asked_without_drawing(self, randomness, own):
+        """It sees one example of each operation, on another device."""
+
+        def program(remat):
+            torch.manual_seed(4)
+            generator = torch.Generator().manual_seed(5) if own else torch.default_generator
+
+            def f(x):
+                return remat(
+                    lambda x: (x * torch.rand(3, generator=generator, device="cpu")).sin().sum()
+                )(x)
+
+            out = functx.vmap(functx.grad(f), randomness=randomness)(numbers(2, 3))
+            return out, torch.rand(3, generator=generator), torch.rand(3)
+
+        policy = functx.checkpoint_policies.dots_saveable
+        assert_same(program(functools.partial(functx.remat, policy=policy)), program(identity))
+
     @pytest.mark.parametrize("remat", [functx.remat, identity])
     @pytest.mark.parametrize("batched", [True, False])
     def test_error(self, remat, batched):

@@ -139,6 +139,23 @@ def test_no_cycles(way):
         assert [ref() for ref in alive] == [None, None]
 
 
+@pytest.mark.parametrize("way", ["backward", "dropped", "grad", "vjp"])
+def test_a_closure_whose_name_becomes_its_result(way):
+    """``x = remat(lambda: g(x))()``: a replay's copy of the function holds what ``x`` was."""
+
+    def f(x):
+        x = functx.remat(lambda: body(x))()
+        x = functx.remat(lambda: body(x) * x)()
+        return functx.remat(lambda: functx.remat(lambda: x.sin())() * x)()
+
+    with Operations():  # torch imports more at the first mode, and that holds frames
+        WAYS[way](f)
+    gc.collect()
+    with no_garbage_collection(), Operations() as operations:
+        WAYS[way](f)
+        assert operations.live == 0
+
+
 class TestKept:
     @pytest.mark.parametrize("kind", ["plain", "random", "captures", "nested"])
     def test_activations_are_gone_when_the_forward_returns(self, kind):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from cases import numbers
+from programs import identity
+from references import assert_same
 
 import functx
 
@@ -238,3 +240,27 @@ def test_a_leaf_that_a_transform_passes_on_was_not_made_by_it():
 
     for ours, expected in zip(gradients(functx.remat(f)), gradients(f), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("write", ["mul_", "squeeze_"])
+@pytest.mark.parametrize("used", [False, True])
+def test_what_an_inner_policy_may_keep_is_written_to(write, used):
+    """Whether or not the inner region keeps it in the end, the outer replay goes the same way."""
+
+    def inner(x):
+        h = x @ numbers(4, 4)
+        kept = h.exp() if used else x.sin()
+        h.squeeze_(0) if write == "squeeze_" else h.mul_(2)
+        return kept
+
+    def program(remat):
+        policy = {} if remat is identity else {"policy": functx.checkpoint_policies.dots_saveable}
+
+        def outer(x):
+            return remat(inner, **policy)(x.tanh()).exp() + unread
+
+        x, unread = numbers(3, 4).requires_grad_(), numbers(4).requires_grad_()
+        plain = torch.autograd.grad(remat(outer)(x).sum(), x)
+        return plain, functx.jacrev(functx.grad(lambda x: remat(outer)(x).sum()))(x.detach())
+
+    assert_same(program(functx.remat), program(identity), eps=8)

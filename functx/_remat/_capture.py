@@ -105,7 +105,7 @@ class FirstRun(Tracker):
     def says_what_is_kept(self) -> None:
         """The run has ended: a replay of a region around this one is to keep the same."""
         if self.ledger is not None:
-            self.entry.keys, self.entry.on_host = self.ledger.kept, set(self.ledger.devices)
+            self.entry.says(self.ledger.kept, set(self.ledger.devices), self.ledger.copied)
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""

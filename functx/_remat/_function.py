@@ -118,16 +118,19 @@ class Body:
         where: Sequence[int | None],
         statics: Sequence[Any],
     ) -> None:
-        self.function = f
+        self._first: Callable[..., Any] | None = f
         self._spec = spec
         self._where = where
         self._statics = statics
-        self._cells = snapshot(f)
-        self._fresh = True
         self._out: Any = None
+        # No cell of the user's: the result of this very call may end up in it, as in
+        # ``x = remat(lambda: g(x))()``, and nothing could free them.
+        self._function = rebound(f, snapshot(f))
+        self._cells = snapshot(self._function)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
-        f = self.function if self._fresh else rebound(self.function, self._cells)
+        first, self._first = self._first, None
+        f = rebound(self._function, self._cells) if first is None else first
         leaves = [
             static if place is None else tensors[place]
             for place, static in zip(self._where, self._statics)
@@ -139,8 +142,7 @@ class Body:
             result = f(*args, **kwargs)
         alone = type(result) in PLAIN
         outs, spec = ([result], None) if alone else _tree.flatten(result)
-        if self._fresh:
-            self._fresh = False
+        if first is not None:
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
         return outs if alone else [o for o in outs if isinstance(o, Tensor)]
 
@@ -155,8 +157,8 @@ class Body:
                 key: (cell, contents.detach() if id(contents) in held else contents)
                 for key, (cell, contents) in self._cells.items()
             }
-            self.function = rebound(self.function, cells)
-            self._cells = snapshot(self.function)
+            self._function = rebound(self._function, cells)
+            self._cells = snapshot(self._function)
 
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""

@@ -1,7 +1,8 @@
 """What a region inside another one keeps: decided in the forward, and the same in replays.
 
 A replay of the outer region runs the inner one for the first time once more. What the inner one
-keeps decides what the outer one's pullback reads, so the policy is not asked again.
+keeps decides what the outer one's pullback reads, so the policy is not asked again; and what it
+copies, because it may keep it and something writes to it, the outer one has in its record.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from functx._remat._saving import Saver
 
 
 class Slot:
-    """What one region keeps: keys of results, and which of them in host memory.
+    """What one region keeps: keys of results, which of them in host memory, and what it copied.
 
-    Both are known once it has run.
+    All are known once it has run.
     """
 
-    __slots__ = ("again", "keys", "on_host")
+    __slots__ = ("again", "copied", "keys", "on_host")
 
     def __init__(self) -> None:
         self.keys: list[int] | None = None
         self.on_host: set[int] = set()
+        self.copied: set[int] = set()
         self.again = False
+
+    def says(self, keys: list[int] | None, on_host: set[int], copied: set[int]) -> None:
+        """The region has run."""
+        self.keys, self.on_host, self.copied = keys, on_host, copied
 
 
 class AsBefore(OfOperation):
@@ -48,7 +54,7 @@ def slot_of(region: Any) -> Slot:
     slot = Slot()
     if found is not None and found.keys is not None:
         slot.again = True
-        slot.keys, slot.on_host = found.keys, found.on_host
+        slot.says(found.keys, found.on_host, found.copied)
     return slot
 
 
@@ -56,7 +62,8 @@ def saver_of(region: Any, slot: Slot) -> Saver | None:
     """Who decides what a region keeps; ``None`` if nothing is."""
     policy: Policy | None = region.options.policy
     if slot.again:
-        return Saver(AsBefore(slot)) if slot.keys else None
+        copied = slot.copied.difference(key >> 6 for key in slot.keys or ())
+        return Saver(AsBefore(slot), copied=copied) if slot.keys or copied else None
     if policy is None:
         return None
     return Saver(policy, [f.batch_size for f in region.frames if f.batch_size is not None])

@@ -52,6 +52,7 @@ class Ledger(Watcher):
         kept: keys of the results that the region keeps.
         devices: of those among them that went to host memory, by key.
         fetcher: brings these back.
+        copied: steps whose results were copied when something was going to write to them.
     """
 
     def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
@@ -64,6 +65,7 @@ class Ledger(Watcher):
         self.kept: list[int] = []
         self.devices: dict[int, torch.device] = {}
         self.fetcher: Fetcher | None = None
+        self.copied: set[int] = set()
         self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
         self._external: set[int] = set()
         self._made: list[tuple[Any, int]] = []  # weak reference, storage
@@ -125,7 +127,8 @@ class Ledger(Watcher):
             for place, t, storage in made:
                 self.saver.given(key_of(number, place), t.detach(), storage)
         elif stood_in() is StoodIn.UNWRITTEN:
-            pass
+            if self.saver is not None:
+                self.saver.left_out(number, made)
         elif self.saver is not None and not kind.unwritten:
             self.saver.ran(number, kind.func, args, kwargs, out, made)
 
@@ -247,6 +250,7 @@ class Ledger(Watcher):
         saver, self.saver = self.saver, None
         if saver is None:
             return []
+        self.copied = saver.copied
         keys = self.kept if self.reliable else []
         values, self.devices = saver.take(keys)
         if self.devices:

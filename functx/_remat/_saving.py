@@ -17,7 +17,7 @@ import enum
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from functx._policy_kinds import is_dot
 from functx._remat._holders import holding, not_holding
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import SILENT, tracking
+from functx._torch_operators import argument_names
 
 IN_PLACE = 63
 """The place, among the results of an operation, of memory that it wrote to."""
@@ -62,6 +63,7 @@ class _Now(threading.local):
 
 
 _now = _Now()
+_META = torch.device("meta")
 
 
 def standing_in(what: StoodIn) -> None:
@@ -80,10 +82,18 @@ class Saver:
     Args:
         policy: what to ask.
         batch_sizes: of the ``vmap`` levels that the body runs under.
+        copied: operations whose results are held until they are written to, only to be copied then.
+
+    Attributes:
+        copied: operations whose results were copied when something was going to write to them.
     """
 
-    def __init__(self, policy: Policy, batch_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, policy: Policy, batch_sizes: Sequence[int] = (), copied: Collection[int] = ()
+    ) -> None:
         self._policy = policy
+        self._only_copied = frozenset(copied)
+        self.copied: set[int] = set()
         self._held: dict[int, tuple[Tensor, Decision]] = {}
         self._free: set[int] = set()  # kept by a region around this one anyway
         self._places: dict[int, int] = {}  # storage -> the key of its newest value
@@ -125,6 +135,12 @@ class Saver:
             value = Value(func, args, kwargs, out, number, _modules_running)
             self._judge(number, value, [(i, t.detach(), s) for i, t, s in made])
 
+    def left_out(self, number: int, made: list[Any]) -> None:
+        """A replay around this region left an operation out; perhaps the copy of it, too."""
+        if number in self._only_copied:
+            for place, t, storage in made:
+                self._hold(key_of(number, place), t.detach(), storage, Decision.SAVE)
+
     def given(self, key: int, t: Tensor, storage: int) -> None:
         """A region around this one keeps the result anyway."""
         self._free.add(key)
@@ -133,6 +149,8 @@ class Saver:
     def _judge(self, number: int, value: Value, made: list[Any]) -> None:
         decision = self._policy.decide(value)
         value.forget()
+        if not decision and number in self._only_copied:
+            decision = Decision.SAVE
         for place, t, storage in made:
             key = key_of(number, place)
             self._places[storage] = key
@@ -176,12 +194,14 @@ class Saver:
             key = self._places.get(storage)
             if key in self._held:
                 held, decision = self._held.pop(key)
+                self.copied.add(key >> 6)
                 copy = self._moved(held, storage)
                 if copy is not None:
                     self._held[key] = (copy, decision)
-            for _, _, made in self._waiting:
+            for number, _, made in self._waiting:
                 for i in reversed(range(len(made))):
                     if made[i][2] == storage:
+                        self.copied.add(number)
                         place, held, _ = made.pop(i)
                         copy = self._moved(held, storage)
                         if copy is not None:
@@ -199,7 +219,7 @@ class Saver:
 
     def keys(self) -> set[int]:
         """The results that may be kept."""
-        return set(self._held)
+        return {key for key in self._held if key >> 6 not in self._only_copied}
 
     def take(self, keys: Sequence[int]) -> tuple[list[Tensor], dict[int, torch.device]]:
         """The values to keep, in this order, and where those come from that went to the host.
@@ -299,8 +319,13 @@ class _Recorder(_torch.TorchDispatchMode):
         self.ran: list[Value] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.ran.append(Value(func, args, kwargs or {}, out, modules=_modules_running))
+        kwargs = kwargs or {}
+        names = argument_names(func)
+        # What is made of nothing is on the meta device, too: there nobody draws a random number.
+        elsewhere = {"device": _META, "generator": None} if "device" in names else {}
+        kwargs = {**kwargs, **{k: v for k, v in elsewhere.items() if k in names}}
+        out = func(*args, **kwargs)
+        self.ran.append(Value(func, args, kwargs, out, modules=_modules_running))
         return out
 
 
@@ -321,7 +346,7 @@ def _one_example(func: Any, args: Any, kwargs: Any) -> list[Value] | None:
 
 def _meta(tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+        return torch.empty(tree.shape, dtype=tree.dtype, device=_META)
     if isinstance(tree, dict):
         return {key: _meta(x) for key, x in tree.items()}
     if type(tree) in (list, tuple):
