@@ -79,10 +79,11 @@ def callable_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments that a dispatch mode was given, as it can call the operator with them.
 
     With one of forward mode's zeros without memory, operators of a tensor and a number crash the
-    process. A number that stands for a tensor comes as a number, and is refused in first place.
+    process. A number that stands for a tensor comes as a number, which aten refuses in first place.
     """
     first = args[0] if args else None
-    if type(first) in (int, float, bool, complex) and takes_tensor_first(func):
+    number = type(first) in (int, float, bool, complex)
+    if number and func.namespace == "aten" and takes_tensor_first(func):
         args = (torch.tensor(first), *args[1:])
     if _torch.forward_ad_level() < 0 or func._overloadname != "Scalar" or is_mutable(func):
         return args, kwargs

@@ -26,6 +26,11 @@ def legacy_vmap_level() -> int:
     return level
 
 
+def legacy_batch_size(t: torch.Tensor, level: int) -> int:
+    """How many examples a tensor of some level of the older vmap holds."""
+    return int(remove_legacy_batch_dim(t, level, 0, 0).shape[0])
+
+
 @contextmanager
 def outside_legacy_vmap() -> Iterator[None]:
     """Run as outside of torch's older vmap, which refuses random operations."""

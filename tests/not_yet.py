@@ -4,16 +4,11 @@ The tests are written and run; they are expected to fail, strictly, so that one 
 has to leave this list.
 """
 
-_DUAL = "raises RematError: forward over reverse by forward_ad.dual_level; functx.jvp does it"
-
 NOT_YET = {
     "TestModes::test_pushed_by_the_user[backward-DoublesBelow]": (
         "a dispatch mode entered around the backward alone acts on the replay too: it can't be "
         "told from one that counts operations, which has to see them"
     ),
-    "TestChecks::test_gradgradcheck": _DUAL,
-    "TestOtherWays::test_dual_level": _DUAL,
-    "TestAutogradFunctional::test_hessian[forward-mode]": _DUAL,
     "TestCaches::test_written_by_one_region_and_read_by_another": (
         "raises ReplayError: a constant that one region reads is written by the next"
     ),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler
 from functx._errors import RematError, ReplayError
+from functx._remat._dual_level import Duals, dual_frame
 from functx._remat._observers import notify, observing
 from functx._remat._operator import call
 from functx._remat._options import Options
@@ -27,6 +28,7 @@ class _Payload:
         "absent",
         "apart",
         "cut",
+        "duals",
         "fn",
         "frames",
         "level",
@@ -36,7 +38,6 @@ class _Payload:
         "places",
         "region",
         "tensors",
-        "under_dual_level",
     )
 
     def __init__(
@@ -58,7 +59,8 @@ class _Payload:
         self.n_kept = len(self.region.kept)
         # Kept values that torch refuses to save.
         self.apart: list[Tensor] = []
-        self.under_dual_level: bool = any(f.holds_duals() for f in frames)
+        dual = dual_frame(self.region.frames) if self.level == 0 else None
+        self.duals = None if dual is None else Duals(self.region, dual)
         self.outs: Sequence[Tensor] | None = outs
         self.tensors: Sequence[Tensor] = tensors
         self.cut = cut
@@ -99,7 +101,10 @@ class RegionNode(_torch.SingleLevelFunction):
         values = payload.region.kept
         if values and any(t.is_inference() for t in values):
             payload.apart, values = values, []
-        ctx.save_for_backward(*kept, *values)
+        duals = [] if payload.duals is None else payload.duals.tensors
+        ctx.save_for_backward(*kept, *values, *duals)
+        if payload.duals is not None:
+            payload.duals.tensors = []
         return tuple(outs)
 
     @staticmethod
@@ -112,13 +117,6 @@ class RegionNode(_torch.SingleLevelFunction):
         wanted = [i for i, c in enumerate(cotangents) if c is not None]
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
-        if payload.under_dual_level and _torch.forward_ad_level() >= 0:
-            raise RematError(
-                f"remat: the region {region.options.name!r} ran on dual tensors of a "
-                "forward_ad.dual_level and is differentiated backwards inside it; the tangents of "
-                "its gradients would be lost. Take forward over reverse with functx.jvp or "
-                "functx.jacfwd of functx.grad."
-            )
         try:
             saved = ctx.saved_tensors
         except RuntimeError as error:
@@ -129,29 +127,95 @@ class RegionNode(_torch.SingleLevelFunction):
                 f"between its forward and its replay ({error}). Modify it after the backward, or "
                 "give the region a clone."
             ) from error
-        pullback = Pullback(
-            payload.fn, needs, payload.cut, wanted, payload.level, payload.want, payload.n_kept
+        duals = payload.duals
+        if duals is not None:
+            n = len(saved) - len(duals.inputs())
+            saved, tensors = saved[:n], saved[n:]
+            if duals.alive(tensors):
+                return (None, *_with_tangents(payload, saved, tensors, needs, cotangents))
+        return (None, *_gradients(payload, saved, needs, wanted, cotangents))
+
+
+def _gradients(
+    payload: _Payload,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+    wanted: Sequence[int],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The cotangents of the inputs, for those of some results."""
+    pullback = Pullback(
+        payload.fn, needs, payload.cut, wanted, payload.level, payload.want, payload.n_kept
+    )
+    if payload.absent:
+        kept, absent = iter(saved), iter(payload.absent)
+        with tracking(SILENT):  # what making placeholders takes is no operation of a body
+            primals = [next(kept) if need else next(absent)() for need in payload.needed]
+        saved = (*primals, *kept)
+    tensors = [
+        *saved,
+        *payload.apart,
+        *[c for i in wanted if (c := cotangents[i]) is not None],
+    ]
+    beyond = payload.n_kept or payload.region.connected
+    connected = payload.needed if beyond else ()
+    results = iter(_pull_back(payload.region, pullback, tensors, connected))
+    return [next(results) if need else None for need in needs]
+
+
+def _with_tangents(
+    payload: _Payload,
+    saved: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """``NOTE [gradients with tangents]`` in `_dual_level`."""
+    duals = payload.duals
+    assert duals is not None
+    if payload.region.rewritten:
+        raise RematError(
+            f"remat: the region {payload.region.options.name!r} writes in place to a tensor that "
+            "it did not make, ran on dual tensors of a forward_ad.dual_level, and is "
+            "differentiated backwards inside it; the tangents of its gradients would be lost. "
+            "Write to a .clone(), or take forward over reverse with functx.jvp of functx.grad."
         )
-        if payload.absent:
-            kept, absent = iter(saved), iter(payload.absent)
-            with tracking(SILENT):  # what making placeholders takes is no operation of a body
-                primals = [next(kept) if need else next(absent)() for need in payload.needed]
-            saved = (*primals, *kept)
-        tensors = [*saved, *payload.apart, *[c for c in cotangents if c is not None]]
-        tensors = [_torch.unwrap_if_dead(t) for t in tensors]
-        if not torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
-            grads = pullback(*tensors)
-        else:
-            options = Options(
-                name=f"pullback of {region.options.name}",
-                determinism_check=region.options.determinism_check,
-                replay=True,
-            )
-            beyond = payload.n_kept or region.connected
-            connected = payload.needed if beyond else ()
-            grads = call(Region(pullback, tensors, options, connected=connected), made_here=True)
-        results = iter(grads)
-        return (None, *(next(results) if need else None for need in needs))
+    those = [(i, c) for i, c in enumerate(cotangents) if c is not None]
+    primal = [(i, c) for i, c in those if duals.is_primal(payload.places[i])]
+    tangent = [i for i, _ in those if not duals.is_primal(payload.places[i])]
+    gradients: list[Tensor | None] = [None] * len(needs)
+    if tangent:
+        gradients = _gradients(payload, saved, needs, tangent, cotangents)
+    if primal:
+        places = [payload.places[i] for i, _ in primal]
+        pullback = duals.pullback(payload.region, needs, payload.cut, places)
+        given = [*tensors, *(c for _, c in primal)]
+        results = iter(_pull_back(payload.region, pullback, given, duals=True))
+        for i in duals.inputs():
+            if needs[i] and (found := next(results)) is not None:
+                before = gradients[i]
+                gradients[i] = found if before is None else before + found
+    return gradients
+
+
+def _pull_back(
+    region: Region,
+    pullback: Pullback,
+    tensors: Sequence[Tensor],
+    connected: Sequence[bool] = (),
+    *,
+    duals: bool = False,
+) -> Sequence[Tensor | None]:
+    """Run a pullback: as a region, if that may be differentiated."""
+    tensors = [_torch.unwrap_if_dead(t) for t in tensors]
+    if not (duals or torch.is_grad_enabled()) and _torch.peek_interpreter_stack() is None:
+        return pullback(*tensors)
+    options = Options(
+        name=f"pullback of {region.options.name}",
+        determinism_check=region.options.determinism_check,
+        replay=True,
+    )
+    return call(Region(pullback, tensors, options, connected=connected), made_here=True)
 
 
 def _same(t: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
 from functx._remat._levels import at_level
@@ -114,11 +115,20 @@ def _plain(
     """On plain autograd, below all transforms."""
     inputs = [
         # A stand-in of the base level is a leaf already; anything else must be cut off.
-        t if not require or (recording and t.requires_grad) else t.detach().requires_grad_()
+        t if not require or (recording and t.requires_grad) else _leaf(t)
         for t, require in zip(primals, pullback.requires)
     ]
     wanted = pullback.want(pullback.wanted, kept)
     return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """``t`` off all tapes, and on its own; its tangent stays."""
+    leaf = t.detach().requires_grad_()
+    if _torch.forward_ad_level() < 0:
+        return leaf
+    tangent = forward_ad.unpack_dual(t).tangent
+    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
 
 
 def _fresh_level(

@@ -62,8 +62,7 @@ class Region:
         given: explicit inputs as the caller has them, weakly, where replays go by first sight.
         captured: tensors found while the first run is under way, as the body met them.
         constants: tensors read that are no inputs.
-        before: base tensors that the body wrote to though they are inputs, by id, each with a
-            copy of what it was.
+        before: base tensors that are inputs and were written to, by id, each with a copy of before.
         rewritten: the inputs and captures that the body wrote to, by position.
         overwritten: those externals whose history it changed; they are further results.
         owners: what they are for the caller, until it has been written back.
@@ -78,8 +77,7 @@ class Region:
         needed: for each input, explicit and captured, whether a pullback reads it.
         kept: results of operations that the policy keeps, until nodes hold them.
         inner_keeps: what regions inside keep, in the order in which they began.
-        connected: inputs that a pullback needs though it may not read them: values that were kept
-            depend on them.
+        connected: inputs that a pullback needs, read or not: what was kept depends on them.
     """
 
     __slots__ = (
@@ -281,6 +279,8 @@ class Region:
         self._results += range(len(places), len(places) + len(extra))
         outs = self._distinct([*outs, *extra])
         self.reached = leaves = first.check_tape(outs)
+        if any(frame.holds_duals() for frame in self.frames) and self.frames[0].differentiates():
+            first.must_run_whole()  # NOTE [gradients with tangents] in `_dual_level`
         self.needed = [True] * len(first.holders)
         if ledger is not None and ledger.settle(outs):
             self.ledger = ledger

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from functx import _torch
+from functx import _torch, _torch_vmap
 from functx._remat._operator import rule
 from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
@@ -27,6 +28,9 @@ class DualFrame(Frame):
     def __init__(self, fn: Flat, region: Region, level: int = 0) -> None:
         super().__init__(level, fn, region)
         self.out_slots: list[bool] = []
+        if type(self) is DualFrame:
+            # A dual for as long as the level lives.
+            self._witness = forward_ad.make_dual(torch.empty(0), torch.empty(0))
 
     def unwrap(self, t: Tensor) -> Tensor:
         """A primal or tangent of this level as a value of the level below."""
@@ -53,7 +57,7 @@ class DualFrame(Frame):
         if not self.is_dual_here(t):
             self.slots.append(False)
             return [t]
-        primal, tangent = forward_ad.unpack_dual(t)
+        primal, tangent = unpack(t)
         self.slots.append(tangent is not None)
         # Inside a wrapper is its primal, as the level below made it; unpacking makes an alias.
         primal = self.unwrap(t if self.unwrap(t) is not t else primal)
@@ -70,35 +74,47 @@ class DualFrame(Frame):
 
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
         """A dual of the fresh level."""
-        primal, *tangent = (_torch.wrap_for_grad(v, level) for v in values)
+        primal, *tangent = (_torch.wrap_for_grad(v, level) if level else v for v in values)
         return make_dual(primal, tangent[0]) if slot else primal
 
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """Primals and tangents of the results; remembers which have a tangent."""
-        results: list[Tensor | None] = []
-        slots: list[bool] = []
+        if type(self) is DualFrame and (
+            self.region.first_run is not None
+            or _torch.forward_ad_level() < 0
+            or is_dual(self._witness)
+        ):
+            return self._in_the_users_level(values)
         self.inside = level = _torch.enter_jvp_level()
         try:
-            with (
-                _torch.set_forward_grad_enabled(True),
-                nullcontext() if _torch.forward_ad_level() >= 0 else forward_ad.dual_level(),
-            ):
-                for out in self.fn(*self.lift_all(values, self.slots, level)):
-                    if out is None:
-                        results.append(None)
-                        slots.append(False)
-                        continue
-                    parts = [
-                        p
-                        for p in forward_ad.unpack_dual(_torch.unwrap_if_dead(out))
-                        if p is not None
-                    ]
-                    slots.append(len(parts) == 2)
-                    if self.region.first_run is not None:
-                        self.region.reached |= self.region.first_run.check_tape(parts[1:])
-                    results += [_torch.unwrap_for_grad(p, level) for p in parts]
+            with _torch.set_forward_grad_enabled(True), _dual_level():
+                outs = self.fn(*self.lift_all(values, self.slots, level))
+                return self._parts(outs, level)
         finally:
             _torch.exit_jvp_level()
+
+    def _in_the_users_level(self, values: Sequence[Tensor]) -> list[Tensor | None]:
+        """On duals of plain autograd, as without remat.
+
+        Not in replays inside another level: duals of the replay would mix with those around it.
+        """
+        self.inside = _torch.interpreter_depth()
+        with _dual_level():
+            return self._parts(self.fn(*self.lift_all(values, self.slots, 0)), 0)
+
+    def _parts(self, outs: Sequence[Tensor | None], level: int) -> list[Tensor | None]:
+        results: list[Tensor | None] = []
+        slots: list[bool] = []
+        for out in outs:
+            if out is None:
+                results.append(None)
+                slots.append(False)
+                continue
+            parts = [p for p in unpack(_torch.unwrap_if_dead(out)) if p is not None]
+            slots.append(len(parts) == 2)
+            if self.region.first_run is not None:
+                self.region.reached |= self.region.first_run.check_tape(parts[1:])
+            results += [_torch.unwrap_for_grad(p, level) for p in parts] if level else parts
         self.out_slots = slots
         return results
 
@@ -138,10 +154,39 @@ class JvpFrame(DualFrame):
         return _torch.wrap_for_grad(t, self.level)
 
 
+def _dual_level() -> Any:
+    return nullcontext() if _torch.forward_ad_level() >= 0 else forward_ad.dual_level()
+
+
+def unpack(t: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The primal, and the tangent if there is one."""
+    if not _torch_vmap.is_legacy_batched(t):
+        return forward_ad.unpack_dual(t)
+    level = _torch_vmap.legacy_vmap_level()
+    if not level:
+        return t, None
+    primal, tangent = unpack(_torch_vmap.remove_legacy_batch_dim(t, level, 0, 0))
+    if tangent is None:
+        return t, None
+    return (
+        _torch_vmap.add_legacy_batch_dim(primal, 0, level),
+        _torch_vmap.add_legacy_batch_dim(tangent, 0, level),
+    )
+
+
+def is_dual(t: Tensor) -> bool:
+    """Whether ``t`` has a tangent."""
+    return _torch.forward_ad_level() >= 0 and unpack(t)[1] is not None
+
+
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """Pack a dual; forward mode keeps the layout of the primal, which must own its memory."""
     if any(s == 0 and n > 1 for s, n in zip(primal.stride(), primal.shape)):
         primal = primal.contiguous()
+    if _torch_vmap.is_legacy_batched(primal) and (level := _torch_vmap.legacy_vmap_level()):
+        size = _torch_vmap.legacy_batch_size(primal, level)
+        parts = [_torch_vmap.remove_legacy_batch_dim(t, level, size, 0) for t in (primal, tangent)]
+        return _torch_vmap.add_legacy_batch_dim(forward_ad.make_dual(*parts), 0, level)
     return forward_ad.make_dual(primal, tangent)
 
 
