@@ -25,6 +25,8 @@ from torch.func import (
 from functx import _jacobian, _torch_compiler, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
+from functx._statistics import forward_mode
+from functx._torch_norms import mend_batching_rules
 from functx._validate import Argnums
 
 __all__ = [
@@ -45,9 +47,16 @@ __all__ = [
     "vmap",
 ]
 
-vmap = by_arguments(torch.func.vmap)
-jacfwd = by_arguments(torch.func.jacfwd)
-jvp = by_primals(torch.func.jvp)
+
+@functools.wraps(torch.func.vmap)
+def _vmap(*args: Any, **kwargs: Any) -> Any:
+    mend_batching_rules()
+    return torch.func.vmap(*args, **kwargs)
+
+
+vmap = by_arguments(_vmap)
+jacfwd = by_arguments(forward_mode(torch.func.jacfwd))
+jvp = by_primals(forward_mode(torch.func.jvp))
 
 
 @_torch_compiler.uncompiled
@@ -318,7 +327,7 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     """
     _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
-    transformed = torch.func.jacfwd(jacrev(func, argnums), argnums)
+    transformed = forward_mode(torch.func.jacfwd)(jacrev(func, argnums), argnums)
 
     @_named_after(func)
     def second_derivative(*args: Any) -> Any:

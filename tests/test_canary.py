@@ -11,6 +11,7 @@ from functx import (
     _torch_compiler,
     _torch_fake,
     _torch_globals,
+    _torch_norms,
     _torch_operators,
     _torch_vmap,
     memory,
@@ -325,3 +326,15 @@ def test_interpreters_know_their_transform():
         return x
 
     torch.func.vmap(f)(torch.ones(3))
+
+
+def test_what_batching_rules_run_below_vmap_is_on_what_is_inside():
+    t = torch.ones(2, 3)
+    level = _torch.enter_vmap_level(2, "error")
+    try:
+        inside, dim = _torch.unwrap_batched(_torch.add_batch_dim(t, 0, level), level)
+        with _torch_norms.below_vmap(_torch_norms.BATCHED), _torch_norms.unseen():
+            assert dim == 0
+            assert (inside * 2).shape == (2, 3)
+    finally:
+        _torch.exit_vmap_level()
