@@ -10,6 +10,7 @@ replacement with the original; which of the two is called is then seen from the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -67,7 +68,11 @@ class RegionForward:
         return _transformers.run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
-        return type(module).forward.__get__(module) if self.own is None else self.own
+        if self.own is not None:
+            return self.own
+        if torch.compiler.is_compiling():  # of a method, the compiler of torch 2.11 knows nothing
+            return functools.partial(type(module).forward, module)
+        return type(module).forward.__get__(module)
 
     def __reduce__(self) -> Any:
         return RegionForward, (self.__self__, self.options, self.own)

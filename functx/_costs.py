@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functx import _torch, _tree, memory
+from functx import _torch, _torch_globals, _tree, memory
 from functx._chain import Block, Chain, Tree
 from functx._policy_kinds import flops_of
 from functx._remat._function import run
@@ -262,10 +262,9 @@ def undisturbed(f: Any) -> Iterator[None]:
     buffers = {id(b): b for m in modules for b in m.buffers(recurse=False)}
     before = [(b, b.detach().clone()) for b in buffers.values()]
     attributes = [(m, dict(m.__dict__)) for m in modules]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with ExitStack() as stack:
         stack.enter_context(_torch.cleared_interpreter_stack())
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(_torch_globals.fork_generators())
         try:
             yield
         finally:

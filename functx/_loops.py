@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _schedules, _tree, _while
+from functx import _schedules, _torch_globals, _tree, _while
 from functx._arrays import backend_of
 from functx._remat._function import run
 from functx._remat._options import Options
@@ -266,7 +266,7 @@ def _scan_step(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> t
 
 def _no_steps(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> Any:
     """The outputs of no steps: what one step on zeros would give, without its row."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), _torch_globals.fork_generators():
         xs = [x.new_zeros((1, *x.shape[1:])) for x in xs]
         _, ys = _scan_step(body, layout, carry, xs)
     return _tree.map_(lambda leaf: leaf if leaf is None else leaf[:0], ys)

@@ -298,9 +298,14 @@ def as_contexts(policy: Policy | None) -> Any:
     return functools.partial(create_selective_checkpoint_contexts, functools.partial(_say, policy))
 
 
+# In the place of a result that torch does not tell: its checkpoint asks before it runs an operator
+# in torch 2.11, and after in later ones.
+NOT_TOLD = object()
+
+
 def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy as a function that torch's checkpoint asks."""
-    said = policy.decide(Value(op, args, kwargs, context.op_output))
+    said = policy.decide(Value(op, args, kwargs, getattr(context, "op_output", NOT_TOLD)))
     if said is Decision.OFFLOAD:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx._policies import Decision, OfOperation, Policy, Value
+from functx._errors import RematError
+from functx._policies import NOT_TOLD, Decision, OfOperation, Policy, Value
 
 
 def _packets(names: str) -> frozenset[Any]:
@@ -195,7 +196,16 @@ class Offloaded(Policy):
 
 
 def bytes_of(out: Any) -> int:
-    """Bytes of the tensors that an operation returned."""
+    """Bytes of the tensors that an operation returned.
+
+    Raises:
+        RematError: it is not known what it returned.
+    """
+    if out is NOT_TOLD:
+        raise RematError(
+            f"remat: in code that torch.compile compiles, torch {torch.__version__} does not tell "
+            "policies how large a result is. Use a policy of operators there, or a later torch."
+        )
     if isinstance(out, Tensor):
         return out.numel() * out.element_size()
     if isinstance(out, (list, tuple)):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from functx import _torch, _torch_compiler, _tree, _validate
+from functx import _torch, _torch_compiler, _torch_globals, _tree, _validate
 from functx._remat._tracker import enter_transform, leave_transform
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
@@ -179,6 +179,7 @@ def record(
         inputs are the tuple of the differentiated arguments.
     """
     _validate.check_inputs(args, argnums, api)
+    _torch_globals.check_derivatives_exist(api)
     with _hooks_disabled(), _torch.grad_level() as level, torch.enable_grad():
 
         def enter(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch
+from functx import _torch, _torch_globals
 
 
 class Statistics(TorchFunctionMode):
@@ -50,6 +50,7 @@ def forward_mode(transform: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(func)
         def observed(*inputs: Any, **named: Any) -> Any:
+            _torch_globals.check_derivatives_exist(transform.__name__)
             with Statistics():
                 return func(*inputs, **named)
 

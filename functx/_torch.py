@@ -183,11 +183,6 @@ def forward_ad_level() -> int:
     return int(_forward_ad._current_level)
 
 
-def gradient_edge(t: torch.Tensor) -> Any:
-    """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
-    return t if t.grad_fn is None else _graph.GradientEdge(t.grad_fn, t.output_nr)
-
-
 def require_grad(t: torch.Tensor, required: bool = True) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
     allowed = _functorch.get_inplace_requires_grad_allowed()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize as _parametrize
+
+from functx import _torch
 
 
 @contextmanager
@@ -40,3 +43,25 @@ def foreign_saved_tensors_hooks() -> bool:
     """Whether hooks see what the tape saves that torch did not make: what it holds is unknown."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and not (getattr(top[0], "__module__", None) or "").startswith("torch.")
+
+
+def fork_generators() -> AbstractContextManager[Any]:
+    """Default generators, of the CPU and of all CUDA devices, get back the states they have now."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices=devices)
+
+
+@functools.cache
+def _inference_hides_derivatives() -> bool:
+    """Whether derivatives are zero in inference mode, as before torch 2.13."""
+    with _torch.cleared_interpreter_stack(), _torch.without_modes(), torch.inference_mode():
+        return not torch.func.grad(torch.sin)(torch.zeros(()))
+
+
+def check_derivatives_exist(api: str) -> None:
+    """Raise where torch would say without an error that a derivative is zero."""
+    if torch.is_inference_mode_enabled() and _inference_hides_derivatives():
+        raise RuntimeError(
+            f"{api}: in torch.inference_mode, torch {torch.__version__} gives zeros for "
+            "derivatives. Leave it, or use torch.no_grad()."
+        )

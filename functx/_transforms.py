@@ -17,17 +17,21 @@ from torch.func import (
     debug_unwrap,
     functional_call,
     functionalize,
-    rearrange,
     replace_all_batch_norm_modules_,
     stack_module_state,
 )
 
-from functx import _jacobian, _torch_compiler, _tree, _validate
+from functx import _jacobian, _torch_compiler, _torch_globals, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
 from functx._statistics import forward_mode
 from functx._torch_norms import mend_batching_rules
 from functx._validate import Argnums
+
+try:
+    from torch.func import rearrange
+except ImportError:  # before torch 2.13 it is exported by functorch alone
+    from functorch.einops import rearrange
 
 __all__ = [
     "debug_unwrap",

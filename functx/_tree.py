@@ -52,6 +52,11 @@ else:
         return [_torch_pytree.keystr(path) for path, _ in found]
 
 
+def shown(spec: TreeSpec) -> str:
+    """A structure in one line, for messages."""
+    return " ".join(str(spec).split())
+
+
 def leaves(tree: Any) -> list[Any]:
     """The leaves of ``tree`` in order."""
     return flatten(tree)[0]

@@ -9,6 +9,7 @@ from torch.utils import checkpoint
 from functx import (
     _torch,
     _torch_compiler,
+    _torch_edges,
     _torch_fake,
     _torch_globals,
     _torch_norms,
@@ -119,14 +120,16 @@ def test_a_weak_reference_knows_that_memory_is_gone():
     assert ref.expired()
 
 
-def test_an_edge_stands_for_its_tensor():
+@pytest.mark.parametrize("f", [torch.sin, _torch_edges._Same.apply], ids=["torch's", "custom"])
+def test_an_edge_stands_for_its_tensor(f):
     x = torch.ones(2, requires_grad=True)
-    edge = _torch.gradient_edge(x.sin())
+    edge = _torch_edges.gradient_edge(f(x))
+    one = torch.ones(2)
     (gradient,) = _torch.run_backward(
-        (edge,), (torch.ones(2),), False, False, (x,), allow_unreachable=True, accumulate_grad=False
+        (edge,), (one,), False, False, (x,), allow_unreachable=True, accumulate_grad=False
     )
-    assert torch.equal(gradient, x.cos())
-    assert _torch.gradient_edge(x) is x
+    assert torch.equal(gradient, x.cos() if f is torch.sin else one)
+    assert _torch_edges.gradient_edge(x) is x
 
 
 def test_the_engine_numbers_its_runs():
@@ -169,7 +172,7 @@ def test_a_name_in_a_profile():
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
-        torch.profiler.profile(activities=activities) as profile,
+        torch.profiler.profile(activities=activities, acc_events=True) as profile,
         Mode(),
         _torch.record_function("mine"),
     ):

@@ -156,7 +156,7 @@ class TestProfile:
 
     def names(self, work):
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             work()
         return [event.name for event in profile.events()]
 

@@ -118,6 +118,29 @@ class TestTorch:
 
         assert_same(program(functx.remat), program(identity), eps=8)
 
+    def test_generators_of_a_device_where_no_input_is(self, monkeypatch):
+        """Two stand in for CUDA's: that of the current device, and one the region never met."""
+        here, elsewhere = torch.Generator(), torch.Generator()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "default_generators", (here, elsewhere))
+
+        @torch.library.custom_op("functx_tests::draw", mutates_args=())
+        def draw(x: torch.Tensor) -> torch.Tensor:
+            elsewhere.set_state(torch.Generator().manual_seed(1).get_state())  # another thread does
+            return torch.rand(x.shape, generator=here, dtype=x.dtype)
+
+        def program(remat):
+            here.manual_seed(3)
+            elsewhere.manual_seed(3)
+            x = X.clone().requires_grad_()
+            out = remat(lambda x: x.sin() * draw(x.detach()))(x).sum()
+            elsewhere.manual_seed(4)
+            (gradient,) = torch.autograd.grad(out, x)
+            return gradient, here.get_state()
+
+        assert_same(program(functx.remat), program(identity), eps=8)
+
     def test_a_generator_of_a_module(self):
         class Noise(torch.nn.Module):
             def __init__(self):

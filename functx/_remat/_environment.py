@@ -11,7 +11,8 @@ NOTE [generators]
 States are read when the region starts (default generators) or when an operation is given a
 generator, and kept only if the region drew from them. Default generators belong to the process, so
 replays that restore one hold a process-wide lock; what other threads draw from it meanwhile is not
-reproducible.
+reproducible. Those of CUDA are one a device, and another thread may be at work on another device:
+the region's are those of the current device and of the devices of the tensors it reads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -73,9 +74,8 @@ class Environment:
         if options.preserve_rng_state:
             generator = torch.default_generator
             self._keep("cpu", generator.get_state, generator.set_state)
-            for device in devices:
-                if device.type == "cuda":
-                    self._keep(device, *_of_device(device))
+            for index, generator in enumerate(_on_cuda()):
+                self._keep(torch.device("cuda", index), generator.get_state, generator.set_state)
             for name, read, write in _python_random.reachable(body, options.preserve_rng_state):
                 self._keep(name, read, write)
 
@@ -87,15 +87,20 @@ class Environment:
         """An operation of the first run is about to draw from a generator."""
         self._keep(generator, generator.get_state, generator.set_state)
 
-    def seal(self, written: set[int]) -> None:
+    def seal(self, written: set[int], *read: Iterable[Tensor]) -> None:
         """The first run ended: what it did not change need not be kept.
 
         Args:
             written: ids of tensors that were written to in place.
+            read: tensors that it read, inputs and captures.
         """
         self._state.seal(written)
-        for key, (read, _, state) in [*self._random.items()]:
-            if _equal(state, read()):
+        foreign = {key for key in self._random if isinstance(key, torch.device)}
+        if foreign:
+            foreign -= {torch.device("cuda", torch.cuda.current_device())}
+            foreign -= {t.device for tensors in read for t in tensors}
+        for key, (now, _, state) in [*self._random.items()]:
+            if key in foreign or _equal(state, now()):
                 del self._random[key]
 
     def restored(self) -> AbstractContextManager[None]:
@@ -140,11 +145,9 @@ def _own(cache: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]]
     return None if cache is None else (cache[0], dict(cache[1]))
 
 
-def _of_device(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
-    return (
-        lambda: torch.cuda.get_rng_state(device),
-        lambda state: torch.cuda.set_rng_state(state, device),
-    )
+def _on_cuda() -> Sequence[torch.Generator]:
+    """The default generators of all devices, once anything was there."""
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:

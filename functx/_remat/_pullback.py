@@ -13,6 +13,7 @@ from functx import _torch, _torch_vmap
 from functx._remat._levels import at_level
 from functx._remat._region import Flat
 from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._torch_edges import gradient_edge
 
 
 class _recording:
@@ -157,7 +158,7 @@ def _tape(
     return (
         [t for t, need in zip(inputs, pullback.needs) if need],
         # An edge, not the result: results that the pullback does not read can go.
-        [None if o is None or not o.requires_grad else _torch.gradient_edge(o) for o in wanted],
+        [None if o is None or not o.requires_grad else gradient_edge(o) for o in wanted],
     )
 
 

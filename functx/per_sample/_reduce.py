@@ -231,8 +231,8 @@ class _Reduction:
         parts, part_spec = _tree.flatten(part)
         if spec != part_spec:
             raise ValueError(
-                f"{self.api}: reduce returned another structure for another chunk, {part_spec} "
-                f"after {spec}; give combine"
+                f"{self.api}: reduce returned another structure for another chunk, "
+                f"{_tree.shown(part_spec)} after {_tree.shown(spec)}; give combine"
             )
         for one, other in zip(flat, parts):
             if one.shape != other.shape:

@@ -1,0 +1,43 @@
+"""Where tapes begin: what torch before 2.13 needs to keep them, beside the names in `_torch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functx import _torch
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _python_nodes_live_on() -> bool:
+    """Whether the Python object of a custom Function's node keeps the node, as since torch 2.13."""
+    node = _Same.apply(torch.ones((), requires_grad=True)).grad_fn
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False
+
+
+_NODES_LIVE_ON = _python_nodes_live_on()
+
+
+def gradient_edge(t: torch.Tensor) -> Any:
+    """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
+    node = t.grad_fn
+    if node is None:
+        return t
+    owner = None
+    if not _NODES_LIVE_ON and isinstance(node, torch.autograd.function.BackwardCFunction):
+        with _torch.without_modes(), torch.enable_grad():
+            owner = t.view_as(t).grad_fn  # a node below which the other one lives
+    return torch.autograd.graph.GradientEdge(node, t.output_nr, owner)
