@@ -10,8 +10,9 @@ PIP    := $(PY) -m pip --quiet --disable-pip-version-check
 WORKERS ?= auto
 ARGS    ?=
 
-# The benches that take --device cuda.
-GPU_BENCHES := deep_network overhead
+# Of `make gpu`: "tests", and benches (`python -m bench --help` names them); all unless told.
+PART    ?= tests benches
+BENCHES := $(filter-out tests,$(PART))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench sweep gpu clean
@@ -45,9 +46,14 @@ lint: $(VENV)/linters  ## ruff, formatting, and types of the wheel that users in
 	  | sed -e 's,^functx/compat/,compat/,'; exit $${PIPESTATUS[0]}
 
 gpu:  ## the tests and benches that need a CUDA device, with the Python at hand (no .venv)
-	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(PYTHON) -m pytest -m gpu $(ARGS)
-	$(PYTHON) -m bench --device cuda $(GPU_BENCHES)
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; \
+	then echo 'no CUDA device: nothing to test or measure'; exit; fi; \
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e . || exit; failed=0; \
+	if [ -n '$(filter tests,$(PART))' ]; \
+	then $(PYTHON) -m pytest -m gpu -W default $(ARGS) tests/gpu || failed=1; fi; \
+	if [ -n '$(BENCHES)' ]; \
+	then $(PYTHON) -m bench --device cuda $(filter-out benches,$(BENCHES)) || failed=1; fi; \
+	exit $$failed
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -67,9 +68,11 @@ class Result:
     notes: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
-    def write(self, folder: Path = RESULTS) -> Path:
-        """Write ``folder/<bench>.json``."""
-        folder.mkdir(exist_ok=True)
+    def write(self, folder: Path | None = None) -> Path:
+        """Write ``folder/<bench>.json``; figures of CUDA are kept apart from those of the CPU."""
+        if folder is None:
+            folder = RESULTS / "cuda" if "device" in self.environment else RESULTS
+        folder.mkdir(exist_ok=True, parents=True)
         path = folder / f"{self.bench}.json"
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
@@ -96,8 +99,12 @@ class Result:
 
     def show(self) -> None:
         """Print the table."""
-        from rich.console import Console
-        from rich.table import Table
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            print(self.markdown())
+            return
 
         table = Table(title=self.claim, title_justify="left")
         for column in self.columns:
@@ -124,8 +131,14 @@ def device_argument(bench: str, claim: str) -> torch.device:
 def environment(device: torch.device, *packages: str) -> dict[str, str]:
     """Versions of what was measured, and on what."""
     found = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return found | {"on": machine, "threads": str(torch.get_num_threads())}
+    if device.type == "cuda":
+        return found | {"device": torch.cuda.get_device_name(device)}
+    return found | {"on": platform.machine(), "threads": str(torch.get_num_threads())}
+
+
+def installed(*packages: str) -> list[str]:
+    """Those of some packages that are."""
+    return [name for name in packages if importlib.util.find_spec(name)]
 
 
 def median_seconds(
@@ -154,6 +167,37 @@ def median_seconds(
                 torch.cuda.synchronize(device)
             own.append(clock() - start)
     return [statistics.median(own[1:]) for own in times]
+
+
+def device_seconds(run: Callable[[], Any], repeats: int, device: str) -> float:
+    """The median time of a call once warm, by device events on CUDA.
+
+    Args:
+        run: What to time; called twice before.
+        repeats: Calls that count.
+        device: ``"cuda"`` or ``"cpu"``.
+    """
+    times = []
+    for _ in range(repeats + 2):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            before = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - before)
+    return statistics.median(times[2:])
+
+
+def short_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch or JAX says that memory ran out."""
+    text = str(error)
+    signs = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(sign in text for sign in signs)
 
 
 def ratios(rows: Sequence[dict[str, Any]], key: str, base: dict[str, Any]) -> None:

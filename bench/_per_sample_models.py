@@ -11,45 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import functx
-
-
-class Block(nn.Module):
-    """A block of a transformer: attention and a network of one hidden layer, before each a norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        scores = torch.softmax(q @ k.mT / (width // self.heads) ** 0.5, -1)
-        x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Transformer(nn.Module):
-    """Tokens in, scores of the next token out; positions are embedded, as Opacus can follow."""
-
-    def __init__(
-        self, tokens: int, layers: int = 4, width: int = 128, vocabulary: int = 256
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape).contiguous()
-        x = self.embed(x) + self.position(positions)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+from bench._transformer import Transformer
 
 
 def mlp() -> nn.Module:

@@ -1,7 +1,8 @@
 """README.md's figures: whatever stands between two markers is made from a file of results.
 
 ``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, ``<!-- file:PATH -->`` the
-text of a file in this repository; ``<!-- end -->`` closes either.
+text of a file in this repository; ``<!-- end -->`` closes either. Figures of a GPU,
+``cuda/NAME``, may not have been measured: then that is what it says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from bench._common import RESULTS, Result
 
 ROOT = Path(__file__).parent.parent
+NOT_MEASURED = "Not measured yet."
 MARKERS = re.compile(r"<!-- (bench|file):(\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -25,7 +27,9 @@ def filled(text: str) -> str:
     def fill(match: re.Match[str]) -> str:
         kind, name = match.groups()
         if kind == "bench":
-            body = Result.read(RESULTS / f"{name}.json").markdown()
+            path = RESULTS / f"{name}.json"
+            missing = name.startswith("cuda/") and not path.exists()
+            body = NOT_MEASURED if missing else Result.read(path).markdown()
         else:
             lines = (ROOT / name).read_text().splitlines()
             body = "\n".join(["```text", *(line.rstrip() for line in lines), "```"])

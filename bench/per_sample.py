@@ -7,15 +7,14 @@ peak are relative to ``torch.func.vmap(torch.func.grad(loss))`` and a weighted s
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import functx
-from bench._common import Column, Result, device_argument, environment, median_seconds
+from bench._common import Column, Result, device_argument, environment, installed, median_seconds
 from bench._per_sample_models import Workload, workloads
 from functx import memory, per_sample
 
@@ -132,7 +131,10 @@ TORCH_WAYS: list[tuple[str, Callable[[Workload], Run]]] = [
 ]
 
 
-def jax_ways(work: Workload) -> list[tuple[str, int, Run]]:
+JAX_WAYS = ["jax jit(vmap(grad))", "jax with checkpoint, barriers kept"]
+
+
+def jax_ways(work: Workload, numbers: Sequence[int] = (0, 1)) -> list[tuple[str, int, Run]]:
     """The same functions lowered to JAX; the peak is XLA's temporary memory with the results."""
     import jax
     import jax.numpy as jnp
@@ -146,10 +148,8 @@ def jax_ways(work: Workload) -> list[tuple[str, int, Run]]:
         return {name: jnp.tensordot(factors, g, 1) for name, g in gradients.items()}
 
     found = []
-    for name, remat, options in (
-        ("jax jit(vmap(grad))", False, None),
-        ("jax with checkpoint, barriers kept", True, _jax.KEEP_RECOMPUTE),
-    ):
+    for number in numbers:
+        name, remat, options = JAX_WAYS[number], bool(number), (None, _jax.KEEP_RECOMPUTE)[number]
         loss, params = work.loss_of_one(remat)
         each = jax.vmap(jax.grad(to_jax(loss)), in_axes=(None, 0, 0))
         args = jax.tree.map(lambda t: jnp.asarray(t.cpu().numpy()), (params, work.x, work.y))
@@ -233,11 +233,7 @@ def measure(work: Workload, rows: dict[str, dict[str, Any]], device: torch.devic
 
 def run(device: torch.device) -> Result:
     names = [name for name, _ in TORCH_WAYS]
-    names[5:5] = [
-        "jax jit(vmap(grad))",
-        "jax with checkpoint, barriers kept",
-        f"jax_privacy.clipped_grad, microbatch {CHUNK}",
-    ]
+    names[5:5] = [*JAX_WAYS, f"jax_privacy.clipped_grad, microbatch {CHUNK}"]
     rows: dict[str, dict[str, Any]] = {name: {"method": name} for name in names}
     problems = workloads(device)
     for work in problems:
@@ -249,8 +245,7 @@ def run(device: torch.device) -> Result:
         "A cell: time / peak over those of torch's vmap(grad); first row: what those are.",
         "remat: every block is a region.",
     ]
-    wanted = ("opacus", "jax", "jax_privacy")
-    versions = environment(device, *(name for name in wanted if importlib.util.find_spec(name)))
+    versions = environment(device, *installed("opacus", "jax", "jax_privacy"))
     return Result(NAME, CLAIM + ".", columns, list(rows.values()), notes, versions)
 
 

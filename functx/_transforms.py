@@ -21,7 +21,7 @@ from torch.func import (
     stack_module_state,
 )
 
-from functx import _jacobian, _torch_compiler, _torch_globals, _tree, _validate
+from functx import _jacobian, _torch_compiler, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
 from functx._statistics import forward_mode

@@ -165,11 +165,3 @@ def test_accuracy_on_held_out_digits():
     assert sum(1 for _ in steps) == training.steps(digits, settings.epochs, settings.batch)
     held_out = training.accuracy(params, settings.size, digits.test_images, digits.test_labels)
     assert held_out > 0.9
-
-
-@pytest.mark.gpu
-def test_on_cuda(tmp_path):
-    from functx.__main__ import main
-
-    assert main(["demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]) == 0
-    assert "cuda" in json.loads((tmp_path / "figures.json").read_text())["environment"]["device"]

@@ -14,7 +14,12 @@ import pytest
 LAYERS = [
     ("functx._errors", "functx._arrays", "functx._torch", "functx._torch_compiler"),
     ("functx._torch_fake",),
-    ("functx._torch_operators", "functx._torch_globals", "functx._torch_vmap"),
+    (
+        "functx._torch_operators",
+        "functx._torch_globals",
+        "functx._torch_vmap",
+        "functx._torch_edges",
+    ),
     ("functx._torch_norms", "functx._statistics"),
     ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
     ("functx._policy_kinds", "functx._offload"),
@@ -206,3 +211,13 @@ def test_makefile():
         assert f"\n{target}:" in makefile
     assert "://" not in makefile  # where packages come from is the machine's business
     assert "\nmake test\n" in (house.ROOT / ".ci" / "run").read_text()
+
+
+def test_what_needs_a_gpu_is_in_one_folder():
+    """``make gpu`` collects nothing else: other tests may need what is not installed there."""
+    mark = "mark." + "gpu"
+    found = {
+        p.relative_to(house.ROOT) for p in house.ROOT.glob("tests/**/*.py") if mark in p.read_text()
+    }
+    assert found
+    assert all(path.parts[1] == "gpu" for path in found)
