@@ -1,6 +1,6 @@
 """What must hold on a device: each test also runs on the CPU, so that it can't rot.
 
-``make gpu`` runs this folder alone; in ``make test`` the CPU's half runs.
+``make gpu`` runs the half on the device; ``make test`` the CPU's.
 """
 
 import os
