@@ -3,7 +3,7 @@
 import pages
 import pytest
 
-PAGES = ["dp_sgd", "influence", "laplace", "ntk"]
+PAGES = ["dp_sgd", "flow_matching", "influence", "laplace", "ntk"]
 
 
 @pytest.mark.parametrize("name", PAGES)
