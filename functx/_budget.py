@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
-from functx._costs import Options, undisturbed, walk
+from functx import _torch, _tree, memory
+from functx._costs import Options, pull_back, undisturbed, walk
 from functx._errors import RematError
 from functx._plan import Plan, chosen, nested_lists, set_function_planner
 from functx._program import Program
 from functx._record import record, requires_grad
 from functx._remat._function import on_budget
 from functx._remat._tracker import SILENT, tracking
+from functx._surroundings import UNDER_GRAD, Slots, Surroundings
 
 _plans: OrderedDict[Any, Plan] = OrderedDict()
 REMEMBERED = 256
@@ -29,11 +29,15 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
     program, inputs = record(f, args, kwargs, o.name)
     plan = o.budget
     if not isinstance(plan, Plan):
-        taped = tuple(requires_grad(t) for t in (*inputs, *program.outside))
-        key = (program.signature(), taped, plan, _examples())
+        around = Surroundings.now()
+        parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
+        if not any(t.requires_grad or around.pulls_back(slots) for t, slots in parts):
+            return f(*args, **kwargs)  # forward mode keeps nothing
+        taped = tuple((slots, t.requires_grad) for t, slots in parts)
+        key = (program.signature(), taped, plan, around, torch.is_grad_enabled())
         plan = _plans.get(key)
         if plan is None:
-            plan = _plans[key] = plan_of(program, inputs, _per_example(o.budget), o.name)
+            plan = _plans[key] = plan_of(program, inputs, o.budget, o.name, around)
             if len(_plans) > REMEMBERED:
                 _plans.popitem(last=False)
     blocks = program.blocks()
@@ -46,14 +50,63 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
     return program.finish(state)
 
 
-def plan_of(program: Program, inputs: Sequence[Tensor], budget: Any, name: str) -> Plan:
-    """The plan for a program called on such inputs."""
+def plan_of(
+    program: Program, inputs: Sequence[Tensor], budget: Any, name: str, around: Surroundings
+) -> Plan:
+    """The plan for a program called on such inputs, with such transforms around it."""
     with tracking(SILENT), _torch.without_dispatch_modes(), undisturbed([]):
         # Buffers may be written to, by operations that do not say so.
         outside = [_stand_in(t, not requires_grad(t)) for t in program.outside]
         blocks = program.blocks(outside)
         values = {i: _stand_in(t, False) for i, t in enumerate(inputs)}
-        return chosen(blocks, values, budget, names_of(blocks), f"a budget for {name!r}")
+        parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
+        measures = [_peaks_under(around, program, parts)]
+        if not around.levels and not any(t.requires_grad for t, _ in parts):
+            # All that can be differentiated may be: by plain autograd, or by `grad`.
+            wanted = [t.is_floating_point() or t.is_complex() for t in inputs]
+            wanted += [False] * len(program.outside)
+            plain = [(t.detach().requires_grad_(w), ()) for (t, _), w in zip(parts, wanted)]
+            under_grad = [(t, (w,)) for (t, _), w in zip(parts, wanted)]
+            measures = [
+                _peaks_under(around, program, plain),
+                _peaks_under(UNDER_GRAD, program, under_grad),
+            ]
+        api = f"a budget for {name!r}"
+        return chosen(
+            blocks,
+            values,
+            budget,
+            names_of(blocks),
+            api,
+            lambda tree: max(measure(tree) for measure in measures),
+        )
+
+
+def _peaks_under(
+    around: Surroundings, program: Program, parts: Sequence[tuple[Tensor, Slots]]
+) -> Callable[[Any], int]:
+    """What measures the peak of a tree, called on such plain tensors under some transforms."""
+    slots = [slot for _, slot in parts]
+    own = [
+        (t.detach() if t.requires_grad else t.detach().clone()).requires_grad_(t.requires_grad)
+        for t, _ in parts
+    ]
+    takes = program.takes
+
+    def peak_of(tree: Any) -> int:
+        def body(*tensors: Tensor) -> list[Tensor]:
+            blocks = program.blocks(tensors[takes:])
+            state = walk(tree, *blocks, dict(enumerate(tensors[:takes])))
+            return [t for t in _tree.leaves(program.finish(state)) if isinstance(t, Tensor)]
+
+        def there_and_back() -> Any:
+            leaves = [t.detach().requires_grad_(t.requires_grad) for t in own]
+            return pull_back(list(around.under(body, slots)(*leaves)), leaves)
+
+        with torch.enable_grad():
+            return memory.peak(there_and_back)
+
+    return peak_of
 
 
 def names_of(blocks: Sequence[Any]) -> tuple[str, ...]:
@@ -70,25 +123,9 @@ def _stand_in(t: Tensor, copied: bool) -> Tensor:
     return value.requires_grad_(requires_grad(t))
 
 
-def _examples() -> int:
-    """How many examples of all active ``vmap`` levels there are."""
-    return math.prod(
-        _torch.coerced(interpreter).batch_size()  # type: ignore[attr-defined]
-        for interpreter in _torch.interpreters()
-        if interpreter.key() == _torch.TransformType.Vmap
-    )
-
-
-def _per_example(budget: Any) -> Any:
-    examples = _examples()
-    if isinstance(budget, int) and not isinstance(budget, bool) and examples > 1:
-        return max(budget // examples, 1)
-    return budget
-
-
 @set_function_planner
 def plan_function(f: Callable[..., Any], args: Any, kwargs: Any, budget: Any) -> Plan:
     """The plan for a call."""
     name = getattr(f, "__qualname__", type(f).__name__)
     program, inputs = record(f, args, kwargs, name)
-    return plan_of(program, inputs, budget, name)
+    return plan_of(program, inputs, budget, name, Surroundings.now())

@@ -210,3 +210,29 @@ def all_trees(start: int, end: int) -> Iterator[Tree]:
         for inside in all_trees(start, cut):
             for rest in all_trees(cut, end):
                 yield [inside, *rest]
+
+
+def neighbours(tree: Tree) -> list[Tree]:
+    """Trees that differ in one region: without it, with one more, or with one end moved."""
+    found = {str(t): t for t in _neighbours(tree, outermost=True)}
+    found.pop(str(tree), None)
+    return list(found.values())
+
+
+def _neighbours(tree: Tree, *, outermost: bool) -> Iterator[Tree]:
+    n = len(tree)
+    for i, part in enumerate(tree):
+        before, after = tree[:i], tree[i + 1 :]
+        if isinstance(part, list):
+            yield [*before, *part, *after]
+            yield from ([*before, inner, *after] for inner in _neighbours(part, outermost=False))
+            if len(part) > 1:
+                yield [*before, part[0], part[1:], *after]
+                yield [*before, part[:-1], part[-1], *after]
+            if after and not (outermost and i == 0 and n == 2):
+                yield [*before, [*part, after[0]], *after[1:]]
+            if before and not (outermost and n == 2):
+                yield [*before[:-1], [before[-1], *part], *after]
+        for end in range(i + 1, n + 1):
+            if end - i < n:
+                yield [*before, tree[i:end], *tree[end:]]

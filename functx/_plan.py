@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from functx import _costs, _schedules
-from functx._chain import Tree, all_trees, tree_of, work_again
+from functx._chain import Tree, all_trees, neighbours, tree_of, work_again
 from functx._costs import as_blocks, measured, pullback_peak, undisturbed, walk
 from functx._remat import remat
 from functx._validate import check_budget, check_callable, describe
@@ -126,8 +126,9 @@ def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
 
     Blocks are measured; the cuts that recompute least are found by a dynamic programme over
     all nestings of regions, and measured again as a whole, so that the peak is what was asked for
-    and not only expected to be. Derivatives are those of plain autograd, of every floating point
-    tensor in the arguments and every parameter; their bytes are part of the peak.
+    and not only expected to be. Derivatives are those of every floating point tensor in the
+    arguments and every parameter, by plain autograd, and, of a function without parameters, by
+    `functx.grad` as well, whichever peaks higher; their bytes are part of the peak.
 
     Args:
         f: blocks that are called one after another, each with the result of the one before: an
@@ -171,16 +172,37 @@ def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
         return chosen(blocks, args[0], budget, tuple(map(_name, blocks)), "functx.plan")
 
 
-def chosen(blocks: Any, x: Any, budget: Any, names: tuple[str, ...], api: str) -> Plan:
-    """The plan for some blocks called on ``x``."""
+def chosen(
+    blocks: Any,
+    x: Any,
+    budget: Any,
+    names: tuple[str, ...],
+    api: str,
+    peak_of: Callable[[Tree], int] | None = None,
+) -> Plan:
+    """The plan for some blocks called on ``x``.
+
+    Args:
+        blocks: the chain.
+        x: what goes into it.
+        budget: as for `plan`.
+        names: of the blocks.
+        api: who asks, for messages.
+        peak_of: measures the peak of a tree; that of plain autograd if it is ``None``.
+    """
+    if peak_of is None:
+
+        def peak_of(tree: Tree) -> int:
+            return pullback_peak(lambda x: walk(tree, *blocks, x), x)
+
     everything: Tree = list(range(len(blocks)))
-    most = pullback_peak(lambda x: walk(everything, *blocks, x), x)
+    most = peak_of(everything)
     allowed = budget_in_bytes(budget, most, api)
     work = _costs.work(lambda: walk(everything, *blocks, x))
     if most <= allowed:
         tree, peak, again = everything, most, 0
     else:
-        tree, peak, again = _fitting(blocks, x, allowed, api)
+        tree, peak, again = _fitting(blocks, x, allowed, api, peak_of)
     return Plan(
         blocks=len(blocks),
         tree=_tuples(tree),
@@ -219,10 +241,12 @@ MODELS = ((1.0, 1.0), (1.4, 1.0), (0.6, 1.0), (1.0, 2.0))
 MANY = 16
 
 
-def _fitting(blocks: Any, x: Any, allowed: int, api: str) -> tuple[Tree, int, int]:
+def _fitting(
+    blocks: Any, x: Any, allowed: int, api: str, peak_of: Callable[[Tree], int]
+) -> tuple[Tree, int, int]:
     """The tree with the least work done again of those whose measured peak is allowed."""
     chain = measured(blocks, x)
-    candidates = _Candidates(blocks, x, allowed, chain.work, api)
+    candidates = _Candidates(peak_of, allowed, chain.work, api)
     n = len(blocks)
     candidates.fits(list(range(n)))
     if n <= FEW:
@@ -233,16 +257,32 @@ def _fitting(blocks: Any, x: Any, allowed: int, api: str) -> tuple[Tree, int, in
             candidates.add_ordered([tree_of(point.tree) for point in points])
         cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
         candidates.add([[*(list(range(*cut)) for cut in c[:-1]), *range(*c[-1])] for c in cuts])
+        candidates.improve()
     return candidates.best()
+
+
+# How far, and how broadly, trees like the best one are looked at.
+STEPS, WIDTH = 8, 40
+
+
+def _around(tree: Tree) -> list[Tree]:
+    """Trees that differ in two regions at most; in one, if there are many blocks."""
+    near = neighbours(tree)
+    if len(near) > WIDTH:
+        return near
+    found = {str(t): t for one in near for t in (one, *neighbours(one))}
+    found.pop(str(tree), None)
+    return list(found.values())
 
 
 class _Candidates:
     """Trees that were measured."""
 
-    def __init__(self, blocks: Any, x: Any, allowed: int, work: list[int], api: str) -> None:
+    def __init__(
+        self, peak_of: Callable[[Tree], int], allowed: int, work: list[int], api: str
+    ) -> None:
         self._api = api
-        self._blocks = blocks
-        self._x = x
+        self._peak_of = peak_of
         self._allowed = allowed
         self._work = work
         self._peaks: dict[str, tuple[int, int, Tree]] = {}  # peak, work done again
@@ -252,8 +292,7 @@ class _Candidates:
         """Whether the measured peak of a tree is allowed."""
         key = str(tree)
         if key not in self._peaks:
-            peak = pullback_peak(lambda x: walk(tree, *self._blocks, x), self._x)
-            self._peaks[key] = (peak, work_again(tree, self._work), tree)
+            self._peaks[key] = (self._peak_of(tree), work_again(tree, self._work), tree)
         peak, again, _ = self._peaks[key]
         if peak <= self._allowed and (self._least is None or again < self._least):
             self._least = again
@@ -277,9 +316,30 @@ class _Candidates:
                 high = middle
         self.add(trees[max(low - 3, 0) : low + 6])
 
+    def improve(self) -> None:
+        """Look at trees like the best so far, as long as one of them is better."""
+        for _ in range(STEPS):
+            fitting = self._fitting()
+            if not fitting:  # less memory then, whatever it takes
+                peak, _, tree = min(self._peaks.values(), key=lambda p: (p[0], p[1]))
+                near = sorted(neighbours(tree), key=lambda t: work_again(t, self._work))
+                near = near[:: max(len(near) // WIDTH, 1)]
+                if not any(self.fits(t) or self._peaks[str(t)][0] < peak for t in near):
+                    return
+                continue
+            _, again, tree = min(fitting, key=lambda p: (p[1], p[0]))
+            less = [t for t in _around(tree) if work_again(t, self._work) < again]
+            less.sort(key=lambda t: work_again(t, self._work))
+            self.add(less[:WIDTH])
+            if self._least == again:
+                return
+
+    def _fitting(self) -> list[tuple[int, int, Tree]]:
+        return [p for p in self._peaks.values() if p[0] <= self._allowed]
+
     def best(self) -> tuple[Tree, int, int]:
         """The tree with the least work that fits, its peak, its work."""
-        fitting = [p for p in self._peaks.values() if p[0] <= self._allowed]
+        fitting = self._fitting()
         if not fitting:
             raise ValueError(
                 f"{self._api}: no plan fits in {self._allowed:,} bytes; the least possible is "

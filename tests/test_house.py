@@ -73,7 +73,7 @@ LAYERS = [
     ("functx._origins", "functx._labels", "functx._residuals"),
     ("functx._saved",),
     ("functx._program",),
-    ("functx._record",),
+    ("functx._record", "functx._surroundings"),
     ("functx._budget",),
     ("functx.per_sample",),
     ("functx",),
