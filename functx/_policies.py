@@ -77,6 +77,8 @@ class Policy(ABC):
     # Whether names, or operations, make a difference to it.
     reads_names = False
     reads_operations = True
+    # Whether torch's own checkpoint, in compiled code, can tell it what it asks for.
+    known_to_torch = True
 
     @abstractmethod
     def decide(self, value: Value) -> Decision:
@@ -136,6 +138,11 @@ class Either(Policy):
         """Whether either reads operations."""
         return self.first.reads_operations or self.second.reads_operations
 
+    @property
+    def known_to_torch(self) -> bool:  # type: ignore[override]
+        """Whether torch's checkpoint can ask both."""
+        return self.first.known_to_torch and self.second.known_to_torch
+
     def decide(self, value: Value) -> Decision:
         """Both are asked, always: an answer about an operation can't be had later."""
         first, second = self.first.decide(value), self.second.decide(value)
@@ -154,6 +161,7 @@ class Both(Policy):
 
     reads_names = Either.reads_names
     reads_operations = Either.reads_operations
+    known_to_torch = Either.known_to_torch
 
     def decide(self, value: Value) -> Decision:
         """Both are asked, always: an answer about an operation can't be had later."""
@@ -179,6 +187,11 @@ class Not(Policy):
     def reads_names(self) -> bool:  # type: ignore[override]
         """Whether the policy reads names."""
         return self.policy.reads_names
+
+    @property
+    def known_to_torch(self) -> bool:  # type: ignore[override]
+        """Whether torch's checkpoint can ask it."""
+        return self.policy.known_to_torch
 
     def decide(self, value: Value) -> Decision:
         """The other way round."""
@@ -290,22 +303,17 @@ def as_contexts(policy: Policy | None) -> Any:
     """What gives a policy to torch's checkpoint in code that is compiled.
 
     Returns:
-        A ``context_fn``; ``None`` for no policy, and for those that ask for names, which torch's
-        checkpoint does not know.
+        A ``context_fn``; ``None`` for no policy, and for those that ask for what torch's checkpoint
+        does not know: names, modules, and before torch 2.13 the outputs of operations.
     """
-    if policy is None or policy.reads_names:
+    if policy is None or not policy.known_to_torch:
         return None
     return functools.partial(create_selective_checkpoint_contexts, functools.partial(_say, policy))
 
 
-# In the place of a result that torch does not tell: its checkpoint asks before it runs an operator
-# in torch 2.11, and after in later ones.
-NOT_TOLD = object()
-
-
 def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy as a function that torch's checkpoint asks."""
-    said = policy.decide(Value(op, args, kwargs, getattr(context, "op_output", NOT_TOLD)))
+    said = policy.decide(Value(op, args, kwargs, getattr(context, "op_output", None)))
     if said is Decision.OFFLOAD:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE

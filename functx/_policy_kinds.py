@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx._errors import RematError
-from functx._policies import NOT_TOLD, Decision, OfOperation, Policy, Value
+from functx._policies import Decision, OfOperation, Policy, Value
+from functx._torch_compiler import OUTPUTS_KNOWN_TO_TORCH
 
 
 def _packets(names: str) -> frozenset[Any]:
@@ -87,6 +87,7 @@ class Names(Policy):
     places: tuple[str, str] = ("device", "pinned_host")
 
     reads_names = True
+    known_to_torch = False
 
     @property
     def reads_operations(self) -> bool:  # type: ignore[override]
@@ -126,6 +127,8 @@ class OutputSize(OfOperation):
     at_least: float = 0
     less_than: float = math.inf
 
+    known_to_torch = OUTPUTS_KNOWN_TO_TORCH
+
     def judge(self, value: Value) -> bool:
         """By the bytes of the results together."""
         return self.at_least <= bytes_of(value.out) < self.less_than
@@ -142,6 +145,8 @@ class InModules(OfOperation):
 
     patterns: tuple[str, ...]
 
+    known_to_torch = False
+
     def judge(self, value: Value) -> bool:
         """By the path of modules that are running, and its beginnings."""
         parts = value.modules().split(".")
@@ -157,6 +162,8 @@ class RecomputeCost(OfOperation):
     """Results whose operation takes at least so many FLOPs a byte of result."""
 
     flops_per_byte: float
+
+    known_to_torch = OUTPUTS_KNOWN_TO_TORCH
 
     def judge(self, value: Value) -> bool:
         """By the formulas of ``torch.utils.flop_counter``, and one FLOP an element elsewhere."""
@@ -183,6 +190,11 @@ class Offloaded(Policy):
         return self.policy.reads_names
 
     @property
+    def known_to_torch(self) -> bool:  # type: ignore[override]
+        """Whether torch's checkpoint can ask the policy."""
+        return self.policy.known_to_torch
+
+    @property
     def reads_operations(self) -> bool:  # type: ignore[override]
         """Whether the policy reads operations."""
         return self.policy.reads_operations
@@ -196,16 +208,7 @@ class Offloaded(Policy):
 
 
 def bytes_of(out: Any) -> int:
-    """Bytes of the tensors that an operation returned.
-
-    Raises:
-        RematError: it is not known what it returned.
-    """
-    if out is NOT_TOLD:
-        raise RematError(
-            f"remat: in code that torch.compile compiles, torch {torch.__version__} does not tell "
-            "policies how large a result is. Use a policy of operators there, or a later torch."
-        )
+    """Bytes of the tensors that an operation returned."""
     if isinstance(out, Tensor):
         return out.numel() * out.element_size()
     if isinstance(out, (list, tuple)):

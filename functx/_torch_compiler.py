@@ -85,6 +85,12 @@ def checkpoint_overrules() -> Overrules:
     )
 
 
+# Since torch 2.13 a policy of its selective checkpoint is told what an operation returned.
+OUTPUTS_KNOWN_TO_TORCH = hasattr(
+    _checkpoint.SelectiveCheckpointContext(is_recompute=False), "op_output"
+)
+
+
 def selective_policy(context: Any) -> Any:
     """The policy behind a forward context of ``create_selective_checkpoint_contexts``, if so."""
     if isinstance(context, _checkpoint._CachingTorchDispatchMode):
