@@ -4,7 +4,7 @@ A torch-function mode is shown ``torch.nn.functional.gumbel_softmax`` as one cal
 what it does inside: a ``detach`` there would be taken for one that autograd makes.  ``opened`` is
 the same function without the check that hands it to modes, so that what it calls is shown.
 
-``REPLACED`` are functions that look at values only to refuse some.
+``REPLACED`` are functions that look at values: to refuse some, or to loop as often as they say.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from functx.compat._lowering._ctc import ctc_loss
 
 # Those of torch that detach.
 _DETACHING = {functional.gumbel_softmax}
@@ -96,4 +98,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
+    functional.ctc_loss: ctc_loss,
+    torch.ctc_loss: ctc_loss,
 }

@@ -227,6 +227,54 @@ def _adaptive_max_pool(x: Any, out: Ints) -> Any:
     return _adaptive_max(x, out)
 
 
+def _fractional_starts(sample: Any, size: int, kernel: int, out: int) -> Any:
+    """Where each window of a plane starts: steps of a fractional size, from a random offset."""
+    last = jnp.full((*sample.shape, 1), size - kernel, jnp.int32)
+    if out == 1:
+        return last
+    # In the dtype of the samples, as torch does: rounding decides.
+    step = jnp.asarray((size - kernel) / (out - 1), sample.dtype)
+    i = jnp.arange(out - 1, dtype=sample.dtype)
+    starts = ((i + sample[..., None]) * step).astype(jnp.int32)
+    return jnp.concatenate([starts - (sample * step).astype(jnp.int32)[..., None], last], -1)
+
+
+def _fractional_max_pool(x: Any, kernel: Ints, out: Ints, samples: Any) -> tuple[Any, Any]:
+    n = len(kernel)
+    spatial = x.shape[-n:]
+    planes = x.reshape(-1, int(np.prod(spatial)))
+    samples = samples.reshape(-1, n)
+    flat: Any = jnp.zeros((1,) * (2 * n + 1), jnp.int32)
+    for axis, (size, k, o) in enumerate(zip(spatial, kernel, out)):
+        # In two dimensions the first sample is that of the width, in three that of the depth.
+        sample = samples[:, 1 - axis if n == 2 else axis]
+        place = _fractional_starts(sample, size, k, o)[..., None] + jnp.arange(k)
+        shape = [len(planes), *[1] * (2 * n)]
+        shape[1 + axis], shape[1 + n + axis] = o, k
+        flat = flat * size + place.reshape(shape)
+    flat = flat.reshape(len(planes), int(np.prod(out)), int(np.prod(kernel)))
+    values = jnp.take_along_axis(planes[:, None], flat, -1)
+    choice = jnp.argmax(lax.stop_gradient(values), -1, keepdims=True)
+    results = (jnp.take_along_axis(a, choice, -1)[..., 0] for a in (values, flat))
+    best, index = (a.reshape(*x.shape[:-n], *out) for a in results)
+    return best, index
+
+
+@rule("fractional_max_pool2d", "fractional_max_pool3d")
+def _fractional(x: Any, kernel: Ints, out: Ints, samples: Any) -> tuple[Any, Any]:
+    return _fractional_max_pool(x, kernel, out, samples)
+
+
+@rule("fractional_max_pool2d_backward")
+def _fractional2d_backward(g: Any, x: Any, kernel: Ints, out: Ints, indices: Any) -> Any:
+    return _put_back(g, x, indices, 2)
+
+
+@rule("fractional_max_pool3d_backward")
+def _fractional3d_backward(g: Any, x: Any, kernel: Ints, out: Ints, indices: Any) -> Any:
+    return _put_back(g, x, indices, 3)
+
+
 @rule("max_unpool2d")
 def _max_unpool2d(x: Any, indices: Any, size: Ints) -> Any:
     rows = int(np.prod(x.shape[:-2]))

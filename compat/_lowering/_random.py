@@ -3,6 +3,9 @@
 A lowered function that draws takes a key (``to_jax(f, rng=True)``).  Each drawing operation folds
 its own number into it, so draws are independent, fresh for each key, and the same whenever
 ``jax.checkpoint`` runs a region again.  Values follow torch's distributions, not its bit streams.
+
+Derivatives are torch's: zero in the parameters of ``normal``, ``poisson`` and ``binomial``, where
+JAX would differentiate what the draw is computed by.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from functx.compat._lowering._table import rule
 
@@ -46,7 +50,7 @@ def _prim_normal(shape: Any, *, mean: Any, std: Any, ctx: Any, **_: Any) -> Any:
 
 @rule("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", random=True)
 def _normal(mean: Any, std: Any = 1.0, *_: Any, ctx: Any, **__: Any) -> Any:
-    return mean + std * jax.random.normal(ctx.key(), ctx.shape, ctx.dtype)
+    return lax.stop_gradient(mean + std * jax.random.normal(ctx.key(), ctx.shape, ctx.dtype))
 
 
 @rule("normal_functional", random=True)
@@ -128,7 +132,7 @@ def _multinomial(weights: Any, count: int, replacement: bool = False, *, ctx: An
         return jnp.moveaxis(drawn, 0, -1)
     # The largest of Gumbel-perturbed logits are a draw without replacement.
     noisy = logits + jax.random.gumbel(ctx.key(), weights.shape, weights.dtype)
-    return jax.lax.top_k(noisy, count)[1]
+    return lax.top_k(noisy, count)[1]
 
 
 @rule("rrelu_with_noise_functional", random=True)
@@ -145,7 +149,7 @@ def _rrelu(
 
 @rule("poisson", random=True)
 def _poisson(x: Any, *_: Any, ctx: Any) -> Any:
-    return jax.random.poisson(ctx.key(), x, ctx.shape)
+    return jax.random.poisson(ctx.key(), lax.stop_gradient(x), ctx.shape)
 
 
 @rule("_standard_gamma", random=True)
@@ -160,4 +164,4 @@ def _dirichlet(x: Any, *_: Any, ctx: Any) -> Any:
 
 @rule("binomial", random=True)
 def _binomial(n: Any, p: Any, *_: Any, ctx: Any) -> Any:
-    return jax.random.binomial(ctx.key(), n, p, ctx.shape)
+    return jax.random.binomial(ctx.key(), *lax.stop_gradient((n, p)), ctx.shape)
