@@ -1,37 +1,17 @@
-"""What random programs find: leaves, modules, a custom Function, hooks."""
+"""What random programs find: leaves, modules, generators, custom Functions, hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from cases import DTYPE, numbers
 from torch import nn
 
+import functx
 
-class Own(torch.autograd.Function):
-    """Its backward and jvp agree with each other, and with nothing else."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a.sin() * b
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return cotangent * (a * b).cos(), cotangent * (a - b).sin()
-
-    @staticmethod
-    def jvp(ctx: Any, da: torch.Tensor, db: torch.Tensor) -> torch.Tensor:
-        a, b = ctx.saved_tensors
-        return da * (a * b).cos() + db * (a - b).sin()
+from .functions import OldStyle, Own, Pair
 
 
 class Holder:
@@ -44,25 +24,55 @@ class Holder:
         return self.f(*tensors, n=self.n, flag=self.flag)
 
 
+class Inner(nn.Module):
+    """A module with a region inside."""
+
+    def __init__(self, remat: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3, 3, start=5.0))
+        self.bias = nn.Parameter(numbers(3, start=6.0))
+        self._remat = remat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def region(x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(torch.nn.functional.linear(x, self.weight, self.bias).tanh())
+
+        return self._remat(region)(x) * self.bias
+
+
 def _double(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 1.5
 
 
 class Env:
-    """What programs find: leaves, modules, a custom Function, hooks."""
+    """What programs find.
+
+    Args:
+        randomness: of each vmap.
+        remat: `functx.remat`, or what stands in its place.
+        loops: whether loops of functx run, or plain ones.
+    """
 
     function = staticmethod(Own.apply)
+    pair = staticmethod(Pair.apply)
+    old_style = staticmethod(OldStyle.apply)
     holder = Holder
 
-    def __init__(self, randomness: str) -> None:
+    def __init__(self, randomness: str, remat: Callable[..., Any], loops: bool) -> None:
         self.randomness = randomness
+        self.loops = loops
         self.leaves: list[torch.Tensor] = []
+        self.box: list[torch.Tensor] = []
+        self.generator = torch.Generator().manual_seed(3)
         self.buffer = numbers(3, start=4.0)
         self.linear = nn.Linear(3, 3, dtype=DTYPE)
         self.mlp = nn.Sequential(
             nn.Linear(3, 4, dtype=DTYPE), nn.Tanh(), nn.Linear(4, 3, dtype=DTYPE)
         )
         self.noisy = nn.Sequential(nn.Linear(3, 3, dtype=DTYPE), nn.Dropout(0.4), nn.Tanh())
+        self.norm = nn.BatchNorm1d(3, momentum=0.3, dtype=DTYPE)
+        self.single = nn.Linear(3, 3)
+        self.inner = Inner(remat)
 
     def leaf(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A leaf that wants a gradient."""
@@ -75,7 +85,31 @@ class Env:
         if t.requires_grad:
             t.register_hook(_double)
 
+    def sequential(self, functions: Any, segments: int, x: Any) -> Any:
+        """`functx.remat_sequential`, or a plain loop."""
+        if self.loops:
+            return functx.remat_sequential(functions, segments, x)
+        for f in functions:
+            x = f(x)
+        return x
+
+    def scan(self, body: Any, carry: Any, xs: torch.Tensor, slots: int) -> Any:
+        """`functx.remat_scan`, or a plain loop."""
+        if self.loops:
+            return functx.remat_scan(body, carry, xs, slots=slots)
+        outputs = []
+        for x in xs.unbind(0):
+            carry, y = body(carry, x)
+            outputs.append(y)
+        return carry, torch.stack(outputs)
+
     @property
     def parameters(self) -> list[torch.Tensor]:
-        nets = nn.ModuleList([self.linear, self.mlp, self.noisy])
-        return [*self.leaves, *nets.parameters()]
+        """What is differentiated for, beside the input."""
+        nets = [self.linear, self.mlp, self.noisy, self.norm, self.single, self.inner]
+        return [*self.leaves, *nn.ModuleList(nets).parameters()]
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """What programs write to."""
+        return [self.buffer, *self.norm.buffers(), self.generator.get_state()]

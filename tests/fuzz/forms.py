@@ -36,6 +36,7 @@ MIXED = [
     ("{0} + {1}", "mv", "m"),
     ("torch.einsum('ij,j->i', {0}, {1}).sin()", "mv", "v"),
     ("torch.cat([{0}[:1], {1}[1:]])", "vv", "v"),
+    ("torch.cat([{0}[:0], {0} * 0.5])", "v", "v"),
     ("torch.stack([{0}, {1}, {0} * 0.5])", "vv", "m"),
     ("{0}[torch.tensor([2, 0, 0])]", "v", "v"),
     ("{0}.sort()[0]", "v", "v"),
@@ -61,19 +62,59 @@ WRITES = [
     ("{0}.copy_({1} * 0.5)", "x", "x"),
     ("{0}.tanh_()", "x", "x"),
     ("{0}.clamp_(-0.5, 0.5)", "x", "x"),
+    ("{0}.masked_fill_({0} > 0.5, 0.25)", "x", "x"),
+]
+# The same, to a view of it.
+VIEW_WRITES = [
     ("{0}[1] = {1}", "v", "s"),
     ("{0}[1:].mul_(0.5)", "v", "v"),
     ("{0}.view(3)[:2].add_({1}[1:])", "v", "v"),
     ("{0}[0] = {1}.exp() * 0.3", "m", "v"),
     ("{0}.diagonal().mul_({1})", "m", "v"),
     ("{0}.mT[2].add_({1})", "m", "v"),
-    ("{0}.masked_fill_({0} > 0.5, 0.25)", "x", "x"),
 ]
 RANDOM = [
     "torch.nn.functional.dropout({0}, 0.4)",
     "{0} * torch.rand_like({0})",
     "{0} + torch.randn({shape}, dtype=torch.float64) * 0.3",
     "{0} * torch.bernoulli(torch.full({shape}, 0.6, dtype=torch.float64))",
-    "{0} + torch.empty({shape}, dtype=torch.float64).normal_() * {0}.sin()",
+    "{0} + torch.empty_like({0}).normal_() * {0}.sin()",
+]
+# With a generator of the program's own.
+GENERATOR = [
+    "{0} * torch.rand({shape}, generator=env.generator, dtype=torch.float64)",
+    "{0} + torch.randn({shape}, generator=env.generator, dtype=torch.float64) * {0}.cos() * 0.3",
+    "{0} + torch.empty_like({0}).uniform_(generator=env.generator)",
 ]
 CUT = ["{0}.detach()", "({0}.detach() * {0}).tanh()"]
+COMPLEX = [
+    ("torch.complex({0}, {1}).exp().real * 0.5", "xx", "x"),
+    ("torch.complex({0}, {1}).tanh().abs()", "xx", "x"),
+    ("(torch.complex({0}, {1}) * torch.complex({1}, {0}).conj()).imag", "xx", "x"),
+    ("torch.fft.fft({0}).imag * 0.5", "v", "v"),
+    ("torch.view_as_real(torch.polar({0}, {1}))[:, 0]", "vv", "v"),
+]
+# A region from complex numbers to complex numbers.
+COMPLEX_REGION = "remat(lambda z: torch.sigmoid(z.real) * z.sin())(torch.complex({0}, {1})).imag"
+# In a block of autocast, in float32, on {0}; it is read once, so that no rounding of a sum of its
+# gradients depends on their order.
+AUTOCAST = [
+    "env.single({0})",
+    "torch.nn.functional.linear({0}, env.single.weight.detach())",
+    "({0} @ env.single.weight).relu()",
+]
+POLICIES = [
+    "dots_saveable",
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "save_only_these_names('a')",
+    "save_anything_except_these_names('a')",
+    "save_any_names_but_these('b')",
+    "save_at_least(40)",
+    "save_smaller_than(40)",
+    "save_in_modules('0', '2')",
+    "save_costing_at_least(0.4)",
+    "offload(functx.checkpoint_policies.dots_saveable)",
+    "dots_saveable | functx.checkpoint_policies.save_only_these_names('a')",
+]

@@ -1,6 +1,6 @@
 """What random programs found, shrunk: kept for ever."""
 
-from .writer import Program
+from .program import Program
 
 FOUND = {
     "two regions in a region, twice differentiated": Program(

@@ -18,16 +18,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functx
 
 from .env import Env
-from .writer import Program
+from .program import Program
 
 LIBRARIES = {"functx": functx, "torch.func": torch.func}
 FORWARD = {"vmap", "jvp", "jacfwd"}
+BACKWARD_INSIDE = {"inner grad", "autograd.grad inside"}
 ROUNDINGS = 8
-EPS = torch.finfo(DTYPE).eps
+COMPLEX = torch.complex128
 
 
 class Difference(AssertionError):
     """With remat a program does something else than without."""
+
+
+class Refused(Exception):
+    """functx says that it can't, where its documentation says so."""
+
+
+# What a program has in it, and what functx may say of it instead of running it.
+REFUSALS = {
+    "escape": "otherwise than by return",
+    "write to an argument": "writes in place",
+    "batch norm of given buffers": "writes in place",
+}
 
 
 class Watch(TorchDispatchMode):
@@ -43,8 +56,8 @@ class Watch(TorchDispatchMode):
         self.total = 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(_with_memory, (args, kwargs or {}))
-        out = func(*args, **kwargs)
+        args = [_with_memory(a) for a in args]
+        out = func(*args, **(kwargs or {}))
         self.markers += func is torch.ops.aten.sigmoid.default
         if self.measure:
             for t in out if isinstance(out, (tuple, list)) else (out,):
@@ -52,16 +65,16 @@ class Watch(TorchDispatchMode):
         return out
 
     def add(self, t: Any) -> None:
-        if isinstance(t, torch.Tensor) and t.dtype == DTYPE and t.device.type == "cpu":
+        if isinstance(t, torch.Tensor) and t.dtype in (DTYPE, COMPLEX) and t.device.type == "cpu":
             size = 0.0 if t._is_zerotensor() else float(t.detach().abs().sum())
             if math.isfinite(size):
                 self.total += size
 
 
 def _with_memory(t: Any) -> Any:
-    if isinstance(t, torch.Tensor) and t._is_zerotensor():
-        return torch.zeros(t.shape, dtype=t.dtype)
-    return t
+    if isinstance(t, torch.Tensor):
+        return torch.zeros(t.shape, dtype=t.dtype) if t._is_zerotensor() else t
+    return [_with_memory(each) for each in t] if isinstance(t, (list, tuple)) else t
 
 
 @dataclass
@@ -69,7 +82,7 @@ class Result:
     """What a program gave.
 
     Attributes:
-        values: of the stack of transforms, and the buffer afterwards.
+        values: of the stack of transforms, and what was written to, afterwards.
         gradients: of the sum of all values, with respect to the input, leaves and parameters.
         state: of the default generator afterwards.
         markers: how often the operation ran that ends every region.
@@ -110,6 +123,25 @@ def apply(program: Program, name: str, f: Callable[..., Any]) -> Callable[..., A
     return vjp
 
 
+def check(program: Program, expected: Result) -> Result:
+    """The program with remat.
+
+    Raises:
+        Difference: it does something else than ``expected``.
+        Refused: functx refuses it, as documented.
+    """
+    try:
+        ours = run(program, functx.remat)
+    except Exception as error:
+        for feature, message in REFUSALS.items():
+            known = feature in program.features and message in str(error)
+            if known and isinstance(error, functx.RematError):
+                raise Refused(message) from error
+        raise Difference(f"raises {type(error).__name__}: {error}") from error
+    compare(program, ours, expected)
+    return ours
+
+
 def reference(program: Program) -> Result:
     """The program without remat."""
     return run(program, Spy(), measure=True)
@@ -118,7 +150,7 @@ def reference(program: Program) -> Result:
 def run(program: Program, remat: Callable[..., Any], *, measure: bool = False) -> Result:
     """The program, and plain autograd through what comes out."""
     torch.manual_seed(1)
-    env = Env(program.randomness)
+    env = Env(program.randomness, remat, loops=remat is functx.remat)
     namespace = {"torch": torch, "functx": functx, "functools": functools}
     exec(compile(program.source, "<program>", "exec"), namespace)
     f = namespace["build"](remat, env)
@@ -134,8 +166,8 @@ def run(program: Program, remat: Callable[..., Any], *, measure: bool = False) -
     x = numbers(*(2,) * program.stack.count("vmap"), 3).requires_grad_()
     torch.manual_seed(2)
     with Watch(measure) as watch:
-        values, gradients = _differentiate(stacked, x, env.parameters)
-    values.append(env.buffer)
+        values, gradients = _differentiate(stacked, x, env.parameters, program.twice)
+    values += env.state
     return Result(
         values,
         gradients,
@@ -146,13 +178,18 @@ def run(program: Program, remat: Callable[..., Any], *, measure: bool = False) -
     )
 
 
-def _differentiate(f: Any, x: torch.Tensor, leaves: list[torch.Tensor]) -> Any:
-    values = pytree.tree_leaves(f(x))
+def _differentiate(f: Any, x: torch.Tensor, leaves: list[torch.Tensor], twice: bool) -> Any:
+    values = [v for v in pytree.tree_leaves(f(x)) if isinstance(v, torch.Tensor)]
     value = total(values)
+    values = [v.detach() for v in values]
     if not value.requires_grad:
-        return [v.detach() for v in values], []
-    gradients = torch.autograd.grad(value, [x, *leaves], allow_unused=True, materialize_grads=True)
-    return [v.detach() for v in values], list(gradients)
+        return values, []
+    gradients = []
+    for last in (False, True)[not twice :]:
+        gradients += torch.autograd.grad(
+            value, [x, *leaves], allow_unused=True, materialize_grads=True, retain_graph=not last
+        )
+    return values, gradients
 
 
 def plain(f: Any, **options: Any) -> Any:
@@ -163,21 +200,28 @@ def plain(f: Any, **options: Any) -> Any:
 class Spy:
     """In the place of remat: notes whether a gradient reaches the result of a region.
 
-    Then the operation that ended the region, whose derivative reads its result, has to run again.
+    Then the operation that ended the region, whose derivative reads its result, has to run again;
+    unless there is a policy, which may keep it.
     """
 
     def __init__(self) -> None:
         self.reached = False
+        self._policies = 0
 
-    def __call__(self, f: Any, **options: Any) -> Any:
+    def __call__(self, f: Any, policy: Any = None, **options: Any) -> Any:
         if isinstance(f, nn.Module):
             return f
 
         def region(*args: Any, **kwargs: Any) -> Any:
-            out = f(*args, **kwargs)
+            self._policies += policy is not None
+            try:
+                out = f(*args, **kwargs)
+            finally:
+                self._policies -= policy is not None
             first = out[0] if isinstance(out, tuple) else out
             node = first.grad_fn if isinstance(first, torch.Tensor) else None
-            if node is not None and node.name() == "SigmoidBackward0":
+            ended = node is not None and node.name() == "SigmoidBackward0"
+            if ended and policy is None and not self._policies:
                 first.register_hook(self._reach)
             return out
 
@@ -194,8 +238,7 @@ def compare(program: Program, ours: Result, expected: Result) -> None:
     contributions in another order: they are within 8 roundings of the sum of absolute
     contributions, which the sum of all that any operation made bounds.
     """
-    bound = ROUNDINGS * EPS * expected.scale
-    forward = set(program.stack) <= FORWARD and "inner transform" not in program.features
+    forward = set(program.stack) <= FORWARD and not program.features & BACKWARD_INSIDE
     pairs = [("value", forward, ours.values, expected.values)]
     pairs += [("gradient", False, ours.gradients, expected.gradients)]
     for what, bitwise, actual, wanted in pairs:
@@ -206,8 +249,11 @@ def compare(program: Program, ours: Result, expected: Result) -> None:
                 raise Difference(f"{what} {i} is {a.dtype} {a.shape}, not {b.dtype} {b.shape}")
             if torch.equal(a, b):
                 continue
+            if bitwise or not b.is_floating_point():
+                raise Difference(f"{what} {i} has other bits")
+            bound = ROUNDINGS * torch.finfo(b.dtype).eps * expected.scale
             error = (a - b).abs().max().item()
-            if bitwise or not error <= bound:
+            if not error <= bound:
                 raise Difference(f"{what} {i} is off by {error:.3g}, allowed is {bound:.3g}")
     if not torch.equal(ours.state, expected.state):
         raise Difference("the default generator is somewhere else")

@@ -2,9 +2,9 @@
 
 A program is operations, views, writes to intermediates, random numbers, closures of several levels,
 modules, custom Functions and hooks, with regions at random places, nested, called in several ways
-with random static arguments, under a stack of up to three transforms. It runs with remat and
-without: values are the same bit by bit, gradients up to the order of sums. ``sigmoid`` ends each
-region and is nowhere else, so that its count says whether regions were recomputed.
+with random static arguments and policies, under a stack of up to three transforms. It runs with
+remat and without: values are the same bit by bit, gradients up to the order of sums. ``sigmoid``
+ends each region and is nowhere else, so that its count says whether regions were recomputed.
 """
 
 import pytest
@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 
 import functx
 
-from .census import Census
+from . import sweep
+from .census import NAMES, Census
 from .found import FOUND
 from .mechanisms import MECHANISMS
+from .program import Program
 from .runner import Difference, compare, plain, reference, run
-from .writer import Program, Writer
+from .shrink import smallest
+from .sweep import one
+from .writer import Writer, numbered
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -29,24 +33,8 @@ def programs(draw) -> Program:
     return Writer(lambda n: draw(st.integers(0, n - 1))).program()
 
 
-def check(program: Program, census: Census) -> None:
-    """One program, with and without remat."""
-    try:
-        expected = reference(program)
-    except Exception:  # torch refuses the program itself
-        census.refused += 1
-        return
-    note(str(program))
-    try:
-        ours = run(program, functx.remat)
-    except Exception as error:
-        raise Difference(f"raises {type(error).__name__}: {error}") from error
-    compare(program, ours, expected)
-    census.add(program, ours, expected)
-
-
-def sweep(n: int, number: int, *, shrink: bool = True) -> Census:
-    """``n`` programs, the same at each call with the same ``number``."""
+def search(n: int, number: int, *, shrink: bool = True) -> Census:
+    """``n`` programs, the same at each call with the same ``number``; a difference is shrunk."""
     census = Census()
 
     @seed(number)
@@ -60,7 +48,8 @@ def sweep(n: int, number: int, *, shrink: bool = True) -> Census:
     )
     @given(programs())
     def each(program: Program) -> None:
-        check(program, census)
+        note(str(program))
+        one(program, "", census)
 
     each()
     return census
@@ -74,31 +63,70 @@ def test_what_was_found_before(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_hundred_programs():
-    sweep(300, 0).check()
+    census = search(300, 0)
+    print(census)
+    assert census.again > census.forward
+    assert sum(census.features[name] > 0 for name in NAMES) > 0.9 * len(NAMES)
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(1, 11))
-def test_ten_thousand_programs(number):
-    sweep(1000, number).check()
+@pytest.mark.parametrize("first", range(0, sweep.PROGRAMS, sweep.SLICE))
+def test_ten_thousand_programs(first):
+    """Each slice by itself; whatever ends last looks at the whole."""
+    failures = sweep.slice_of_sweep(first, first + sweep.SLICE).failures
+    whole = sweep.put_together()
+    if whole is not None:
+        whole.check()
+    assert not failures
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_each_mechanism_is_needed(name, monkeypatch):
+def test_each_mechanism_is_needed(name):
     """Without it, one of a thousand programs differs."""
-    MECHANISMS[name](monkeypatch)
-    with pytest.raises(Difference):
-        sweep(1000, 0, shrink=False)
+    number = sweep.notices(name)
+    sweep.put_together()
+    assert number is not None
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["captures", "recomputing"])
 def test_some_mechanisms_are_needed(name, monkeypatch):
     MECHANISMS[name](monkeypatch)
     with pytest.raises(Difference):
-        sweep(200, 0, shrink=False)
+        search(100, 0, shrink=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_left_of_a_program(monkeypatch):
+    """The smallest program that a broken remat fails, which is what a failure prints."""
+    monkeypatch.setattr(functx, "remat", lambda f, **options: f)
+
+    def fails(program):
+        try:
+            one(program, "", Census())
+        except Difference as difference:
+            return "nothing was recomputed" in str(difference)
+        return False
+
+    number = next(n for n in range(100) if fails(numbered(n)))
+    program = smallest(number, fails, tries=200)
+    assert fails(program)
+    assert len(program.source) < len(numbered(number).source) / 2
+
+
+def test_a_slice_is_written_down_and_reported(tmp_path, monkeypatch):
+    """As it was read, and once: a sweep that was stopped goes on where it was."""
+    monkeypatch.setattr(sweep, "results", lambda: tmp_path)
+    census = sweep.slice_of_sweep(0, 5)
+    assert census.programs + census.refused + census.refusals.total() == 5
+    monkeypatch.setattr(sweep, "run_slice", lambda *_: pytest.fail("it is there"))
+    assert sweep.slice_of_sweep(0, 5) == census
+    assert sweep.put_together() is None  # the other slices are missing
+    census.failures["7"] = "gradient 0 is off"
+    text = sweep.report(census, dict.fromkeys(MECHANISMS, 3))
+    assert "| 7 | gradient 0 is off |" in text
+    assert all(f"| {name} |" in text for name in (*NAMES, *MECHANISMS))
 
 
 def test_numbers_of_a_program_are_those_of_its_source():

@@ -1,0 +1,210 @@
+"""The sweep: numbered programs in slices, whose results are put together in a report.
+
+A slice is a range of numbers. Its census is written down when it has run, and a slice of the same
+sources that is there already is not run again, so a sweep that was stopped goes on where it was. By
+hand, ``python -m fuzz.sweep FIRST LAST`` in ``tests/`` runs a range, and prints how far it is.
+Whatever runs last (slices run in several processes) writes the report.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from functx._remat._prune import Departed
+
+from .census import FEATURES, Census
+from .mechanisms import MECHANISMS
+from .program import Program
+from .runner import Difference, Refused, check, reference
+from .writer import numbered
+
+PROGRAMS = 10_000
+SLICE = 100
+ROOT = Path(__file__).parents[2]
+REPORT = ROOT / "docs" / "fuzz.md"
+
+
+def one(program: Program, name: str, census: Census) -> None:
+    """A program, with and without remat.
+
+    Raises:
+        Difference: it did something else; the census has it under ``name``.
+    """
+    try:
+        expected = reference(program)
+    except Exception:  # torch refuses the program itself
+        census.refused += 1
+        return
+    try:
+        ours = check(program, expected)
+    except Refused as refusal:
+        census.refusals[str(refusal)] += 1
+    except Difference as difference:
+        census.holds(program)
+        census.failures[name] = " ".join(str(difference).split())[:300]
+        raise
+    else:
+        census.add(program, ours, expected)
+
+
+def run_slice(first: int, last: int) -> Census:
+    """The programs from ``first`` up to, not including, ``last``; differences are noted."""
+    census = Census()
+    with (
+        warnings.catch_warnings(),
+        torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"),
+    ):
+        warnings.simplefilter("ignore")
+        for number in range(first, last):
+            try:
+                one(numbered(number), str(number), census)
+            except Difference as difference:
+                print(f"program {number}: {difference}", flush=True)
+    return census
+
+
+@functools.cache
+def results() -> Path:
+    """Where results are of the engine and the programs as they are."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for folder in ("functx", "tests/fuzz"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    folder = ROOT / ".fuzz" / digest.hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write(name: str, text: str) -> None:
+    """A result, whole or not at all."""
+    part = results() / f"{name}.{os.getpid()}"
+    part.write_text(text)
+    part.rename(results() / name)
+
+
+def slice_of_sweep(first: int, last: int) -> Census:
+    """The census of a slice, run now if it is not there."""
+    path = results() / f"{first:05}.json"
+    if not path.exists():
+        write(path.name, run_slice(first, last).dumps())
+    return Census.loads(path.read_text())
+
+
+def notices(name: str, last: int = 1000) -> int | None:
+    """The first program that differs without a mechanism of the engine, and not with it."""
+    path = results() / f"{name}.mechanism"
+    if not path.exists():
+        number = -1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while (number := _notices(name, number + 1, last)) is not None:
+                if not run_slice(number, number + 1).failures:
+                    break
+        write(path.name, json.dumps(number))
+    return json.loads(path.read_text())
+
+
+def _notices(name: str, first: int, last: int) -> int | None:
+    with pytest.MonkeyPatch.context() as patch:
+        MECHANISMS[name](patch)
+        for number in range(first, last):
+            try:
+                one(numbered(number), str(number), Census())
+            except (Difference, Departed):
+                return number
+    return None
+
+
+def put_together() -> Census | None:
+    """All slices and all mechanisms, if they have run: then the report is written."""
+    paths = [results() / f"{first:05}.json" for first in range(0, PROGRAMS, SLICE)]
+    paths += [results() / f"{name}.mechanism" for name in MECHANISMS]
+    if not all(path.exists() for path in paths):
+        return None
+    census = Census()
+    for path in paths:
+        if path.suffix == ".json":
+            census += Census.loads(path.read_text())
+    REPORT.write_text(report(census, {name: notices(name) for name in MECHANISMS}))
+    return census
+
+
+def report(census: Census, noticed: dict[str, int | None]) -> str:
+    """The report, in Markdown.
+
+    Args:
+        census: of the sweep.
+        noticed: for each mechanism of the engine, the first program that differs without it.
+    """
+    n = census.programs
+    lines = [
+        "# Random programs",
+        "",
+        f"{n + census.refused + census.refusals.total():,} random programs of tensor operations, "
+        "views, in-place updates, random numbers, closures and modules, with `remat` at random "
+        "places and under random stacks of transforms, against the same program without `remat`, "
+        "in float64: values of forward passes and of forward mode bit by bit, with what was "
+        "written to and the states of generators; gradients within 8 roundings of the sum of "
+        "absolute contributions. Written by `make sweep` (`tests/fuzz`).",
+        "",
+        f"- programs that ran: {n:,}; **{len(census.failures)} differ**",
+        f"- further programs that torch itself refuses: {census.refused:,}",
+        *(
+            f"- further programs that functx refuses, as it says, since it `{said}`: {count:,}"
+            for said, count in sorted(census.refusals.items())
+        ),
+        f"- regions ended {census.forward:,} times without `remat`, and {census.again:,} times "
+        "more with it; where a gradient reaches the result of a region without a policy "
+        f"({census.reached:,} programs), a program in which nothing ran again fails",
+        "",
+    ]
+    if census.failures:
+        lines += ["## What differs", "", "| program | difference |", "|---|---|"]
+        lines += [
+            f"| {number} | {said.replace('|', ' ')} |"
+            for number, said in sorted(census.failures.items())
+        ]
+        lines.append("")
+    lines += ["## What programs held", "", "| | feature | share |", "|---|---|---|"]
+    for group, names in FEATURES.items():
+        lines += [f"| {group} | {name} | {census.share(name):.1%} |" for name in names]
+    lines += [
+        "",
+        f"Stacks of transforms: {len(census.stacks)} different ones, to a depth of three. The most "
+        "frequent: "
+        + ", ".join(f"{stack} ({count:,})" for stack, count in census.stacks.most_common(12))
+        + ".",
+        "",
+        "## Mechanisms of the engine, taken out one by one",
+        "",
+        "| mechanism | without it | first program that differs |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {MECHANISMS[name].__doc__} | {'none' if number is None else number} |"
+            for name, number in noticed.items()
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Slices of a range, in order."""
+    first, last = int(sys.argv[1]), int(sys.argv[2])
+    for start in range(first, last, SLICE):
+        census = slice_of_sweep(start, min(start + SLICE, last))
+        print(f"{start + SLICE}: {census.programs} ran, {len(census.failures)} differ", flush=True)
+    put_together()
+
+
+if __name__ == "__main__":
+    main()
