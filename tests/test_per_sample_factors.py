@@ -80,7 +80,19 @@ CASES = {
         lambda p, i: F.embedding(i, p[0], padding_idx=7).sin().sum(),
         "e",
         "i",
-        False,
+        True,
+    ),
+    "padded, looked up twice": (
+        lambda p, i: (F.embedding(i, p[0], padding_idx=7).sin() * embed(p[0], i)).sum(),
+        "e",
+        "i",
+        True,
+    ),
+    "padded, tied": (
+        lambda p, i: (F.embedding(i, p[0], padding_idx=-1).sin() @ p[0].T).sin().sum(),
+        "e",
+        "i",
+        True,
     ),
     "frequencies": (
         lambda p, i: F.embedding(i, p[0], scale_grad_by_freq=False).sin().sum(),
@@ -146,6 +158,8 @@ def made(monkeypatch):
 def test_values(name, chunk_size, made):
     loss, params, batch, by_factors = CASES[name]
     params, x = arguments(params, batch)
+    if batch == "i":
+        x[0, 0], x[1, 1], x[2, 0] = 7, 7, VOCAB - 1  # what is padding in some cases
     gradients = slow(loss, params, x)
     norms = slow_norms(gradients)
     limit = norms.mean().item()
@@ -357,3 +371,29 @@ def test_indices_of_another_layout_are_no_tables():
         found = torch.ops.aten.embedding_dense_backward(gradient, index, 60, -1, False)
     assert mode.made == 0
     assert found[30].tolist() == found[5].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda g: (g[3].zero_(), g)[1],
+        lambda g: (g[3].fill_(2.0), g)[1],
+        lambda g: (g[-1].mul_(2), g)[1],
+        lambda g: g * g[3].sum(),
+        lambda g: g + g[3] * g.select(1, 0).unsqueeze(1),
+        lambda g: (g[3].zero_(), g[4].add_(1), g)[2],
+        lambda g: (g[3], g.mul_(2)[3].zero_(), g)[2],
+    ],
+)
+def test_rows_of_an_embeddings_gradient(hook, chunk_size):
+    def loss(p, i):
+        middle = p[0].view_as(p[0])
+        middle.register_hook(hook)
+        return embed(middle, i).sin().sum()
+
+    params, i = arguments("e", "i")
+    i[0, 0], i[1, 1], i[2, 0] = 3, 3, VOCAB - 1
+    norms = slow_norms(slow(loss, params, i))
+    with torch.no_grad():
+        assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, i), norms, eps=64)

@@ -67,6 +67,11 @@ class Factored:
     shape: torch.Size
 
 
+def without(left: OneHot, right: Dense, row: int) -> Dense:
+    """The right factor of the product without one of its rows."""
+    return Dense(right.values.masked_fill((left.index == row).unsqueeze(2), 0))
+
+
 def product(terms: Sequence[Term]) -> torch.Tensor:
     """What the factors stand for, of shape ``(c, m, n)``."""
     return _sum([_product(*term) for term in terms])

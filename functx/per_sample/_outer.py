@@ -21,7 +21,7 @@ import torch
 
 from functx import _torch, _torch_operators
 from functx._remat._tracker import active_tracker
-from functx.per_sample._factors import Dense, OneHot, Term, product, worth
+from functx.per_sample._factors import Dense, OneHot, Term, product, without, worth
 
 aten = torch.ops.aten
 _RESHAPES = {
@@ -106,6 +106,53 @@ class Outer(torch.Tensor):
         return [len(first), *both]
 
 
+class Row(torch.Tensor):
+    """A row of each example's product, which `Outer` stands for: what is padding is zeroed so.
+
+    Attributes:
+        whole: The product.
+        at: The row.
+    """
+
+    whole: Outer
+    at: int
+
+    @staticmethod
+    def __new__(cls: Any, whole: Outer, at: int) -> Row:
+        shape = (whole.shape[0], whole.shape[2])
+        self = _torch.make_wrapper_subclass(cls, shape, dtype=whole.dtype, device=whole.device)
+        self.whole, self.at = whole, at
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it by position
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @staticmethod
+    def of(whole: Outer, dim: int, at: int) -> Row | None:
+        """``whole.select(dim, at)``, where it is a row of a table that indices look up."""
+        if dim % whole.dim() != 1 or whole.swapped or whole.sizes() != list(whole.shape):
+            return None
+        if not all(isinstance(left, OneHot) for left, _ in whole.value.terms):
+            return None
+        return Row(whole, at % whole.shape[1])
+
+    def zero(self) -> bool:
+        """Make it zero, in the factors; not if there is a product already."""
+        if self.whole.value.dense is not None:
+            return False
+        self.whole.value.terms = [
+            (left, without(left, right, self.at)) for left, right in self.whole.value.terms
+        ]
+        return True
+
+    def dense(self) -> torch.Tensor:
+        """The row itself, a view of the product."""
+        return self.whole.dense().select(1, self.at)
+
+
 class KeepFactors(_torch.TorchDispatchMode):
     """Inside, products of few terms are `Outer`.
 
@@ -129,7 +176,7 @@ class KeepFactors(_torch.TorchDispatchMode):
     ) -> Any:
         if self._factors and _writes(func) and not self.paused:
             self._check(args)
-        if Outer in types:
+        if Outer in types or Row in types:
             return _run(func, args, kwargs or {})
         if self.paused:
             return func(*args, **(kwargs or {}))
@@ -156,7 +203,7 @@ class KeepFactors(_torch.TorchDispatchMode):
     def _check(self, args: tuple[Any, ...]) -> None:
         """Raises if an operation in place has a factor: the product should have been taken."""
         for arg in args:
-            if type(arg) is Outer or not isinstance(arg, torch.Tensor):
+            if type(arg) in (Outer, Row) or not isinstance(arg, torch.Tensor):
                 continue
             if _torch.storage_key(arg) in self._factors:
                 raise WrittenTo("a factor of a gradient is written to in place")
@@ -187,8 +234,10 @@ class KeepFactors(_torch.TorchDispatchMode):
     ) -> Outer | None:
         """Gradients of an embedding: the tables of all examples, one below the other."""
         size, table = self._size, rows // self._size
-        if by_count or padding >= 0 or rows % size or index.numel() % size or not _plain(gradient):
+        if by_count or rows % size or index.numel() % size or not _plain(gradient):
             return None
+        if padding >= 0 and size > 1:
+            return None  # of one table; under vmap torch takes rows of padding out afterwards
         index, columns = index.reshape(size, -1), gradient.shape[-1]
         # A row is indices here: the table is all that the product has and the factors have not.
         if 4 * index.shape[1] >= table:
@@ -196,8 +245,8 @@ class KeepFactors(_torch.TorchDispatchMode):
         index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
         if not bool(((index >= 0) & (index < table)).all()):
             return None  # not one table for each example
-        values = gradient.reshape(size, -1, columns)
-        terms: list[Term] = [(OneHot(index, table), Dense(values))]
+        left, right = OneHot(index, table), Dense(gradient.reshape(size, -1, columns))
+        terms: list[Term] = [(left, without(left, right, padding) if padding >= 0 else right)]
         return Outer(_Value(terms), False, (rows, columns), gradient)
 
 
@@ -214,8 +263,15 @@ def _plain(*tensors: torch.Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation of which at least one argument is `Outer`."""
+    """An operation of which at least one argument is `Outer`, or a `Row` of it."""
     one = args[0] if args else None
+    if isinstance(one, Row):
+        zeroes = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)
+        if zeroes and one.zero():
+            return one
+        if _torch_operators.is_mutable(func):
+            func(one.dense(), *_products(args[1:]), **_products(kwargs))
+            return one
     if isinstance(one, Outer):
         if one.value.dense is None and not kwargs:
             found = _followed(func, one, args)
@@ -226,10 +282,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*_products(args), **_products(kwargs))
 
 
-def _followed(func: Any, one: Outer, args: tuple[Any, ...]) -> Outer | None:
+def _followed(func: Any, one: Outer, args: tuple[Any, ...]) -> Outer | Row | None:
     """What the factors can follow, else ``None``."""
     if func in (aten.detach.default, aten.alias.default):
         return Outer(one.value, one.swapped, one.shape, one)
+    if func is aten.select.int:
+        return Row.of(one, *args[1:])
     if func in _RESHAPES:
         return Outer(one.value, one.swapped, _reshaped(func, one.shape, args[1:]), one)
     if func in _PERMUTES:
@@ -309,7 +367,7 @@ def _written(func: Any, one: Outer, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _products(value: Any) -> Any:
     """Arguments with products in the place of `Outer`."""
-    if isinstance(value, Outer):
+    if isinstance(value, (Outer, Row)):
         return value.dense()
     if isinstance(value, (list, tuple)):
         return type(value)([_products(x) for x in value])
