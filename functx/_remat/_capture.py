@@ -31,6 +31,7 @@ from functx._remat._holders import Holders
 from functx._remat._kept_inside import saver_of, slot_of
 from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
+from functx._remat._prune import is_unread
 from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
 from functx._remat._tapes import leaves_below, nodes_of, requires_grad_anywhere, tensors_of, tracked
@@ -380,7 +381,8 @@ class FirstRun(Tracker):
         reached = set()
         for variable in leaves_below(*nodes_of(outs)):
             reached.add(id(variable))
-            if id(variable) not in self.leaves and not self.knows(variable):
+            known = id(variable) in self.leaves or self.knows(variable) or is_unread(variable)
+            if not known:
                 raise RematError(
                     f"remat: the region {self._region.options.name!r} used a tensor of shape "
                     f"{tuple(variable.shape)} that requires grad where functx can't see it "

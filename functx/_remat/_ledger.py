@@ -25,7 +25,16 @@ from functx import _torch, _torch_globals, _torch_operators
 from functx._offload import Fetcher
 from functx._policies import Everything
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
-from functx._remat._saving import IN_PLACE, Saver, StoodIn, alias, kept_around, key_of, stood_in
+from functx._remat._saving import (
+    IN_PLACE,
+    Saver,
+    StoodIn,
+    alias,
+    kept_around,
+    key_of,
+    stood_in,
+    untouched,
+)
 from functx._remat._step import Kind, Step, has_memory, kind_of, layout_of
 from functx._remat._tapes import PLAIN, tensors_of
 from functx._remat._watch import Watcher
@@ -125,7 +134,7 @@ class Ledger(Watcher):
         if stood_in() is StoodIn.KEPT:
             self.saver = self.saver or Saver(Everything(False))
             for place, t, storage in made:
-                self.saver.given(key_of(number, place), t.detach(), storage)
+                self.saver.given(key_of(number, place), untouched(place, t).detach(), storage)
         elif stood_in() is StoodIn.UNWRITTEN:
             if self.saver is not None:
                 self.saver.left_out(number, made)

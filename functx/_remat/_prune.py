@@ -110,7 +110,10 @@ class Pruned(Watcher):
             return func(*args, **kwargs)
         with watching(False):
             out = self._stand_in(at, args)
-        standing_in(StoodIn.KEPT if at in self._giving else StoodIn.UNWRITTEN)
+        if at in self._giving:
+            standing_in(StoodIn.KEPT, self._untouched(step, at))
+        else:
+            standing_in(StoodIn.UNWRITTEN)
         if at in self._giving:
             # A region around this one must know that the result comes from what is kept.
             values = [t for key, t in self._kept.items() if key >> 6 == at]
@@ -195,6 +198,17 @@ class Pruned(Watcher):
             return outs
         return outs[0] if _torch_operators.returns_one(step.func) else tuple(outs)
 
+    def _untouched(self, step: Step, at: int) -> dict[int, Tensor]:
+        """Of what is handed out as a copy, the original, by place."""
+        if not step.rewritten:
+            return {}
+        fetcher = self._fetcher
+        return {
+            key & IN_PLACE: t
+            for key, t in self._kept.items()
+            if key >> 6 == at and not (fetcher is not None and fetcher.brings(key))
+        }
+
     def _value(self, step: Step, key: int) -> Tensor:
         """A kept result; a copy if it is going to be written to."""
         value = self._kept[key]
@@ -250,4 +264,10 @@ def _wrapped(t: Tensor) -> Callable[[], Tensor]:
 def _requiring(t: Tensor, requires: bool) -> Tensor:
     if requires:
         _torch.require_grad(t)  # what it returns may be a wrapper of the innermost level
+        t._functx_unread = True  # type: ignore[attr-defined]
     return t
+
+
+def is_unread(t: Tensor) -> bool:
+    """Whether ``t`` is a placeholder: a tape may end there, as no derivative comes from it."""
+    return getattr(t, "_functx_unread", False)

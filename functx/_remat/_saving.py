@@ -60,20 +60,33 @@ class _Now(threading.local):
     def __init__(self) -> None:
         self.savers: list[Saver] = []  # of the regions that are running, outermost first
         self.stood_in = StoodIn.NOTHING
+        self.untouched: dict[int, Tensor] = {}
 
 
 _now = _Now()
 _META = torch.device("meta")
 
 
-def standing_in(what: StoodIn) -> None:
-    """A replay says what it does for the operation at hand."""
+def standing_in(what: StoodIn, untouched: dict[int, Tensor] | None = None) -> None:
+    """A replay says what it does for the operation at hand.
+
+    Args:
+        what: it gives.
+        untouched: of results that it gave as copies, because they are going to be written to, what
+            was copied, by place.
+    """
     _now.stood_in = what
+    _now.untouched = untouched or {}
 
 
 def stood_in() -> StoodIn:
     """What replays did for the operation that ran last."""
     return _now.stood_in
+
+
+def untouched(place: int, t: Tensor) -> Tensor:
+    """What a replay has copied to give ``t``; ``t`` itself if it is no copy."""
+    return _now.untouched.get(place, t)
 
 
 class Saver:
@@ -142,9 +155,10 @@ class Saver:
                 self._hold(key_of(number, place), t.detach(), storage, Decision.SAVE)
 
     def given(self, key: int, t: Tensor, storage: int) -> None:
-        """A region around this one keeps the result anyway."""
+        """A region around this one keeps the result anyway: ``t``, or a copy in other memory."""
         self._free.add(key)
-        self._hold(key, t, storage, Decision.SAVE)
+        self._hold(key, t, _torch.storage_key(t), Decision.SAVE)
+        self._places[storage] = key
 
     def _judge(self, number: int, value: Value, made: list[Any]) -> None:
         decision = self._policy.decide(value)
@@ -192,7 +206,7 @@ class Saver:
         for t in tensors_of(*written):
             storage = _torch.storage_key(t)
             key = self._places.get(storage)
-            if key in self._held:
+            if key in self._held and _torch.storage_key(self._held[key][0]) == storage:
                 held, decision = self._held.pop(key)
                 self.copied.add(key >> 6)
                 copy = self._moved(held, storage)

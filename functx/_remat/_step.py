@@ -19,6 +19,10 @@ _DRAWS_BLINDLY = {
     *(_aten.uniform_, _aten.normal_, _aten.random_, _aten.exponential_, _aten.cauchy_),
     *(_aten.log_normal_, _aten.geometric_),
 }
+_RESHAPES = {
+    *(_aten.squeeze_, _aten.unsqueeze_, _aten.t_, _aten.transpose_, _aten.swapaxes_),
+    *(_aten.swapdims_, _aten.as_strided_, _aten.detach_),
+}
 # What writes running statistics, though its schema does not say so.
 _WRITES_SILENTLY = {
     *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
@@ -66,8 +70,9 @@ class Kind:
     def __init__(self, func: Any) -> None:
         packet, tags = func.overloadpacket, func.tags
         self.func = func
-        self.view = _torch_operators.is_view(func)
-        self.mutable = _torch_operators.is_mutable(func)
+        # What is written in place by some is shape and strides alone: they are views as well.
+        self.view = _torch_operators.is_view(func) or packet in _RESHAPES
+        self.mutable = _torch_operators.is_mutable(func) and not self.view
         self.writes = self.mutable or packet in _WRITES_SILENTLY
         self.in_place = packet.__name__.endswith("_")
         self.draws = torch.Tag.nondeterministic_seeded in tags or func.namespace not in _KNOWN

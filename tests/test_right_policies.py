@@ -1,0 +1,106 @@
+"""Policies on nests of regions, found by random programs: as without remat, and no false error."""
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from nets import seeded
+from programs import identity
+from references import assert_same
+from torch import nn
+
+import functx
+
+POLICIES = functx.checkpoint_policies
+X = numbers(3)
+
+
+def named_vectors_under_vmap(remat):
+    """The product of a vector and a matrix is reshaped in place, which writes no value."""
+    region = remat(
+        lambda w, x: torch.tanh(functx.checkpoint_name(x @ w, "product")),
+        policy=POLICIES.save_only_these_names("product"),
+    )
+
+    def loss(weights, x):
+        for w in weights:
+            x = region(w, x)
+        return x.square().mean()
+
+    weights = [numbers(3, 3, start=float(i)) for i in range(3)]
+    return functx.vmap(functx.grad(loss), (None, 0))(weights, numbers(5, 3))
+
+
+def what_an_outer_region_keeps_and_an_inner_one_writes_to(remat):
+    """The inner region holds what the outer one kept, not the copy it may write to."""
+    linear = seeded(lambda: nn.Linear(3, 3)).to(DTYPE)
+
+    def f(x):
+        def region():
+            remat(linear)(x)
+            return torch.sigmoid(x)
+
+        y = remat(region, policy=POLICIES.dots_saveable)()
+        return remat(lambda: torch.sigmoid(y.sin()), policy=POLICIES.dots_saveable)()
+
+    x = X.clone().requires_grad_()
+    out, tangent = functx.jvp(f, (x,), (torch.ones_like(x),))
+    return out, tangent, torch.autograd.grad(out.sum() + tangent.sum(), x)
+
+
+def a_tape_that_ends_in_what_is_not_read(remat):
+    def f(x):
+        v = torch.sin(x)
+
+        def region(p):
+            def inner():
+                p * p  # noqa: B018
+                return torch.sigmoid(v)
+
+            def outer(t):
+                return inner_region() * t.sin()
+
+            inner_region = inner
+            kept = remat(outer, policy=POLICIES.dots_saveable)
+            return torch.sigmoid(functx.grad(lambda t: kept(t).sum())(v).sin().sin())
+
+        w = remat(region, policy=POLICIES.everything_saveable)(torch.outer(v, v))
+        return w * 0.5 + w.sin()
+
+    x = X.clone().requires_grad_()
+    gradient = functx.grad(lambda x: f(x).sum())(x)
+    return gradient, torch.autograd.grad(gradient.sum(), x)
+
+
+def a_copy_before_a_write_after_an_inner_region(remat):
+    def f(x):
+        def region(p, q):
+            def middle(r, s):
+                remat(lambda a, b: (p.mT, torch.sigmoid(b))[1])(s, s)
+                return torch.sigmoid(x)
+
+            v = remat(middle)(q, q)
+            w = v * 0.7 + v.sum() * 0.1
+            w.mul_(v)
+            return torch.sigmoid(w)
+
+        v = remat(region)(torch.outer(x, x), x)
+        w = remat(lambda: torch.sigmoid(torch.sin(v)))()
+        return w * 0.5 + w.sin()
+
+    x = X.clone().requires_grad_()
+    gradient = functx.grad(lambda x: f(x).sum())(x)
+    return gradient, torch.autograd.grad(gradient.sum(), x)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        named_vectors_under_vmap,
+        what_an_outer_region_keeps_and_an_inner_one_writes_to,
+        a_tape_that_ends_in_what_is_not_read,
+        a_copy_before_a_write_after_an_inner_region,
+    ],
+    ids=lambda p: p.__name__,
+)
+def test_as_without_remat(program):
+    assert_same(program(functx.remat), program(identity), eps=32)
