@@ -28,7 +28,7 @@ from functx._remat._constant import Constant
 from functx._remat._entry import MADE_HERE, REWRAPPED, Entry, describe, nested_capture
 from functx._remat._escape import Birth
 from functx._remat._holders import Holders
-from functx._remat._kept_inside import saver_of, slot_of
+from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
 from functx._remat._prune import is_unread
@@ -84,8 +84,9 @@ class FirstRun(Tracker):
         pruned = pruned and not region.options.values
         self.entries: list[Entry] = []
         tell_of_a_region()
-        self.inner_keeps: list[Any] = []
         self.entry = slot_of(region)
+        decided, self.entry.inside = self.entry.inside, []
+        self.inside = Inside(self.entry.inside, decided)
         self.ledger = Ledger(self.entries, saver_of(region, self.entry)) if pruned else None
         self._returning = False
         self._start = _torch.next_sequence_number()

@@ -2,11 +2,13 @@
 
 A replay of the outer region runs the inner one for the first time once more. What the inner one
 keeps decides what the outer one's pullback reads, so the policy is not asked again; and what it
-copies, because it may keep it and something writes to it, the outer one has in its record.
+copies, because it may keep it and something writes to it, the outer one has in its record. So it is
+for the regions inside the inner one, all the way down.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from functx._policies import Decision, OfOperation, Policy, Value
@@ -16,20 +18,22 @@ from functx._remat._saving import Saver
 class Slot:
     """What one region keeps: keys of results, which of them in host memory, and what it copied.
 
-    All are known once it has run.
+    All are known once it has run. ``inside`` are those of the regions in it, in their order.
     """
 
-    __slots__ = ("again", "copied", "keys", "on_host")
+    __slots__ = ("again", "copied", "inside", "keys", "on_host")
 
     def __init__(self) -> None:
         self.keys: list[int] | None = None
         self.on_host: set[int] = set()
         self.copied: set[int] = set()
+        self.inside: list[Slot] = []
         self.again = False
 
     def says(self, keys: list[int] | None, on_host: set[int], copied: set[int]) -> None:
-        """The region has run."""
-        self.keys, self.on_host, self.copied = keys, on_host, copied
+        """The region has run. What was decided before stays, also where less could be kept."""
+        if not self.again:
+            self.keys, self.on_host, self.copied = keys, on_host, copied
 
 
 class AsBefore(OfOperation):
@@ -44,18 +48,35 @@ class AsBefore(OfOperation):
         return Decision.OFFLOAD if value.number in self._on_host else value.number in self._kept
 
 
+class Inside:
+    """What the regions inside one keep, as they begin.
+
+    Args:
+        slots: where it is written down.
+        decided: what was decided in an earlier run of the same.
+    """
+
+    def __init__(self, slots: list[Slot] | None, decided: Iterable[Slot] = ()) -> None:
+        self._slots = slots
+        self._decided = iter(decided)
+
+    def begins(self) -> Slot:
+        """The next region."""
+        found = next(self._decided, None)
+        slot = Slot()
+        if found is not None:
+            slot.inside = found.inside
+            if found.keys is not None:
+                slot.says(found.keys, found.on_host, found.copied)
+                slot.again = True
+        if self._slots is not None:
+            self._slots.append(slot)
+        return slot
+
+
 def slot_of(region: Any) -> Slot:
     """Where it says what a region that begins now keeps."""
-    keeps = None if region.outer is None else region.outer.inner_keeps
-    if isinstance(keeps, list):
-        keeps.append(Slot())
-        return keeps[-1]
-    found = None if keeps is None else next(keeps, None)
-    slot = Slot()
-    if found is not None and found.keys is not None:
-        slot.again = True
-        slot.says(found.keys, found.on_host, found.copied)
-    return slot
+    return Slot() if region.outer is None else region.outer.inside.begins()
 
 
 def saver_of(region: Any, slot: Slot) -> Saver | None:

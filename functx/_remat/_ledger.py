@@ -126,7 +126,10 @@ class Ledger(Watcher):
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
+        before = len(self.steps)
         self._note(kind_of(func), args, kwargs, out)
+        if stood_in() is StoodIn.KEPT and len(self.steps) > before:
+            self.steps[-1].handed_out = True
 
     def _offer(self, kind: Kind, args: Any, kwargs: Any, out: Any, made: list[Any]) -> None:
         """Whether the policy keeps what an operation made."""

@@ -108,6 +108,8 @@ class Pruned(Watcher):
             if not self.paused:
                 standing_in(StoodIn.NOTHING)
             return func(*args, **kwargs)
+        if step.handed_out:
+            raise Departed(f"it runs {func} where a region inside had kept what that gives")
         with watching(False):
             out = self._stand_in(at, args)
         if at in self._giving:

@@ -34,6 +34,7 @@ from functx._errors import ReplayError
 from functx._remat import _escape
 from functx._remat._constant import Constant
 from functx._remat._holders import base_of
+from functx._remat._kept_inside import Inside
 from functx._remat._ledger import Ledger
 from functx._remat._options import Options
 from functx._remat._profile import shown
@@ -140,8 +141,7 @@ class Region:
         self.outer_levels: Any = None
         self.first_run: Any = None
         self.environment: Any = None
-        # What was captured, where replays are not compared and know it by identity.
-        self.originals: list[Tensor] | None = None
+        self.originals: list[Tensor] | None = None  # captures, where replays know by identity
         self.given: Sequence[Any] = ()
         self.ledger: Ledger | None = None
         self.needed: list[bool] = []
@@ -198,7 +198,7 @@ class Region:
                 replay = RecordingReplay(self.entries, externals, self.options, self.left)
             else:
                 replay = Replay(self.entries, externals, name, self.left)
-        replay.inner_keeps = iter(self.inner_keeps)
+        replay.inside = Inside(None, self.inner_keeps)
         if pruned is not None and pruned.sections is not None and isinstance(replay, Replay):
             pruned, replay.pruned = None, pruned
         try:

@@ -113,6 +113,7 @@ class Step:
             has to be written.
         draws: whether it moves a generator on.
         rewritten: whether a later step writes to its results.
+        handed_out: whether a region inside gave what it had kept; then nobody reads its own result.
         part_of: what it is a part of: an operation of the body, a node of a tape.
     """
 
@@ -120,6 +121,7 @@ class Step:
         "draws",
         "externals",
         "func",
+        "handed_out",
         "kind",
         "layouts",
         "part_of",
@@ -137,6 +139,7 @@ class Step:
         self.writes = False
         self.draws = kind.draws
         self.rewritten = False
+        self.handed_out = False
         self.part_of = part_of
 
 

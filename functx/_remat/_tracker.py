@@ -69,12 +69,11 @@ def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
 class Tracker:
     """What the first run and a replay do alike for each operation."""
 
-    __slots__ = ("_scalars", "_sources", "inner_keeps", "modes")
+    __slots__ = ("_scalars", "_sources", "inside", "modes")
 
     def __init__(self) -> None:
-        # What the regions inside keep, in the order in which they began: a first run writes that
-        # down, a replay goes through it (it is an iterator then).
-        self.inner_keeps: Any = None
+        # What the regions inside keep.
+        self.inside: Any = None
         # Fewer dispatch modes than at the start: this is the inside of one of them.
         self.modes = _torch.dispatch_mode_depth()
         self._sources: list[int] = []

@@ -132,5 +132,5 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     first.check_writes()
     environment.seal(written, inputs, region.captured, (c.value for c in region.constants))
     region.entries, region.origins = first.entries, first.origins
-    region.inner_keeps = first.inner_keeps
+    region.inner_keeps = first.entry.inside
     return outs
