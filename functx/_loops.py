@@ -260,7 +260,7 @@ def _scan_step(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> t
             f"{type(result).__name__}"
         )
     new, y = result
-    _check_carry(carry, new)
+    new = _checked_carry(carry, new)
     return new, _tree.map_(_row, y)
 
 
@@ -279,14 +279,16 @@ def _row(leaf: Any) -> Any:
     return (leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)).unsqueeze(0)
 
 
-def _check_carry(before: Any, after: Any) -> None:
-    old, old_spec = _tree.flatten(before)
-    new, new_spec = _tree.flatten(after)
-    if old_spec != new_spec:
+def _checked_carry(before: Any, after: Any) -> Any:
+    """The carry after a step, dicts in the order that they had before."""
+    old, spec = _tree.flatten(before)
+    try:
+        new = _tree.leaves_as(spec, after)
+    except ValueError:
         raise TypeError(
-            f"remat_scan: body must return a carry of the structure it was given, {old_spec}, "
-            f"got {new_spec}"
-        )
+            f"remat_scan: body must return a carry of the structure it was given, "
+            f"{_tree.shown(spec)}, got {_tree.shown(_tree.flatten(after)[1])}"
+        ) from None
     for i, (a, b) in enumerate(zip(old, new)):
         same = isinstance(a, Tensor) == isinstance(b, Tensor)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -296,6 +298,7 @@ def _check_carry(before: Any, after: Any) -> None:
                 "remat_scan: body must return a carry of the shapes and dtypes it was given; leaf "
                 f"{i} was {describe(a)} and is {describe(b)}"
             )
+    return _tree.unflatten(spec, new)
 
 
 def _length(leaves: Sequence[Any], length: int | None) -> int:

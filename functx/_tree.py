@@ -68,8 +68,31 @@ def map_(fn: Any, tree: Any) -> Any:
     return unflatten(spec, [fn(leaf) for leaf in flat])
 
 
+def _is_leaf(one: Any) -> bool:
+    parts = leaves(one)
+    return len(parts) == 1 and parts[0] is one
+
+
+def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
+    """The leaves of a tree of some structure, in its order: dicts may have theirs in another.
+
+    Raises:
+        ValueError: ``tree`` has another structure.
+    """
+    try:
+        found = spec.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise ValueError(str(error)) from None
+    if not all(_is_leaf(one) for one in found):
+        raise ValueError(f"{shown(spec)} and {shown(flatten(tree)[1])}")
+    return found
+
+
 def spread(prefix: Any, tree: Any) -> list[Any]:
     """The leaves of a pytree prefix, each as often as the part of ``tree`` under it has leaves.
+
+    Returns:
+        One for each leaf of ``tree``, in its order; dicts of the prefix may have another.
 
     Raises:
         ValueError: ``prefix`` is no prefix of ``tree``.
@@ -79,4 +102,5 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
         parts = spec.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(f"not a pytree prefix: {error}") from None
-    return [head for head, part in zip(heads, parts) for _ in leaves(part)]
+    whole = unflatten(spec, [map_(lambda _, own=own: own, part) for own, part in zip(heads, parts)])
+    return leaves_as(flatten(tree)[1], whole)

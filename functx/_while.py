@@ -170,12 +170,14 @@ def _next(body: Any, verdict: Any, length: Length, state: Any) -> Any:
     if not length.masked:
         return new
     old_leaves, spec = _tree.flatten(state)
-    new_leaves, new_spec = _tree.flatten(new)
-    if spec != new_spec:
+    try:
+        new_leaves = _tree.leaves_as(spec, new)
+    except ValueError:
         raise TypeError(
             "remat_loop: under vmap, where examples end at different steps, body must return a "
-            f"state of the structure it was given, {spec}, got {new_spec}"
-        )
+            f"state of the structure it was given, {_tree.shown(spec)}, got "
+            f"{_tree.shown(_tree.flatten(new)[1])}"
+        ) from None
     done = []
     for a, b in zip(old_leaves, new_leaves):
         if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -33,15 +33,16 @@ class Groups:
         if max_norm is None or _is_number(max_norm):
             found = [max_norm] * self.count
         else:
-            found = _tree.leaves(max_norm)
-            like = _tree.flatten(self.pack(list(range(self.count))))
-            if _tree.flatten(max_norm)[1] != like[1]:
+            numbers, spec = _tree.flatten(self.pack(list(range(self.count))))
+            try:
+                found = _tree.leaves_as(spec, max_norm)
+            except ValueError:
                 raise ValueError(
                     f"{api}: max_norm must be a number or have one for each group, as "
                     f"{self.pack(['...'] * self.count)}; got {describe(max_norm)}"
-                )
+                ) from None
             # Dicts are flattened in another order than groups are numbered in.
-            found = [one for _, one in sorted(zip(like[0], found), key=lambda pair: pair[0])]
+            found = [one for _, one in sorted(zip(numbers, found), key=lambda pair: pair[0])]
         for threshold in found:
             if threshold is not None and not _is_number(threshold):
                 raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
