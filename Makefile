@@ -29,7 +29,7 @@ test: $(VENV)/installed  ## the whole test suite
 sweep: $(VENV)/privacy  ## the long sweeps, left out of `make test`
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 -m sweep $(ARGS)
 
-bench: $(VENV)/privacy  ## run the demo and every bench, and write their figures into README.md
+bench: $(VENV)/privacy  ## run the demo and every bench, and write their figures into the pages
 	$(PY) -m functx demo --out docs/demo
 	$(PY) -m bench $(ARGS)
 

@@ -1,7 +1,7 @@
 """``python -m bench``: every bench in a process of its own, then their tables into the pages.
 
-On the CPU all of ``bench/``, into README.md. With ``--device cuda`` those of ``bench/gpu/``, and
-others that take a device, into docs/gpu.md; in so many minutes altogether.
+On the CPU all of ``bench/``, into README.md and docs/. With ``--device cuda`` those of
+``bench/gpu/``, and others that take a device, into docs/gpu.md; in so many minutes altogether.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from bench import _readme
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gpu.md")
 
 
 def _names(folder: str) -> list[str]:
@@ -67,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{bench}: no time left; what it had measured is written down")
         except subprocess.CalledProcessError:
             failed.append(bench)
-    for page in PAGES:
+    for page in _readme.PAGES:
         page.write_text(_readme.filled(page.read_text()))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

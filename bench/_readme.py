@@ -1,4 +1,4 @@
-"""README.md's figures: whatever stands between two markers is made from a file of results.
+"""Figures of README.md and docs/: what stands between two markers is made from a file of results.
 
 ``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, ``<!-- file:PATH -->`` the
 text of a file in this repository; ``<!-- end -->`` closes either. Figures of a GPU,
@@ -13,6 +13,7 @@ from pathlib import Path
 from bench._common import RESULTS, Result
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_MEASURED = "Not measured yet."
 MARKERS = re.compile(r"<!-- (bench|file):(\S+) -->\n.*?<!-- end -->", re.DOTALL)
 

@@ -57,8 +57,7 @@ class Made:
 
     def line(self) -> tuple[str, int, str]:
         """File, line and function."""
-        code = self.place[0]
-        return code.co_filename, line_of(self.place), code.co_qualname
+        return described(self.place)
 
 
 class Memory:
@@ -69,9 +68,10 @@ class Memory:
         nbytes: how large it was when it was last seen.
         value: what was written to it last; ``None`` if that was before.
         outside: whether it was there before.
+        place: the line that read it first.
     """
 
-    __slots__ = ("_ref", "key", "nbytes", "outside", "tensors", "value")
+    __slots__ = ("_ref", "key", "nbytes", "outside", "place", "tensors", "value")
 
     def __init__(self, t: Tensor, *, outside: bool) -> None:
         storage = t.untyped_storage()
@@ -79,6 +79,7 @@ class Memory:
         self.key = _torch.storage_key(t)
         self.nbytes = storage.nbytes()
         self.outside = outside
+        self.place: Place | None = None
         self.value: Made | None = None
         self.tensors: dict[int, weakref.ref[Tensor]] = {}  # that were seen over it
 
@@ -129,6 +130,9 @@ class Origins(_torch.TorchDispatchMode):
         if any(_torch.is_traceable_wrapper_subclass(t) for t in inputs):
             return NotImplemented  # the subclass first: the mode then sees its inner tensors
         read = [self.meet(t) for t in inputs if has_address(t)]
+        for memory in read:
+            if memory.outside and memory.place is None:
+                memory.place = where()
         out = func(*args, **kwargs)
         if isinstance(func, _torch.OpOverload):
             self._wrote(func, args, kwargs, out, read)
@@ -201,6 +205,11 @@ class Origins(_torch.TorchDispatchMode):
                 flops=flops,
                 reads=tuple(reads.values()),
             )
+
+
+def described(place: Place) -> tuple[str, int, str]:
+    """File, line and function of a place."""
+    return place[0].co_filename, line_of(place), place[0].co_qualname
 
 
 def has_address(t: Tensor) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from functx import _torch
+from functx._errors import RematError
 
 
 class Decision(enum.Enum):
@@ -258,7 +260,13 @@ class Asked(OfOperation):
     def judge(self, value: Value) -> Decision | bool:
         """Ask it."""
         context = Context(op_output=value.out)
-        said = self.function(context, value.func, *value.args, **value.kwargs)
+        try:
+            said = self.function(context, value.func, *value.args, **value.kwargs)
+        except TypeError as error:  # which an operator of a tensor would take for its own
+            raise RematError(
+                f"remat: the policy {self!r} raised for {value.func}: {error}. It is called as "
+                "policy(ctx, op, *args, **kwargs)."
+            ) from error
         if isinstance(said, (bool, Decision)):
             return said
         if isinstance(said, CheckpointPolicy):
@@ -292,10 +300,29 @@ def as_policy(policy: Any) -> Policy:
             "functx.checkpoint_policies."
         )
     if callable(policy) and not isinstance(policy, type):
+        _check_signature(policy)
         return Asked(policy)
     raise TypeError(
         f"remat: unknown policy {policy!r}. Expected None, one of functx.checkpoint_policies, a "
         "list of ATen operators, or a function policy(ctx, op, *args, **kwargs)."
+    )
+
+
+def _check_signature(policy: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):  # a builtin
+        return
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    try:
+        signature.bind(None, None)
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return
+    except TypeError:
+        pass
+    raise TypeError(
+        f"remat: a policy function is called as policy(ctx, op, *args, **kwargs), with the "
+        f"arguments of the operation op; {policy!r} takes {signature}."
     )
 
 

@@ -23,7 +23,7 @@ from functx import _offload, _torch, _tree
 from functx._arrays import backend_of
 from functx._costs import fresh_leaves, undisturbed
 from functx._labels import Label, labels
-from functx._origins import Made, Memory, Origins, cost, has_address
+from functx._origins import Made, Memory, Origins, cost, described, has_address
 from functx._remat._holders import base_of
 from functx._remat._observers import on_name
 from functx._residuals import ON_HOST, Residual, Residuals, side_by_side
@@ -237,13 +237,15 @@ def _saved_by(node: Any) -> Any:
 
 
 def _from_outside(m: Memory, known: tuple[Tensor, Label] | None) -> Residual:
+    file, line, function = ("", 0, "") if m.place is None else described(m.place)
     if known is None:
         t = max(m.seen(), key=lambda t: t.numel(), default=None)
-        kind = "parameter" if isinstance(t, nn.Parameter) else "constant"
-        source = f"a {kind}"
+        kind, name = "parameter" if isinstance(t, nn.Parameter) else "constant", ""
     else:
         t, (kind, name) = known
-        source = f"{kind} {name}" if name else f"a {kind}"
+    source = f"{kind} {name}" if name else f"a {kind}"
+    if line and not name:
+        source += f" that {os.path.basename(file)}:{line} in {function} reads"
     shown = m.nbytes if t is None else min(m.nbytes, t.numel() * t.element_size())
     return Residual(
         shape=() if t is None else tuple(t.shape),
@@ -252,6 +254,9 @@ def _from_outside(m: Memory, known: tuple[Tensor, Label] | None) -> Residual:
         nbytes=shown,
         kind=kind,
         source=source,
+        file=file,
+        line=line,
+        function=function,
     )
 
 

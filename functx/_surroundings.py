@@ -114,9 +114,9 @@ def _pulled_back(body: Body, wanted: Sequence[bool]) -> Body:
 def _pushed_forward(body: Body, wanted: Sequence[bool]) -> Body:
     def with_tangents(*tensors: Tensor) -> Sequence[Tensor]:
         primals = tuple(_which(tensors, wanted))
-        out, tangents = jvp(
-            _of(body, tensors, wanted), primals, tuple(map(torch.ones_like, primals))
-        )
+        ones = tuple(map(torch.ones_like, primals))
+        pushed: Any = jvp(_of(body, tensors, wanted), primals, ones)
+        out, tangents = pushed
         return (*out, *tangents)
 
     return with_tangents if any(wanted) else body

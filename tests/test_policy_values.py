@@ -46,6 +46,23 @@ class TestValues:
         with pytest.raises(TypeError, match="expected a bool"):
             region(X.clone().requires_grad_())
 
+    @pytest.mark.parametrize(
+        "policy", [lambda op: True, lambda ctx, op: True, lambda ctx, op, *args, extra: True]
+    )
+    def test_a_function_that_can_not_be_called_as_policies_are(self, policy):
+        with pytest.raises(TypeError, match=r"policy\(ctx, op, \*args, \*\*kwargs\)"):
+            functx.remat(torch.sin, policy=policy)
+
+    def test_a_policy_that_raises_a_type_error_is_not_taken_for_the_operator(self):
+        """`x @ w` would say that it does not know these operands."""
+
+        def policy(ctx, op, *args, **kwargs):
+            return len(3)
+
+        region = functx.remat(lambda x: x @ x.mT, policy=policy)
+        with pytest.raises(functx.RematError, match=r"raised for aten\.mm.*has no len"):
+            region(X.clone().requires_grad_())
+
     def test_names_are_strings(self):
         with pytest.raises(TypeError, match="string"):
             functx.checkpoint_name(X, 3)

@@ -116,6 +116,19 @@ class TestSources:
             "constant WEIGHTS[1]",
         ]
 
+    def test_constants_without_a_name_have_a_line(self):
+        class Config:
+            weight = torch.ones(5)
+
+        def f(x):
+            return torch.sin(x) * Config.weight
+
+        _, weight = functx.saved_residuals(f, X.float())
+        line = f.__code__.co_firstlineno + 1
+        assert weight.source.startswith(f"a constant that {HERE}:{line} in ")
+        assert weight.source.endswith("f reads")
+        assert (weight.file, weight.line, weight.kind) == (__file__, line, "constant")
+
     def test_results(self):
         residuals = functx.saved_residuals(torch.tanh, X)
         (result,) = residuals

@@ -1,0 +1,137 @@
+"""Claim: under a budget, less is computed again than in uniform segments of the same peak.
+
+Each network is cut into uniform segments, as ``checkpoint_sequential`` cuts. The peak of that is
+the budget of two plans: of the blocks, and of the operations of the network as one function. Where
+there are few enough blocks, all ways to nest regions around them are measured too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import functx
+from bench._common import Column, Result, device_argument, environment
+from bench._plan_models import NETWORKS
+from functx import _costs, _schedules
+from functx._chain import all_trees, work_again
+
+NAME = "budget"
+CLAIM = (
+    "What a plan computes again, and uniform segments of the same measured peak, in forward passes."
+)
+PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "budget.png"
+
+SEGMENTS = (2, 3, 4, 6, 8, 12)
+
+# So many blocks have few enough trees (394) to measure all of them.
+EXACT = 6
+
+
+class Network(nn.Module):
+    """A chain as one function."""
+
+    def __init__(self, blocks: list[Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Any) -> Any:
+        """One block after another."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def peak_of(tree: Any, blocks: Any, x: Any) -> int:
+    return _costs.pullback_peak(lambda x: _costs.walk(tree, *blocks, x), x)
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    blocks, x = NETWORKS[name]()
+    n, state, work = len(blocks), x, []
+    with _costs.undisturbed(blocks):
+        for block in blocks:
+            work.append(_costs.work(block, state))
+            state = block(state)
+        plain = peak_of(list(range(n)), blocks, x)
+        known = []
+        if n <= EXACT:
+            known = [(peak_of(t, blocks, x), work_again(t, work)) for t in all_trees(0, n)]
+    rows = []
+    network = Network(blocks)
+    for segments in (k for k in SEGMENTS if k <= n):
+        cuts = _schedules.segments(n, segments)
+        tree = [*(list(range(*cut)) for cut in cuts[:-1]), *range(*cuts[-1])]
+        with _costs.undisturbed(blocks):
+            peak = peak_of(tree, blocks, x)
+        plan = functx.plan(blocks, x, budget=peak)
+        fine = functx.plan(network, x, budget=peak)
+        assert max(plan.peak, fine.peak) <= peak
+        best = min((again for p, again in known if p <= peak), default=None)
+        rows.append(
+            {
+                "network": name,
+                "blocks": n,
+                "segments": segments,
+                "peak": peak,
+                "share": peak / plain,
+                "uniform": work_again(tree, work) / sum(work),
+                "plan": plan.again / sum(work),
+                "fine": fine.again / fine.work,
+                "best": None if best is None else best / sum(work),
+            }
+        )
+    return rows
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Recompute over memory, a picture for each network."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots(2, 2)
+    for name, own in zip(NETWORKS, axes.flat):
+        ours = sorted((row for row in rows if row["network"] == name), key=lambda r: r["share"])
+        shares = [row["share"] for row in ours]
+        own.plot(shares, [row["uniform"] for row in ours], "x", label="uniform segments")
+        own.plot(shares, [row["plan"] for row in ours], "o-", label="plan of blocks", markersize=4)
+        own.plot(shares, [row["fine"] for row in ours], "s-", label="of operations", markersize=4)
+        own.set_title(name, fontsize="medium")
+        own.set_ylim(bottom=0)
+        own.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("peak, of that without regions")
+    figure.supylabel("computed again, in forward passes")
+    axes[0, 0].legend(frameon=False)
+    figure.savefig(PICTURE, dpi=150)
+
+
+def run(device: torch.device) -> Result:
+    rows = [row for name in NETWORKS for row in rows_of(name)]
+    draw(rows)
+    columns = [
+        Column("network", "network"),
+        Column("blocks", "blocks", ".0f"),
+        Column("segments", "segments", ".0f"),
+        Column("peak", "peak, MiB", ".2f", 2**20),
+        Column("share", "of that without", ".2f"),
+        Column("uniform", "uniform segments", ".2f"),
+        Column("plan", "plan of blocks", ".2f"),
+        Column("best", "best of all nestings", ".2f"),
+        Column("fine", "plan of operations", ".2f"),
+    ]
+    notes = []
+    for key, title in (("plan", "of blocks"), ("fine", "of operations")):
+        less = sum(row[key] < row["uniform"] for row in rows)
+        more = sum(row[key] > row["uniform"] for row in rows)
+        notes.append(f"Plans {title}: less in {less} of {len(rows)} cases, more in {more}.")
+    return Result(NAME, CLAIM, columns, rows, notes, environment(device))
+
+
+if __name__ == "__main__":
+    result = run(device_argument(NAME, CLAIM))
+    result.show()
+    result.write()
