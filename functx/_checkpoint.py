@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch_compiler, _transformers
+from functx import _torch_compiler, _torch_globals, _transformers
 from functx._errors import RematError
 from functx._remat._api import checked_options, name_of
 from functx._remat._operator import differentiating
@@ -25,7 +25,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], Contexts] = noop_context_fn,
@@ -33,6 +33,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool | str = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """``function(*args, **kwargs)``, as a region that keeps its inputs and is computed again.
@@ -42,7 +43,7 @@ def checkpoint(
     through its arguments get their gradients.
 
     Args:
-        function: any callable.
+        function: any callable. With options alone, the call is a decorator with them.
         *args: its arguments, any pytrees.
         use_reentrant: torch's choice between two implementations. Here is one, which computes what
             ``function`` would. ``True`` further means what it means there: replays run in full,
@@ -57,6 +58,8 @@ def checkpoint(
             Torch's ``set_checkpoint_early_stop`` overrules it, as ``set_checkpoint_debug_enabled``
             overrules ``debug``.
         preserve_rng_state: as for `functx.remat`.
+        respect_saved_tensors_hooks: no hook sees what a region keeps, so ``True`` is an error where
+            there are hooks and a policy.
         **kwargs: keyword arguments of ``function``.
 
     Returns:
@@ -75,6 +78,17 @@ def checkpoint(
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
+    if function is None and not args and not kwargs:
+        return functools.partial(
+            _decorated,
+            use_reentrant=use_reentrant,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        )
     if not callable(function):
         raise TypeError(
             f"checkpoint: expected a callable first, got {type(function).__name__}. Call it as "
@@ -83,13 +97,14 @@ def checkpoint(
     _check_flag("use_reentrant", use_reentrant, optional=True)
     _check_flag("debug", debug)
     _check_flag("early_stop", early_stop)
+    _check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks, optional=True)
     overruling = _torch_compiler.checkpoint_overrules()
     if overruling.debug is not None:
         debug = overruling.debug
     if overruling.early_stop is not None:
         early_stop = overruling.early_stop
     if use_reentrant:
-        _check_reentrant(kwargs, context_fn, debug)
+        _check_reentrant(kwargs, context_fn, debug, respect_saved_tensors_hooks)
         early_stop = False
     if debug and context_fn is not noop_context_fn:
         raise ValueError(
@@ -112,6 +127,13 @@ def checkpoint(
         if policy is None and not (_does_nothing(forward) and _does_nothing(replays)):
             # A partial: what the function closes over is still found.
             body = functools.partial(_under, _Turns(forward, replays), body)
+        hooks = respect_saved_tensors_hooks and _torch_globals.foreign_saved_tensors_hooks()
+        if hooks and policy is not None:
+            raise RematError(
+                "checkpoint: respect_saved_tensors_hooks=True, but no hook sees what a region of "
+                "functx keeps. To keep values in host memory use functx.remat with the policy "
+                "functx.checkpoint_policies.offload(...); else leave the option out."
+            )
     options = checked_options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,
@@ -190,7 +212,19 @@ _OPTIONS = {
     "determinism_check",
     "early_stop",
     "preserve_rng_state",
+    "respect_saved_tensors_hooks",
 }
+
+
+def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    if not callable(function):
+        raise TypeError(f"checkpoint: expected a callable, got {type(function).__name__}.")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    return call
 
 
 def _in_order(*functions_and_input: Any) -> Any:
@@ -205,15 +239,18 @@ def _check_flag(name: str, value: Any, *, optional: bool = False) -> None:
         raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
 
 
-def _check_reentrant(kwargs: dict[str, Any], context_fn: Any, debug: bool) -> None:
+def _check_reentrant(
+    kwargs: dict[str, Any], context_fn: Any, debug: bool, respect_hooks: bool | None
+) -> None:
     if kwargs:
         raise ValueError(
             f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
             "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
         )
-    if context_fn is not noop_context_fn or debug:
+    if context_fn is not noop_context_fn or debug or respect_hooks is not None:
         raise ValueError(
-            "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+            "Passing `context_fn`, `debug` or `respect_saved_tensors_hooks` is only supported when "
+            "use_reentrant=False."
         )
 
 

@@ -139,29 +139,26 @@ def _enter() -> None:
 
 
 def _leave() -> None:
-    global _active, _code
+    global _active
     _active -= 1
     if _active == 0:
         function = _torch_compiler.torch_checkpoint()
-        if function.__code__ is _replacement.__code__:
-            assert _code is not None
-            function.__code__ = _code
+        if function.__code__ is _replacement(_original):
+            function.__code__ = _original.__code__
         while _saved:
             _saved.pop().restore()
 
 
-_code: CodeType | None = None
 _original: Any = None
 
 
 def _install() -> None:
-    global _code, _original
+    global _original
     function = _torch_compiler.torch_checkpoint()
-    _check(function)
-    _code = function.__code__
-    _original = FunctionType(_code, function.__globals__, function.__name__, function.__defaults__)
+    code, ours = function.__code__, _replacement(function)
+    _original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     _original.__kwdefaults__ = function.__kwdefaults__
-    function.__code__ = _replacement.__code__
+    function.__code__ = ours
     # Where somebody has put their own function in place of torch's.
     module, public = _torch_compiler.checkpoint_module, _torch_compiler.public_torch_checkpoint
     if module.checkpoint is not public:
@@ -175,25 +172,29 @@ def _put(owner: Any, name: str, now: Any) -> None:
     setattr(owner, name, now)
 
 
-def _check(function: Any) -> None:
-    known, found = _replacement.__code__, function.__code__
-    positional = found.co_varnames[: found.co_argcount]
-    keywords = found.co_varnames[found.co_argcount :][: found.co_kwonlyargcount]
-    if (
-        found.co_freevars
-        or positional != known.co_varnames[: known.co_argcount]
-        or set(keywords) != set(known.co_varnames[known.co_argcount :][: known.co_kwonlyargcount])
-    ):
-        raise RuntimeError(
-            f"patch_checkpoint: torch.utils.checkpoint.checkpoint of this torch takes "
-            f"{(*positional, *keywords)}, which this functx does not know. Call functx.checkpoint "
-            "in its place."
-        )
+def _parameters(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names of positional parameters, and of keyword-only ones."""
+    n = code.co_argcount
+    return code.co_varnames[:n], frozenset(code.co_varnames[n:][: code.co_kwonlyargcount])
 
 
-# Runs under torch's name, with the globals and the defaults of torch's function: it must find
-# everything else by itself.
-def _replacement(
+def _replacement(function: Any) -> CodeType:
+    """The code that takes what torch's function takes."""
+    code = function.__code__
+    for known in (_of_2_11, _of_2_15):
+        if not code.co_freevars and _parameters(code) == _parameters(known.__code__):
+            return known.__code__
+    positional, keywords = _parameters(code)
+    raise RuntimeError(
+        f"patch_checkpoint: torch.utils.checkpoint.checkpoint of this torch takes "
+        f"{(*positional, *sorted(keywords))}, which this functx does not know. Call "
+        "functx.checkpoint in its place."
+    )
+
+
+# They run under torch's name, with the globals and the defaults of torch's function: they must find
+# everything else by themselves.
+def _of_2_11(
     function: Any,
     *args: Any,
     use_reentrant: Any = None,
@@ -217,9 +218,39 @@ def _replacement(
     )
 
 
+def _of_2_15(
+    function: Any = None,
+    *args: Any,
+    use_reentrant: Any = None,
+    preserve_rng_state: Any = True,
+    context_fn: Any = None,
+    determinism_check: Any = "default",
+    debug: Any = False,
+    early_stop: Any = True,
+    respect_saved_tensors_hooks: Any = None,
+    **kwargs: Any,
+) -> Any:
+    from functx._patch import _call
+
+    return _call(
+        function,
+        *args,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        **kwargs,
+    )
+
+
 def _call(function: Any, *args: Any, **options: Any) -> Any:
     if _original is not None and _torch_compiler.of_the_compiler(function):
         return _original(function, *args, **options)
+    if function is None and not args:  # with options alone, a decorator
+        return lambda f: functools.wraps(f)(functools.partial(_call, f, **options))
     # NOTE [replays are patched]
     return checkpoint(functools.partial(within, Patch, function), *args, **options)
 

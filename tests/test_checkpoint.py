@@ -34,7 +34,7 @@ class TestDropIn:
         for parameter in inspect.signature(getattr(theirs, name)).parameters.values():
             mine = ours[parameter.name]
             assert mine.kind == parameter.kind
-            assert mine.default == parameter.default
+            assert parameter.default in (mine.default, parameter.empty)
 
     @pytest.mark.parametrize("reentrant", [None, False, True])
     def test_values_and_gradients(self, reentrant):
@@ -144,6 +144,17 @@ class TestOptions:
         x = X.clone().requires_grad_()
         out = functx.checkpoint(lambda x: torch.sum(x.sin()), x, **options)
         return count(out.backward)["sum"]
+
+    def test_as_a_decorator(self):
+        @functx.checkpoint(use_reentrant=False)
+        def f(x):
+            return x.sin()
+
+        assert f.__name__ == "f"
+        x = numbers(3)
+        assert_same(functx.vmap(functx.grad(f))(x), x.cos())
+        with pytest.raises(TypeError, match="callable"):
+            functx.checkpoint(use_reentrant=False)(3)
 
     def test_early_stop(self):
         assert self.sums_in_the_replay() == 0

@@ -69,6 +69,24 @@ WAYS = {
 }
 
 
+def of_fewer(function, *args, use_reentrant=None, **kwargs):
+    """An earlier torch's, say."""
+
+
+def of_more(
+    function,
+    *args,
+    use_reentrant=None,
+    context_fn=None,
+    determinism_check=None,
+    debug=None,
+    early_stop=None,
+    unheard_of=None,
+    **kwargs,
+):
+    """A later torch's, say."""
+
+
 def works(f):
     """Whether ``vmap(grad)`` of ``f`` works, which it does if no hook of torch's is used."""
     try:
@@ -239,10 +257,8 @@ class TestIdentity:
             data = pickle.dumps(partial)
         assert pickle.loads(data).func is imported_before
 
-    def test_a_signature_that_is_not_known(self, monkeypatch):
-        def other(function, *args, use_reentrant=None, **kwargs):
-            pass
-
+    @pytest.mark.parametrize("other", [of_fewer, of_more])
+    def test_a_signature_that_is_not_known(self, monkeypatch, other):
         monkeypatch.setattr(functx._patch._torch_compiler, "torch_checkpoint", lambda: other)
         with pytest.raises(RuntimeError, match=r"use_reentrant.*functx\.checkpoint"):
             functx.patch_checkpoint()
@@ -298,3 +314,27 @@ def test_compiled_code_keeps_the_compilers_implementation(backend):
     assert_same(x.grad, expected, eps=4)
     torch._dynamo.reset()
     gc.collect()
+
+
+def test_saved_tensors_hooks_that_are_to_be_respected(self):
+    """No hook sees what a region keeps: an error, where there are both."""
+    contexts = functools.partial(
+        theirs.create_selective_checkpoint_contexts,
+        [torch.ops.aten.sin.default],
+    )
+    x = X[0].clone().requires_grad_()
+
+    def call(respect, **options):
+        return functx.checkpoint(
+            torch.sin, x, use_reentrant=False, respect_saved_tensors_hooks=respect, **options
+        )
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    call(True, context_fn=contexts)
+    with hooks:
+        call(True)
+        call(None, context_fn=contexts)
+        with pytest.raises(functx.RematError, match="offload"):
+            call(True, context_fn=contexts)
+    with pytest.raises(ValueError, match="respect_saved_tensors_hooks"):
+        functx.checkpoint(torch.sin, x, use_reentrant=True, respect_saved_tensors_hooks=True)
