@@ -53,9 +53,25 @@ __all__ = [
 
 
 @functools.wraps(torch.func.vmap)
-def _vmap(*args: Any, **kwargs: Any) -> Any:
+def _vmap(func: Callable[..., Any], in_dims: Any = 0, *options: Any, **named: Any) -> Any:
     mend_batching_rules()
-    return torch.func.vmap(*args, **kwargs)
+    own = torch.func.vmap(func, in_dims, *options, **named)
+    if not _tree.has_dict(in_dims):
+        return own
+
+    @functools.wraps(own)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        # By keys: torch takes dimensions in the order in which they were written.
+        try:
+            dims = tuple(
+                _tree.unflatten(_tree.flatten(arg)[1], _tree.spread(dim, arg))
+                for dim, arg in zip(in_dims, args, strict=True)
+            )
+        except ValueError:
+            return own(*args, **kwargs)  # which says what is wrong
+        return torch.func.vmap(func, dims, *options, **named)(*args, **kwargs)
+
+    return mapped
 
 
 vmap = by_arguments(_vmap)

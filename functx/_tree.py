@@ -88,6 +88,13 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
     return found
 
 
+def has_dict(tree: Any) -> bool:
+    """Whether a dict is somewhere in nested tuples, lists and dicts."""
+    return isinstance(tree, dict) or (
+        isinstance(tree, (tuple, list)) and any(has_dict(part) for part in tree)
+    )
+
+
 def spread(prefix: Any, tree: Any) -> list[Any]:
     """The leaves of a pytree prefix, each as often as the part of ``tree`` under it has leaves.
 

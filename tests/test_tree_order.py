@@ -53,6 +53,15 @@ def test_clipping(options):
     assert_same(found(turned(PARAMS), turned(X)), turned(expected))
 
 
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_dimensions_of_vmap(chunk_size):
+    f = functx.vmap(loss, in_dims=(None, {"v": 0, "u": None}), chunk_size=chunk_size)
+    assert_same(f(PARAMS, X), torch.stack([loss(PARAMS, X | {"v": v}) for v in X["v"]]), eps=8)
+    assert_same(f(turned(PARAMS), turned(X)), f(PARAMS, X))
+    with pytest.raises(ValueError, match="in_dims"):
+        functx.vmap(loss, in_dims=(None, {"v": 0}))(PARAMS, X)
+
+
 def test_a_carry():
     def body(carry, x):
         return {"b": carry["b"] + 1, "a": carry["a"] * x}, x
