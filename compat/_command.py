@@ -95,6 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with all figures")
 
 
+_OF_JAX = "JAX_TRACEBACK_FILTERING"  # a note about tracebacks, of which there are none here
+
+
 def _literal(name: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
@@ -167,7 +170,8 @@ def _report(options: argparse.Namespace) -> Any:
             repeats=options.repeats,
         )
     except Exception as error:
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        told = (note for note in getattr(error, "__notes__", ()) if _OF_JAX not in note)
+        notes = "".join(f"\n{note}" for note in told)
         raise CommandError(f"{type(error).__name__}: {error}{notes}") from error
 
 

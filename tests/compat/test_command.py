@@ -38,6 +38,9 @@ net = Net()
 def drops(x):
     return torch.nn.functional.dropout(x)
 
+def reads(x):
+    return torch.nonzero(x)
+
 def broken():
     raise ValueError("no data")
 """
@@ -112,6 +115,7 @@ def test_files(folder, capsys):
         (["net_to_check.py:loss", "--args", "real[3]"], "torch has no dtype 'real'"),
         (["net_to_check.py:loss", "--transforms", "sum"], "no transform 'sum'"),
         (["net_to_check.py:drops", "--args", "float32[3]"], "functx.compat.random"),
+        (["net_to_check.py:reads", "--args", "float32[3]"], "aten.nonzero.default has a result"),
         (["functx.compat.random:key"], "define `inputs` next to it"),
         (["torch.nn:Linear", "--args", "float32[3]"], "can't be made without arguments"),
     ],
@@ -121,6 +125,7 @@ def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys
     captured = capsys.readouterr()
     assert captured.err.startswith("functx crosscheck: ")
     assert message in captured.err
+    assert "TRACEBACK" not in captured.err
     assert captured.out == ""
 
 

@@ -9,27 +9,26 @@ from torch.nn import functional as F
 
 import functx
 from functx.compat import to_jax
-from functx.compat.testing import assert_agrees
 
 from .networks import arrays, assert_close
 
 TARGETS = torch.tensor([[1, 2, 2, 3], [3, 4, 1, 1], [2, 2, 2, 2]])
-INPUTS, LENGTHS = (8, 6, 7), (4, 2, 3)
+INPUTS, LENGTHS = (5, 4, 5), (4, 2, 2)
 
 
 @pytest.fixture
 def log_probs():
     torch.manual_seed(0)
-    return torch.randn(8, 3, 5).log_softmax(-1)
+    return torch.randn(5, 3, 5).log_softmax(-1)
 
 
 CASES = {
     "mean": {},
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
-    "no targets": {"target_lengths": (0, 2, 3)},
-    "impossible": {"input_lengths": (2, 6, 7), "zero_infinity": True},
-    "one behind the other": {"targets": TARGETS.reshape(-1)[:9]},
+    "no targets": {"target_lengths": (0, 2, 2)},
+    "impossible": {"input_lengths": (2, 4, 5), "zero_infinity": True},
+    "one behind the other": {"targets": TARGETS.reshape(-1)[:8]},
 }
 
 
@@ -47,10 +46,9 @@ def test_values_and_gradients(case, log_probs):
     value, got = jax.value_and_grad(to_jax(f))(arrays(log_probs))
     assert_close(value, f(log_probs), rtol=1e-5)
     assert_close(got, gradient, rtol=1e-4)
-    assert_close(to_jax(functx.grad(f))(arrays(log_probs)), gradient, rtol=1e-4)
 
 
-@pytest.mark.parametrize("targets", [TARGETS, TARGETS.reshape(-1)[:9]], ids=["rows", "one row"])
+@pytest.mark.parametrize("targets", [TARGETS, TARGETS.reshape(-1)[:8]], ids=["rows", "one row"])
 def test_lengths_may_be_traced(targets, log_probs):
     loss = functools.partial(F.ctc_loss, reduction="none")
     args = (log_probs, targets, torch.tensor(INPUTS), torch.tensor(LENGTHS))
@@ -66,13 +64,22 @@ def test_under_transforms(log_probs):
     (expected,) = torch.autograd.grad(f(leaf[0]) + f(leaf[1]), leaf)
     assert_close(jax.vmap(jax.grad(to_jax(f)))(arrays(rows)), expected, rtol=1e-4)
     assert_close(to_jax(functx.vmap(functx.grad(f)))(arrays(rows)), expected, rtol=1e-4)
-    assert_close(jax.grad(to_jax(functx.remat(f)))(arrays(log_probs)), expected[0], rtol=1e-4)
-    assert_agrees(f, log_probs, transforms=["value"])
+    assert_close(to_jax(functx.grad(functx.remat(f)))(arrays(log_probs)), expected[0], rtol=1e-4)
+
+
+def test_the_operation_in_torch(log_probs):
+    """Where a graph is run operation by operation, as `crosscheck` does to find a difference."""
+    args = (log_probs, TARGETS, torch.tensor(INPUTS), torch.tensor(LENGTHS))
+    expected = F.ctc_loss(*args, reduction="none")
+    assert torch.equal(torch.ops.functx.ctc_loss(*args, 0), expected)
+    leaf = log_probs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(F.ctc_loss(leaf, *args[1:], reduction="sum"), leaf)
+    assert torch.equal(torch.ops.functx.ctc_loss_backward(torch.ones(3), *args, 0), gradient)
 
 
 def test_one_example(log_probs):
     def f(x):
-        return F.ctc_loss(x, TARGETS[0], (8,), (4,), reduction="none")
+        return F.ctc_loss(x, TARGETS[0], (5,), (4,), reduction="none")
 
     assert_close(to_jax(f)(arrays(log_probs[:, 0])), f(log_probs[:, 0]), rtol=1e-5)
 
