@@ -264,3 +264,30 @@ def test_what_an_inner_policy_may_keep_is_written_to(write, used):
         return plain, functx.jacrev(functx.grad(lambda x: remat(outer)(x).sum()))(x.detach())
 
     assert_same(program(functx.remat), program(identity), eps=8)
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda t: t.sum(0).sum(0)])
+@pytest.mark.parametrize("out", ["vmap(jvp)", "jacfwd", "jvp"])
+def test_copies_that_forward_mode_makes_are_read_from_what_they_copy(reduce, out):
+    """A gradient that is expanded has no memory of its own; neither has its tangent."""
+
+    def program(remat):
+        def f(x):
+            return remat(lambda p: reduce(remat(torch.square)(torch.outer(p, p))).sin())(x.cos())
+
+        def pushed(x):
+            if out == "vmap(jvp)":
+                basis = torch.eye(3, dtype=x.dtype)
+                return functx.vmap(lambda t: functx.jvp(gradient, (x,), (t,))[1])(basis)
+            return (
+                functx.jacfwd(gradient)(x)
+                if out == "jacfwd"
+                else functx.jvp(gradient, (x,), (x,))[1]
+            )
+
+        gradient = remat(functx.grad(f))
+        x = numbers(3).requires_grad_()
+        value = pushed(x)
+        return value.detach(), torch.autograd.grad(value.sum(), x)
+
+    assert_same(program(functx.remat), program(identity), eps=64)

@@ -76,7 +76,7 @@ class Ledger(Watcher):
         self.fetcher: Fetcher | None = None
         self.copied: set[int] = set()
         self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
-        self._external: set[int] = set()
+        self._external: dict[int, int] = {}  # storage from outside -> what it is a copy of
         self._made: list[tuple[Any, int]] = []  # weak reference, storage
         self._roots: set[int] = set()  # keys of what must come about
         self._live: set[int] = set()  # and of what a tape holds
@@ -153,19 +153,13 @@ class Ledger(Watcher):
         return []
 
     def _write_down(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
-        """Record an operation.
-
-        Returns:
-            Place, tensor and storage of each result that could be kept.
-        """
+        """Record an operation; place, tensor and storage of each result that could be kept."""
         number = len(self.steps)
         if _torch_globals.foreign_saved_tensors_hooks():
             self.reliable = False
             return []
         writers, external = self._writers, self._external
-        read: set[int] = set()
-        reads: set[int] = set()
-        externals: set[int] = set()
+        read, reads, externals = set[int](), set[int](), set[int]()
         for t in tensors_of(args, kwargs):
             if type(t) not in PLAIN:
                 self.reliable = False
@@ -174,11 +168,11 @@ class Ledger(Watcher):
             read.add(storage)
             writer = writers.get(storage)
             if writer is None:
-                external.add(storage)
+                external.setdefault(storage, storage)
             else:
                 reads.add(writer)
             if storage in external:
-                externals.add(storage)
+                externals.add(external[storage])
         step = Step(kind, reads, externals, (len(self._operations), _torch.current_node_number()))
         self.steps.append(step)
         parts = out if isinstance(out, (tuple, list)) else (out,)
@@ -195,7 +189,7 @@ class Ledger(Watcher):
             dense = dense and type(t) is Tensor and has_memory(t) and place < IN_PLACE
             made.append((place, t, storage))
             writers[storage] = key_of(number, min(place, IN_PLACE))
-            external.discard(storage)
+            external.pop(storage, None)
             self._made.append((_torch.StorageWeakRef(t.untyped_storage()), storage))
         alone = kind.writes and kind.in_place and bool(args) and out is args[0]
         if kind.writes:
@@ -225,6 +219,15 @@ class Ledger(Watcher):
         if self.saver is not None:
             known = alone and stood_in() is StoodIn.NOTHING
             self.saver.wrote(number, storage) if known else self.saver.lost(storage)
+
+    def copied_unseen(self, source: Tensor, copy: Tensor) -> None:
+        """Who reads the copy reads the source."""
+        old, new = _torch.storage_key(source), _torch.storage_key(copy)
+        if (writer := self._writers.get(old)) is not None:
+            self._writers[new] = writer
+            self._made.append((_torch.StorageWeakRef(copy.untyped_storage()), new))
+        if writer is None or old in self._external:
+            self._external[new] = self._external.setdefault(old, old)
 
     def named(self, t: Tensor, name: str) -> bool:
         """A value was given a name.

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from functx import _torch, _torch_compiler
 
 
@@ -43,6 +45,9 @@ class Watcher(_torch.TorchDispatchMode):
         """A region inside this one left an operation out, and took ``out`` for its result."""
         raise NotImplementedError
 
+    def copied_unseen(self, source: Tensor, copy: Tensor) -> None:
+        """The engine, which nobody watches, copied memory for a region inside this one."""
+
 
 def watchers() -> Iterator[Watcher]:
     """The modes of the regions around this point that watch."""
@@ -50,6 +55,14 @@ def watchers() -> Iterator[Watcher]:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher) and not mode.paused:
             yield mode
+
+
+def tell_of_a_copy(source: Tensor, copy: Tensor) -> None:
+    """The engine copied memory: for all regions around, the copy is what the source is."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.copied_unseen(source, copy)
 
 
 def python_on_tape() -> None:

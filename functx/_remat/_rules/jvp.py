@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
+from functx._remat._holders import base_of
 from functx._remat._operator import rule
 from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
+from functx._remat._step import has_memory
+from functx._remat._watch import tell_of_a_copy, watching
 
 
 class DualFrame(Frame):
@@ -180,14 +183,32 @@ def is_dual(t: Tensor) -> bool:
 
 
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    """Pack a dual; forward mode keeps the layout of the primal, which must own its memory."""
-    if any(s == 0 and n > 1 for s, n in zip(primal.stride(), primal.shape)):
-        primal = primal.contiguous()
-    if _torch_vmap.is_legacy_batched(primal) and (level := _torch_vmap.legacy_vmap_level()):
-        size = _torch_vmap.legacy_batch_size(primal, level)
-        parts = [_torch_vmap.remove_legacy_batch_dim(t, level, size, 0) for t in (primal, tangent)]
-        return _torch_vmap.add_legacy_batch_dim(forward_ad.make_dual(*parts), 0, level)
-    return forward_ad.make_dual(primal, tangent)
+    """Pack a dual; forward mode keeps the layout of the primal, which must own its memory.
+
+    So the primal may be a copy; and torch copies a tangent of another layout.
+    """
+    with watching(False):
+        given = primal
+        if any(s == 0 and n > 1 for s, n in zip(primal.stride(), primal.shape)):
+            primal = primal.contiguous()
+        if _torch_vmap.is_legacy_batched(primal) and (level := _torch_vmap.legacy_vmap_level()):
+            size = _torch_vmap.legacy_batch_size(primal, level)
+            parts = [
+                _torch_vmap.remove_legacy_batch_dim(t, level, size, 0) for t in (primal, tangent)
+            ]
+            return _torch_vmap.add_legacy_batch_dim(forward_ad.make_dual(*parts), 0, level)
+        dual = forward_ad.make_dual(primal, tangent)
+        if _torch.dispatch_mode_depth():
+            packed = forward_ad.unpack_dual(dual).tangent
+            for source, copy in ((given, primal), (tangent, packed)):
+                _tell_of_a_copy(base_of(source), base_of(copy))
+    return dual
+
+
+def _tell_of_a_copy(source: Tensor, copy: Tensor) -> None:
+    in_memory = source is not copy and has_memory(source) and has_memory(copy)
+    if in_memory and _torch.storage_key(source) != _torch.storage_key(copy):
+        tell_of_a_copy(source, copy)
 
 
 def has_dual(inputs: Sequence[Tensor], fn: Flat) -> bool:
