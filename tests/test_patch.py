@@ -316,7 +316,7 @@ def test_compiled_code_keeps_the_compilers_implementation(backend):
     gc.collect()
 
 
-def test_saved_tensors_hooks_that_are_to_be_respected(self):
+def test_saved_tensors_hooks_that_are_to_be_respected():
     """No hook sees what a region keeps: an error, where there are both."""
     contexts = functools.partial(
         theirs.create_selective_checkpoint_contexts,
