@@ -345,4 +345,19 @@ def build(remat, env):
         ("jvp", "grad"),
         library="torch.func",
     ),
+    "a cotangent that forward mode copies inside a region": Program(
+        """
+def build(remat, env):
+    def f(x):
+        def region1(p2):
+            def region3(t4):
+                return x * t4
+            return torch.sigmoid(functx.vmap(remat(region3))(torch.outer(p2, p2)).sum(0))
+        return remat(region1)(x.cos() * x)
+    return f
+""",
+        set(),
+        ("grad", "jacfwd"),
+        (1,),
+    ),
 }
