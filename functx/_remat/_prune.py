@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_operators
 from functx._offload import Fetcher
+from functx._places import describe_place, where
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
 from functx._remat._step import Step, empty, kind_of, layout_of
 from functx._remat._watch import Watcher, watchers, watching
@@ -220,7 +221,14 @@ class Pruned(Watcher):
 
 
 class Departed(BaseException):
-    """A replay runs other ATen operations than its forward; no body may swallow this."""
+    """A replay runs other ATen operations than its forward; no body may swallow this.
+
+    Args:
+        how: they differ. The line of the user's code that is running is added.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(f"at {describe_place(where())}, {how}")
 
 
 def placeholder(t: Tensor) -> Callable[[], Tensor]:
