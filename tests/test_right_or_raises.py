@@ -377,28 +377,6 @@ class TestMessages:
         lines = [line for line in text.splitlines() if "sin" in line and "cos" in line]
         assert lines, "the two sequences stand side by side"
 
-    def test_below_the_functions_that_a_region_calls(self):
-        """An operator that is made of others, which no function mode sees, has its line too."""
-        library = torch.library.Library("functx_departs", "DEF")
-        library.define("f(Tensor x) -> Tensor")
-        flag = [False]
-
-        def f(x):
-            (x * 3).exp()  # left out of the replay
-            return x.cos() if flag[0] else x.sin()
-
-        library.impl("f", f, "CompositeImplicitAutograd")
-        try:
-            x, w = X.clone().requires_grad_(), X.cos().requires_grad_()
-            region = functx.remat(lambda x, w: torch.ops.functx_departs.f(x).sin() + w * 2)
-            out = region(x, w)
-            flag[0] = True
-            line = f.__code__.co_firstlineno + 2
-            with pytest.raises(functx.ReplayError, match=rf"test_right_or_raises.py:{line}, .*cos"):
-                out.sum().backward()
-        finally:
-            library._destroy()
-
     def test_without_debug_the_way_to_it_is_named(self):
         assert "debug=True" in str(self.error())
 

@@ -23,14 +23,17 @@ _HOLD_NONE = (type(None), types.BuiltinFunctionType, bool, int, float, str)
 _LARGE = 256  # data, then, rather than modules
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
+_NO_OBJECTS = (type, types.ModuleType, Tensor)
+_NOT_THE_USERS = frozenset({"builtins", "torch", "numpy", "functools"})
+
 # A dict of a module, its key, and what was bound there.
 Change = tuple[dict[str, Any], str, Any]
 
 
 def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
-    """Modules that a function reaches: in cells and globals, as its method's owner, as argument.
+    """Modules that a function reaches: in cells, defaults and globals, as owner, as argument.
 
-    And in lists, tuples, dicts and owners of methods found there, if they are not large.
+    And in lists, tuples, dicts and attributes of objects found there, if they are not large.
     """
     found: dict[int, nn.Module] = {}
     stack = [part for part in (f, *arguments) if not isinstance(part, _HOLD_NONE)]
@@ -47,12 +50,11 @@ def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
             stack += [part.func, *part.args, *part.keywords.values()]
         elif isinstance(part, types.MethodType):
             stack += [part.__func__, part.__self__]
-            if not isinstance(part.__self__, (nn.Module, type)):
-                stack.append(getattr(part.__self__, "__dict__", None))
         elif type(part) in (list, tuple, dict):
             if len(part) <= _LARGE:
                 stack += part.values() if type(part) is dict else part
         elif isinstance(part, types.FunctionType):
+            stack += [*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values()]
             for cell in part.__closure__ or ():
                 try:
                     stack.append(cell.cell_contents)
@@ -62,7 +64,21 @@ def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
                 value = part.__globals__.get(name)
                 if isinstance(value, (nn.Module, list, tuple, dict)):
                     stack.append(value)
+        elif not isinstance(part, _HOLD_NONE) and len(seen) <= _LARGE:
+            stack += _attributes(part)
     return list(found.values())
+
+
+def _attributes(part: Any) -> list[Any]:
+    """What an object of the user's holds."""
+    kind = type(part)
+    if kind.__module__.partition(".")[0] in _NOT_THE_USERS or isinstance(part, _NO_OBJECTS):
+        return []
+    found = list(getattr(part, "__dict__", {}).values())
+    slots = getattr(kind, "__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else slots:
+        found.append(getattr(part, name, None))
+    return found
 
 
 class ModuleState:
