@@ -125,9 +125,9 @@ def test_a_budget_is_never_exceeded(stack):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.parametrize("seed", range(100, 130))
 def test_sweep(seed):
-    held_to_budgets(seed, STACKS, (0.9, 0.75, 0.6, 0.45))
+    held_to_budgets(seed, list(STACKS)[seed % 3 :: 3], (0.85, 0.65))
 
 
 @pytest.mark.parametrize("seed", range(2, 5))
