@@ -233,7 +233,8 @@ def inside_dispatcher() -> bool:
     """
     keys = torch._C.DispatchKey
     if torch._C._dispatch_tls_is_dispatch_key_excluded(keys.AutogradOther):
-        return True
+        # Inference mode leaves autograd out as well, and what runs in it is the user's.
+        return not torch.is_inference_mode_enabled()
     return peek_interpreter_stack() is not None and not (
         torch._C._dispatch_tls_is_dispatch_key_included(keys.FuncTorchDynamicLayerFrontMode)
     )

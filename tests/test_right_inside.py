@@ -347,6 +347,17 @@ class TestCutTapes:
 
         check(build)
 
+    def test_an_inference_mode_block(self):
+        def build(remat):
+            def f(x):
+                with torch.inference_mode():
+                    scale = (X.cos() * 2).sum().item()
+                return x.sin() * scale
+
+            return remat(f)
+
+        check(build)
+
     def test_requires_grad_is_what_it_is_without_remat(self):
         seen = []
 
