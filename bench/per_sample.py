@@ -22,7 +22,7 @@ from functx import memory, per_sample
 
 NAME = "per_sample"
 CLAIM = "Clipped sums of per-example gradients: time / peak, relative to torch's vmap(grad)"
-CHUNK, REPEATS = 4, 7
+CHUNK, REPEATS = 4, 5
 Run = Callable[[], Any]
 
 
