@@ -7,7 +7,7 @@ from per_sample_loops import slow_norms, slow_sum
 from references import assert_same
 from torch import nn
 
-from functx import per_sample
+from functx import memory, per_sample
 
 B = 5
 
@@ -117,3 +117,17 @@ class TestModules:
     def test_a_module_alone(self):
         with pytest.raises(TypeError, match=r"pass a pair \(module, criterion\)"):
             per_sample.grads(nn.Linear(2, 2))
+
+
+def test_a_second_pass_computes_only_what_has_no_factors():
+    """The sum of the matrix, once: neither a gradient beside it nor zeros that it is added to."""
+    params = {"matrix": torch.randn(256, 256), "bias": torch.randn(256)}
+    x = torch.randn(8, 256)
+
+    def loss(params, x):
+        return torch.tanh(params["matrix"] @ x + params["bias"]).sum()
+
+    f = per_sample.clipped_sum(loss, max_norm=1.0, passes=2)
+    with torch.no_grad():
+        f(params, x)
+        assert memory.peak(f, params, x) < 1.5 * params["matrix"].nbytes

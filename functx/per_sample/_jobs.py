@@ -261,7 +261,7 @@ class ClippedSum(_Job):
             ]
             found = _second.add_up(self.loss, batch, values, weights, asked)
             for leaf, total in found.items():
-                self.sums.add((leaf,), total.unsqueeze(0), total.new_ones(1))
+                self.sums.add_sum(leaf, total)
         return values, norms, aux
 
     def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ are not allowed, and the values are compared.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,8 +61,13 @@ def add_up(
     asked = sorted(set(of_leaf) - {-1})
     for group in asked:
         cotangent = weights[group].to(again.dtype)
-        gradients = _tree.leaves(pullback(cotangent, retain_graph=group != asked[-1]))
-        found |= {leaf: gradients[leaf] for leaf, own in enumerate(of_leaf) if own == group}
+        # Of the others no gradient is computed.
+        receivers = {
+            leaf: functools.partial(found.__setitem__, leaf)
+            for leaf, own in enumerate(of_leaf)
+            if own == group
+        }
+        pullback.feed(cotangent, receivers, group != asked[-1])
     return found
 
 

@@ -79,6 +79,19 @@ class Sums:
             left, right = rows.terms[0]
             weighted(rows.terms, weights, total.matrix(left.size, right.size))
 
+    def add_sum(self, leaf: int, total: torch.Tensor) -> None:
+        """Add a sum over examples, of the shape of its leaf; kept as it is where it is the first.
+
+        Args:
+            leaf: Its number.
+            total: Somebody else may hold it: it is not written to.
+        """
+        if (leaf,) in self._sums:
+            self.add((leaf,), total.unsqueeze(0), total.new_ones(1))
+            return
+        shape, dtype, device = self._shapes[leaf], self._dtypes[leaf], self._devices[leaf]
+        self._sums[(leaf,)] = WeightedSum(shape, dtype, device, first=total)
+
     def totals(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """The sums, one a leaf, of some dtypes; zeros if nothing was added."""
         found: dict[int, torch.Tensor] = {}
@@ -105,15 +118,31 @@ class WeightedSum:
         shape: Of the leaf.
         dtype: To add up in.
         device: Of the leaf.
+        first: What to begin with, which is not written to.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        first: torch.Tensor | None = None,
+    ) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._order: list[int] | None = None  # of the dimensions in memory
         self._sum: torch.Tensor | None = None  # in that order
+        self._first = first
+
+    def _begin(self) -> None:
+        """Something is added to what came first."""
+        if self._first is not None:
+            self._order = list(range(len(self._shape)))
+            self._sum = self._first.to(self._dtype, copy=True).contiguous()
+            self._first = None
 
     def add(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
         """Adds the rows, weighted by numbers of shape ``(c,)``."""
+        self._begin()
         if self._order is None:
             self._order = memory_order(rows)
         flat = flat_rows(rows, self._order).to(self._dtype)
@@ -134,6 +163,7 @@ class WeightedSum:
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
         """The sum as a matrix, its dimensions in order, to add to in place."""
+        self._begin()
         if self._sum is None or self._order is None:
             self._order = list(range(len(self._shape)))
             self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
@@ -145,6 +175,8 @@ class WeightedSum:
 
     def total(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum, in the leaf's order of dimensions; zeros if nothing was added."""
+        if self._first is not None:
+            return self._first.to(dtype)
         if self._sum is None or self._order is None:
             return torch.zeros(self._shape, dtype=dtype, device=self._device)
         back = [self._order.index(dim) for dim in range(len(self._order))]
