@@ -16,6 +16,7 @@ from torch import Tensor
 
 from functx import _schedules, _torch_globals, _tree, _while
 from functx._arrays import backend_of
+from functx._remat._api import name_of
 from functx._remat._function import run
 from functx._remat._options import Options
 from functx._validate import check_callable, describe, integer
@@ -85,7 +86,7 @@ def remat_scan(
     if steps == 0:
         return carry, _no_steps(body, layout, carry, leaves)
     step = functools.partial(_scan_step, body, layout)
-    return _advance(step, split, _name(body), reverse, carry, leaves, steps, slots)
+    return _advance(step, split, name_of(body), reverse, carry, leaves, steps, slots)
 
 
 def remat_loop(
@@ -171,9 +172,9 @@ def remat_loop(
         if steps == 0:
             return state
         step = functools.partial(_loop_step, body)
-        return _advance(step, split, _name(body), False, state, [], steps, slots)[0]
+        return _advance(step, split, name_of(body), False, state, [], steps, slots)[0]
     split, _ = _scheduled("remat_loop", 1, slots, schedule)
-    return _while.loop(_advance, body, cond, state, steps, slots, split, _name(body))
+    return _while.loop(_advance, body, cond, state, steps, slots, split, name_of(body))
 
 
 def _advance(
@@ -346,9 +347,3 @@ def _scheduled(
             f"{slots}; with fewer, regions would be nested too deep"
         )
     return split, slots
-
-
-def _name(body: Any) -> str:
-    while isinstance(body, functools.partial):
-        body = body.func
-    return getattr(body, "__qualname__", None) or type(body).__qualname__

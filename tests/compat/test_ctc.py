@@ -43,7 +43,7 @@ def test_values_and_gradients(case, log_probs):
 
     x = log_probs.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(f(x), x)
-    value, got = jax.value_and_grad(to_jax(f))(arrays(log_probs))
+    value, got = jax.jit(jax.value_and_grad(to_jax(f)))(arrays(log_probs))
     assert_close(value, f(log_probs), rtol=1e-5)
     assert_close(got, gradient, rtol=1e-4)
 
@@ -62,7 +62,7 @@ def test_under_transforms(log_probs):
     rows = torch.stack([log_probs, 2 * log_probs])
     leaf = rows.clone().requires_grad_()  # torch.func.grad can't, in torch
     (expected,) = torch.autograd.grad(f(leaf[0]) + f(leaf[1]), leaf)
-    assert_close(jax.vmap(jax.grad(to_jax(f)))(arrays(rows)), expected, rtol=1e-4)
+    assert_close(jax.jit(jax.vmap(jax.grad(to_jax(f))))(arrays(rows)), expected, rtol=1e-4)
     assert_close(to_jax(functx.vmap(functx.grad(f)))(arrays(rows)), expected, rtol=1e-4)
     assert_close(to_jax(functx.grad(functx.remat(f)))(arrays(log_probs)), expected[0], rtol=1e-4)
 
@@ -105,7 +105,7 @@ def test_fractional_pools(name):
 
     assert_close(to_jax(f)(*arrays((x, samples))), f(x, samples), rtol=1e-6)
     expected = torch.func.grad(loss)(x, samples)
-    assert_close(jax.grad(to_jax(loss))(*arrays((x, samples))), expected, rtol=1e-6)
+    assert_close(jax.jit(jax.grad(to_jax(loss)))(*arrays((x, samples))), expected, rtol=1e-6)
     assert_close(to_jax(functx.grad(loss))(*arrays((x, samples))), expected, rtol=1e-6)
 
 
