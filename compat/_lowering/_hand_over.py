@@ -72,7 +72,7 @@ class _Numbering:
             elif node.op == "get_attr":
                 numbers[node] = self.fresh()
             elif node.op == "output":
-                return numbers, [numbers.get(x) for x in node.args[0]]  # type: ignore[union-attr]
+                return numbers, [numbers.get(x) for x in node.args[0]]
         raise AssertionError("a graph without an output")
 
     def _region(self, node: Node, numbers: dict[Node, Any], kept: Kept) -> Any:
