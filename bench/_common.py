@@ -158,6 +158,25 @@ def median_seconds(
     Returns:
         Seconds, one a run.
     """
+    return [statistics.median(own) for own in _in_turns(runs, repeats, clock, device)]
+
+
+def least_seconds(
+    runs: Sequence[Callable[[], Any]],
+    repeats: int = 9,
+    clock: Callable[[], float] = time.perf_counter,
+    device: torch.device | None = None,
+) -> list[float]:
+    """Least times of calls, taken in turns: for what others on the machine only make slower."""
+    return [min(own) for own in _in_turns(runs, repeats, clock, device)]
+
+
+def _in_turns(
+    runs: Sequence[Callable[[], Any]],
+    repeats: int,
+    clock: Callable[[], float],
+    device: torch.device | None,
+) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats + 1):
         for run, own in zip(runs, times):
@@ -166,7 +185,7 @@ def median_seconds(
             if device is not None and device.type == "cuda":
                 torch.cuda.synchronize(device)
             own.append(clock() - start)
-    return [statistics.median(own[1:]) for own in times]
+    return [own[1:] for own in times]
 
 
 def device_seconds(run: Callable[[], Any], repeats: int, device: str) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import functx
-from bench._common import Column, Result, device_argument, environment, median_seconds
+from bench._common import Column, Result, device_argument, environment, least_seconds
 
 NAME = "overhead"
 CLAIM = "CPU time of one region around one sin, microseconds (20 regions, one thread)"
@@ -69,7 +69,7 @@ def run(device: torch.device) -> Result:
                 errors.add(rows[name]["error"])
             else:
                 runs[name, program] = call
-    seconds = median_seconds(list(runs.values()), REPEATS, time.process_time)
+    seconds = least_seconds(list(runs.values()), REPEATS, time.process_time)
     for (name, program), one in zip(runs, seconds):
         rows[name][program] = one / REGIONS * 1e6
     columns = [Column("region", "region")]

@@ -183,6 +183,17 @@ def forward_ad_level() -> int:
     return int(_forward_ad._current_level)
 
 
+def will_be_reached(node: Any) -> bool:
+    """Whether the backward pass under way comes by a node, or hands out what comes there.
+
+    ``ctx.needs_input_grad`` tells what required grad in the forward, whatever is asked for now.
+    """
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient is asked for, of which torch does not say it
+        return True
+
+
 def require_grad(t: torch.Tensor, required: bool = True) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
     allowed = _functorch.get_inplace_requires_grad_allowed()

@@ -30,6 +30,7 @@ LAYERS = [
     (
         "functx._remat._arguments",
         "functx._remat._constant",
+        "functx._remat._depth",
         "functx._remat._observers",
         "functx._remat._wrappers",
     ),

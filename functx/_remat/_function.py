@@ -16,6 +16,7 @@ whose policy asks for them does too.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from functx import _torch_compiler, _torch_operators, _tree
 from functx._arrays import backend_of
+from functx._errors import RematError
+from functx._remat._depth import is_nested
 from functx._remat._observers import inlined
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
@@ -176,31 +179,55 @@ Cells = dict[int, tuple[Any, Any]]
 def snapshot(f: Any) -> Cells:
     """The contents of every cell that ``f`` can read. ``NOTE [late binding]``."""
     cells: Cells = {}
-    _collect(f, cells)
+    stack = [f]
+    while stack:
+        f = stack.pop()
+        if isinstance(f, functools.partial):
+            stack += (f.func, *f.args, *f.keywords.values())
+        elif isinstance(f, types.MethodType):
+            stack.append(f.__func__)
+        elif isinstance(f, types.FunctionType):
+            for cell, contents in _cells_of(f):
+                if id(cell) not in cells:
+                    cells[id(cell)] = (cell, contents)
+                    stack.append(contents)
     return cells
 
 
-def _collect(f: Any, cells: Cells) -> None:
-    if isinstance(f, functools.partial):
-        for part in (f.func, *f.args, *f.keywords.values()):
-            _collect(part, cells)
-    elif isinstance(f, types.MethodType):
-        _collect(f.__func__, cells)
-    elif isinstance(f, types.FunctionType):
-        for cell in f.__closure__ or ():
-            if id(cell) in cells:
-                continue
-            try:
-                contents = cell.cell_contents
-            except ValueError:  # not bound yet
-                contents = _EMPTY
-            cells[id(cell)] = (cell, contents)
-            _collect(contents, cells)
+def _cells_of(f: types.FunctionType) -> Iterator[tuple[types.CellType, Any]]:
+    """The cells of a function, with what they hold."""
+    for cell in f.__closure__ or ():
+        try:
+            yield cell, cell.cell_contents
+        except ValueError:  # not bound yet
+            yield cell, _EMPTY
 
 
 def rebound(f: Any, cells: Cells) -> Any:
     """``f`` with its cells as they were. ``NOTE [late binding]``."""
-    return _Rebinder(cells).rebind(f) if cells else f
+    try:
+        return _Rebinder(cells).rebind(f) if cells else f
+    except RecursionError:
+        if is_nested():  # the outermost region says how deep
+            raise
+        raise RematError(
+            f"remat: {getattr(f, '__qualname__', f)!r} closes over functions that close "
+            f"over others, {_depth(f)} deep, which takes more of Python's stack than there is "
+            f"(sys.getrecursionlimit() is {sys.getrecursionlimit()}). Keep them in a list."
+        ) from None
+
+
+def _depth(f: Any) -> int:
+    """How deep functions are nested in cells."""
+    depth, level, seen = 0, [f], set()
+    while level:
+        depth += 1
+        found = [
+            contents for g in level for _, contents in _cells_of(g) if id(contents) not in seen
+        ]
+        level = [g for g in found if isinstance(g, types.FunctionType)]
+        seen.update(map(id, level))
+    return depth
 
 
 class _Rebinder:

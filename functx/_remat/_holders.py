@@ -86,13 +86,26 @@ def base_of(t: Tensor) -> Tensor:
 
 
 def held_by_a_tape(t: Tensor) -> bool:
-    """Whether a result of the body, which Python holds once, is held by anything else."""
-    if _torch.use_count(t) > 1:
-        return True
-    while _torch.is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-        if _torch.use_count(t) > 2:  # its wrapper and this very look at it
+    """Whether a result of the body, which Python holds once, is held by anything else.
+
+    A wrapper holds what it wraps, and a view what it is a view of: the result of a linear layer is
+    a view of a product. Those are no tape's.
+    """
+    edges, found, stack = Counter({id(t): 0}), [t], [t]
+    while stack:
+        held = stack.pop()
+        inside = _torch.get_unwrapped(held) if _torch.is_wrapped(held) else None
+        for other in (inside, _torch.view_base(held)):
+            if other is not None:
+                if id(other) not in edges:
+                    found.append(other)
+                    stack.append(other)
+                edges[id(other)] += 1
+    plain = 0
+    for held in found:
+        if _torch.use_count(held) > edges[id(held)] + 1:  # Python, which looks at it
             return True
-    # The tensor, and this very look at its storage.
-    storage = _torch.storage_key(t)
-    return bool(_torch.storage_use_count(storage) > 2 + held_by_the_engine(storage))
+        plain += not _torch.is_wrapped(held)
+    # The tensors, and this very look at their storage.
+    storage = _torch.storage_key(base_of(t))
+    return bool(_torch.storage_use_count(storage) > plain + 1 + held_by_the_engine(storage))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler
 from functx._errors import RematError, ReplayError
+from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
 from functx._remat._observers import notify, observing
 from functx._remat._operator import call
@@ -113,7 +114,11 @@ class RegionNode(_torch.SingleLevelFunction):
         """The pullback, as a region of its own, at whatever level the engine runs."""
         payload = ctx.payload
         region: Region = payload.region
-        needs = ctx.needs_input_grad[1:]
+        # Of the inputs that require grad, those that this backward pass asks for.
+        needs = [
+            need and _torch.will_be_reached(edge)
+            for need, (edge, _) in zip(ctx.needs_input_grad[1:], ctx.next_functions, strict=True)
+        ]
         wanted = [i for i, c in enumerate(cotangents) if c is not None]
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
@@ -209,7 +214,8 @@ def _pull_back(
     """Run a pullback: as a region, if that may be differentiated."""
     tensors = [_torch.unwrap_if_dead(t) for t in tensors]
     if not (duals or torch.is_grad_enabled()) and _torch.peek_interpreter_stack() is None:
-        return pullback(*tensors)
+        with nested(region.options.name):
+            return pullback(*tensors)
     options = Options(
         name=f"pullback of {region.options.name}",
         determinism_check=region.options.determinism_check,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._depth import nested
 from functx._remat._entry import nested_region, nested_values
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
@@ -59,7 +60,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     region.inputs, region.outer = inputs, outer
     if outer is not None or _torch.peek_interpreter_stack() is not None:
         region.outer_levels = saved_levels()
-    with tracking(SILENT):
+    with nested(region.options.name), tracking(SILENT):
         try:
             outs = _lower(region, inputs, region)
             region.write_back(outs)
