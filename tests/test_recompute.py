@@ -4,6 +4,9 @@ Nothing of a region is cached from one call to the next, so nothing can be stale
 between two calls (a flag, a branch, a shape, a dtype, a device), each replays what it ran itself.
 """
 
+import sys
+
+import house
 import pytest
 import torch
 from cases import numbers
@@ -11,8 +14,11 @@ from references import assert_same, count
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functx
-from bench.counts import programs
 from functx.memory import profile
+
+sys.path.insert(0, str(house.ROOT))
+
+from bench.counts import programs
 
 pytestmark = pytest.mark.usefixtures("hooks")
 

@@ -114,11 +114,7 @@ class RegionNode(_torch.SingleLevelFunction):
         """The pullback, as a region of its own, at whatever level the engine runs."""
         payload = ctx.payload
         region: Region = payload.region
-        # Of the inputs that require grad, those that this backward pass asks for.
-        needs = [
-            need and _torch.will_be_reached(edge)
-            for need, (edge, _) in zip(ctx.needs_input_grad[1:], ctx.next_functions, strict=True)
-        ]
+        needs = ctx.needs_input_grad[1:]
         wanted = [i for i, c in enumerate(cotangents) if c is not None]
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
@@ -138,7 +134,13 @@ class RegionNode(_torch.SingleLevelFunction):
             saved, tensors = saved[:n], saved[n:]
             if duals.alive(tensors):
                 return (None, *_with_tangents(payload, saved, tensors, needs, cotangents))
-        return (None, *_gradients(payload, saved, needs, wanted, cotangents))
+        # NOTE [gradients asked for]
+        # Those that this backward pass does not ask for are not computed. Their inputs require grad
+        # in the replay as ever: which operations run, which a record is compared with, depends on
+        # that.
+        asked = [n and _torch.will_be_reached(e) for n, (e, _) in zip(needs, ctx.next_functions)]
+        cut = [n or c for n, c in zip(needs, payload.cut)]
+        return (None, *_gradients(payload, saved, asked, wanted, cotangents, cut))
 
 
 def _gradients(
@@ -147,11 +149,12 @@ def _gradients(
     needs: Sequence[bool],
     wanted: Sequence[int],
     cotangents: Sequence[Tensor | None],
+    cut: Sequence[bool],
 ) -> list[Tensor | None]:
     """The cotangents of the inputs, for those of some results."""
-    pullback = Pullback(
-        payload.fn, needs, payload.cut, wanted, payload.level, payload.want, payload.n_kept
-    )
+    if not any(needs):
+        return [None] * len(needs)
+    pullback = Pullback(payload.fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
     if payload.absent:
         kept, absent = iter(saved), iter(payload.absent)
         with tracking(SILENT):  # what making placeholders takes is no operation of a body
@@ -190,7 +193,7 @@ def _with_tangents(
     tangent = [i for i, _ in those if not duals.is_primal(payload.places[i])]
     gradients: list[Tensor | None] = [None] * len(needs)
     if tangent:
-        gradients = _gradients(payload, saved, needs, tangent, cotangents)
+        gradients = _gradients(payload, saved, needs, tangent, cotangents, payload.cut)
     if primal:
         places = [payload.places[i] for i, _ in primal]
         pullback = duals.pullback(payload.region, needs, payload.cut, places)
