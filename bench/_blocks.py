@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import functx
-from bench._per_sample_models import Block
+from bench._transformer import Block
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 LAYERS = 12

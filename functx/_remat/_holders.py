@@ -91,7 +91,7 @@ def held_by_a_tape(t: Tensor) -> bool:
     A wrapper holds what it wraps, and a view what it is a view of: the result of a linear layer is
     a view of a product. Those are no tape's.
     """
-    edges, found, stack = Counter({id(t): 0}), [t], [t]
+    edges, found, stack = {id(t): 0}, [t], [t]
     while stack:
         held = stack.pop()
         inside = _torch.get_unwrapped(held) if _torch.is_wrapped(held) else None
@@ -100,7 +100,7 @@ def held_by_a_tape(t: Tensor) -> bool:
                 if id(other) not in edges:
                     found.append(other)
                     stack.append(other)
-                edges[id(other)] += 1
+                edges[id(other)] = edges.get(id(other), 0) + 1
     plain = 0
     for held in found:
         if _torch.use_count(held) > edges[id(held)] + 1:  # Python, which looks at it
