@@ -17,6 +17,7 @@ import functx
 from . import sweep
 from .census import NAMES, Census
 from .found import FOUND
+from .found_policies import WITH_POLICIES
 from .mechanisms import MECHANISMS
 from .program import Program
 from .runner import Difference, compare, plain, reference, run
@@ -55,9 +56,9 @@ def search(n: int, number: int, *, shrink: bool = True) -> Census:
     return census
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [*FOUND, *WITH_POLICIES])
 def test_what_was_found_before(name):
-    program = FOUND[name]
+    program = (FOUND | WITH_POLICIES)[name]
     compare(program, run(program, functx.remat), reference(program))
 
 

@@ -1,0 +1,60 @@
+"""What random programs with policies found, shrunk: kept for ever."""
+
+from .program import Program
+
+WITH_POLICIES = {
+    "what a policy may keep is reshaped in place in a nested region": Program(
+        """
+def build(remat, env):
+    policy = functx.checkpoint_policies.dots_saveable
+    def f(x):
+        def region1():
+            v2 = remat(env.mlp)(x)
+            return torch.sigmoid(x)
+        v4 = remat(region1, policy=policy)()
+        v8 = remat(lambda: torch.sigmoid(torch.sin(v4)), policy=policy)()
+        return v8 * 0.5 + v8.sin()
+    return f
+""",
+        set(),
+        ("jvp",),
+    ),
+    "policies around a transform of a region with a policy": Program(
+        """
+def build(remat, env):
+    cp = functx.checkpoint_policies
+    def f(x):
+        v1 = torch.sin(x)
+        def region2(p3):
+            def region4():
+                v5 = p3 * p3
+                return torch.sigmoid(v1)
+            inner = remat(lambda t: region4() * t.sin(), policy=cp.dots_saveable)
+            v8 = functx.grad(lambda t: inner(t).sum())(v1)
+            return torch.sigmoid(torch.sin(torch.sin(v8)))
+        v12 = remat(region2, policy=cp.everything_saveable)(torch.outer(v1, v1))
+        return v12 * 0.5 + v12.sin()
+    return f
+""",
+        set(),
+        ("grad",),
+    ),
+    "nested policies, four times differentiated": Program(
+        """
+def build(remat, env):
+    cp = functx.checkpoint_policies
+    def f(x):
+        v1 = torch.sin(x)
+        def region2():
+            def region3(p4):
+                v5 = torch.sin(torch.outer(p4, p4))
+                return torch.sigmoid(torch.tanh(x.sin() * 1.4))
+            return torch.sigmoid(remat(region3, policy=cp.save_smaller_than(40))(v1))
+        v10 = remat(region2, policy=cp.dots_saveable)()
+        return v10 * 0.5 + v10.sin()
+    return f
+""",
+        set(),
+        ("grad", "grad", "grad"),
+    ),
+}
