@@ -28,7 +28,7 @@ FEATURES = {
     "transforms": (
         *("depth 0", "depth 1", "depth 2", "depth 3", "grad", "vmap", "jvp", "vjp", "jacrev"),
         *("jacfwd", "inner grad", "inner vmap", "inner jvp", "remat around transforms"),
-        *("randomness 'different'", "randomness 'same'", "pulled back twice"),
+        *("random under vmap", "pulled back twice"),
     ),
 }
 NAMES = [name for names in FEATURES.values() for name in names]

@@ -61,7 +61,7 @@ def _random_numbers(patch: pytest.MonkeyPatch) -> None:
 
 
 def _generators_put_back(patch: pytest.MonkeyPatch) -> None:
-    """A replay leaves the generator where it was when the forward had ended."""
+    """A replay leaves the generator where the region found it."""
     keep = _environment.Environment._keep
 
     def moves_on(self: Any, key: Any, read: Any, write: Any) -> None:

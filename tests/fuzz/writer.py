@@ -93,7 +93,7 @@ class Writer(Regions):
             self.features.add("remat around transforms")
         randomness = self.pick(["different", "same", "different"])
         if self.features & {"random", "generator"} and "vmap" in (*self.stack, *self._inner()):
-            self.features.add(f"randomness {randomness!r}")
+            self.features.add("random under vmap")
         twice = self.chance(6)
         if twice:
             self.features.add("pulled back twice")
