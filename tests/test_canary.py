@@ -341,3 +341,29 @@ def test_what_batching_rules_run_below_vmap_is_on_what_is_inside():
             assert (inside * 2).shape == (2, 3)
     finally:
         _torch.exit_vmap_level()
+
+
+def test_a_node_learns_which_of_its_edges_a_backward_pass_comes_by():
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            return sum(tensors)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            reached.append([_torch.will_be_reached(node) for node, _ in ctx.next_functions])
+            return (cotangent,) * 3
+
+    reached = []
+    leaf, other, constant = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2)
+    inner = other.requires_grad_() * 2
+    out = Asks.apply(leaf, inner, constant).sum()
+    for inputs in ([leaf], [other], [inner]):
+        torch.autograd.grad(out, inputs, retain_graph=True)
+    out.backward()
+    assert reached == [
+        [True, False, False],
+        [False, True, False],
+        [False, True, False],
+        [True, True, False],
+    ]
