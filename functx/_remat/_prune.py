@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_operators
+from functx._errors import ReplayError
 from functx._offload import Fetcher
 from functx._places import describe_place, where
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
@@ -28,7 +29,9 @@ class Pruned(Watcher):
     Before an operation that writes in place, autograd copies what is there, once for each tape that
     needs it; and a pullback inside a level that lives on is on one tape more than the forward was.
     So there may be more of these copies, or fewer, than in the forward. Whose is whose can't be
-    told, which does not matter where all of them are live, or none is.
+    told, which does not matter where all of them are live, or none is. Where it does, the replay
+    begins again, and takes all copies that it meets, and none for a step (`unlike_in_copies`): what
+    a copy reads is live if the operation that writes is, and if that is not, nobody reads the copy.
 
     NOTE [sections]
     A dispatch mode costs microseconds for each step. Where all steps belong to operations that the
@@ -59,8 +62,20 @@ class Pruned(Watcher):
         self._at = 0
         # The memory that was copied last, if nothing ran since.
         self._copied: int | None = None
+        self._any_copies = False
         whole = sections is None or fetcher is not None
         self.sections = None if whole else self._incomplete(sections or {})
+
+    def unlike_in_copies(self) -> Pruned | None:
+        """For another try, in which copies may differ; not where a policy's values are handed out.
+
+        NOTE [copies that tapes take].
+        """
+        if self._kept:
+            return None
+        other = Pruned(self._steps, self._runs, {})
+        other._any_copies = True
+        return other
 
     def _incomplete(self, sections: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Those in which something does not run. ``NOTE [sections]``."""
@@ -93,7 +108,7 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        runs = self.paused or kind_of(func).view
+        runs = self.paused or kind_of(func).view or (self._any_copies and func is _CLONE)
         at = self._at
         if at == 0 and self._fetcher is not None and not runs:
             with watching(False):
@@ -159,6 +174,8 @@ class Pruned(Watcher):
         if at == self._at or at == len(self._steps):
             return None
         step = self._steps[at]
+        if self._any_copies:
+            return at if step.func is func else None
         fits = step.func is func and step.writes
         return at if fits and (self._copied is None or self._all_or_none(at)) else None
 
@@ -177,6 +194,8 @@ class Pruned(Watcher):
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
+        if self._any_copies and func is _CLONE:
+            return
         if not self._another_copy(func, args):
             self._next(func, args)
 
@@ -229,6 +248,13 @@ class Departed(BaseException):
 
     def __init__(self, how: str) -> None:
         super().__init__(f"at {describe_place(where())}, {how}")
+
+    def error(self, name: str) -> ReplayError:
+        """What the user is told about the region."""
+        return ReplayError(
+            f"remat: the replay of the region {name!r} departed from its forward: {self}. A region "
+            "must do the same each time it runs."
+        )
 
 
 def placeholder(t: Tensor) -> Callable[[], Tensor]:

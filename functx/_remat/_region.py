@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch import Tensor
@@ -164,12 +164,12 @@ class Region:
             if all(self.needed):
                 # Perhaps only the kernels differ (a cache was warm); what matters is compared.
                 return self._again(tensors)
+            if (other := pruned.unlike_in_copies()) is not None:
+                with suppress(Departed):
+                    return self._again(tensors, other)
             if self.options.debug:
                 self._again(tensors)  # it says more, if it departs as well
-            raise ReplayError(
-                f"remat: the replay of the region {self.options.name!r} departed from its forward:"
-                f" {departure}. A region must do the same each time it runs."
-            ) from None
+            raise departure.error(self.options.name) from None
 
     def _again(self, tensors: Any, pruned: Pruned | None = None) -> list[Tensor | None]:
         n_explicit = len(tensors) - self._n_captured()

@@ -360,4 +360,34 @@ def build(remat, env):
         ("grad", "jacfwd"),
         (1,),
     ),
+    "a copy more where only some of the copies before it are read": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        v1 = x * 0.7 + x.sum() * 0.1
+        def region3():
+            v1.mul_(x.sin())
+            return torch.sigmoid(v1)
+        v4 = remat(region3)()
+        def region5(p6, p7, n=1, flag=False):
+            def region8(n=1, flag=False):
+                v9 = torch.sin(p6)
+                v10 = torch.sin(v9)
+                v11 = torch.sigmoid(v10)
+                return v11
+            v12 = remat(region8)(n=1, flag=True)
+            v13 = torch.sin(v12)
+            v14 = torch.sin(leaf0)
+            v15 = torch.sigmoid(v12)
+            return v15
+        v16 = remat(region5)(v4, torch.outer(x, x), n=3, flag=True)
+        return v16 * 0.5 + v16.sin()
+    return f
+""",
+        set(),
+        ("grad",),
+        (0,),
+        library="torch.func",
+    ),
 }
