@@ -213,10 +213,16 @@ def test_a_region_that_takes_a_key_keeps_no_generator_state():
     def states(f, *args):
         """Copies of the state of torch's CPU generator that live on after the forward pass."""
         size = torch.get_rng_state().numel()
+
+        def alive():
+            tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+            return sum(x.dtype == torch.uint8 and x.numel() == size for x in tensors)
+
+        gc.collect()  # other tests may have left some
+        before = alive()
         out = functx.remat(f)(*args)
-        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
         assert out.requires_grad
-        return sum(x.dtype == torch.uint8 and x.numel() == size for x in tensors)
+        return alive() - before
 
     def drawing(weight, x):
         return torch.nn.functional.dropout(x @ weight).sum()
