@@ -82,8 +82,8 @@ def _normalized(
     if not _differentiated_outside(x):
         return None
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    deviation = (x.var(over, correction=0, keepdim=True) + eps).sqrt()
-    x = (x - x.mean(over, keepdim=True)) / deviation
+    deviation = (x.var(tuple(over), correction=0, keepdim=True) + eps).sqrt()
+    x = (x - x.mean(tuple(over), keepdim=True)) / deviation
     x = x if weight is None else x * weight.reshape(shape)
     return x if bias is None else x + bias.reshape(shape)
 

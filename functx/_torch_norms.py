@@ -129,7 +129,7 @@ def _given(t: Tensor | None) -> Tensor:
 
 def _normalized(x: Tensor, mean: Tensor, rstd: Tensor, columns: Sequence[int]) -> Tensor:
     """``(x - mean) * rstd``, with the derivatives that the statistics have."""
-    mean, rstd = mean.detach(), rstd.detach()
+    mean, rstd, columns = mean.detach(), rstd.detach(), tuple(columns)
     if _differentiated(x):
         now = x.mean(columns, keepdim=True)
         mean = mean + (now - now.detach())

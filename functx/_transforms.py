@@ -31,7 +31,7 @@ from functx._validate import Argnums
 try:
     from torch.func import rearrange
 except ImportError:  # before torch 2.13 it is exported by functorch alone
-    from functorch.einops import rearrange
+    from functorch.einops import rearrange  # type: ignore[import-untyped,no-redef]
 
 __all__ = [
     "debug_unwrap",

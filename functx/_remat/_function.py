@@ -219,7 +219,8 @@ def rebound(f: Any, cells: Cells) -> Any:
 
 def _depth(f: Any) -> int:
     """How deep functions are nested in cells."""
-    depth, level, seen = 0, [f], set()
+    depth, level = 0, [f]
+    seen: set[int] = set()
     while level:
         depth += 1
         found = [

@@ -67,8 +67,10 @@ class Factored:
     shape: torch.Size
 
 
-def without(left: OneHot, right: Dense, row: int) -> Dense:
-    """The right factor of the product without one of its rows."""
+def without(left: Factor, right: Factor, row: int) -> Dense:
+    """The right factor of an embedding's product without one of its rows."""
+    assert isinstance(left, OneHot)
+    assert isinstance(right, Dense)
     return Dense(right.values.masked_fill((left.index == row).unsqueeze(2), 0))
 
 
