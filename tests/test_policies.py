@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from cases import numbers
+from layered import WEIGHTS, X, layers, named
 from references import Operations, assert_same, count, no_garbage_collection
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -17,20 +18,7 @@ from functx import checkpoint_policies as cp
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
-WEIGHTS = [numbers(5, 5, start=float(i)) / 2 for i in range(3)]
-X = numbers(4, 5)
 DOTS = ("mm", "bmm", "mv")
-
-
-def layers(weights, x):
-    for w in weights:
-        x = torch.sin(x @ w)
-    return x
-
-
-def named(x):
-    inner = functx.checkpoint_name(torch.sin(x), "a")
-    return functx.checkpoint_name(torch.sin(inner), "b")
 
 
 def dots(counts):

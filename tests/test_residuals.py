@@ -5,6 +5,7 @@ import collections
 import pytest
 import torch
 from cases import numbers
+from layered import WEIGHTS, X, layers, named
 from plans import NETWORKS
 from torch import nn
 from torch.nn import functional as F
@@ -15,20 +16,6 @@ from functx import checkpoint_policies as cp
 from functx import memory
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
-
-WEIGHTS = [numbers(5, 5, start=float(i)) / 2 for i in range(3)]
-X = numbers(4, 5)
-
-
-def layers(weights, x):
-    for w in weights:
-        x = torch.sin(x @ w)
-    return x
-
-
-def named(x):
-    inner = functx.checkpoint_name(torch.sin(x), "a")
-    return functx.checkpoint_name(torch.sin(inner), "b")
 
 
 def sources(residuals):

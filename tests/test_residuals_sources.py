@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_residuals import WEIGHTS, X, in_place
+from layered import WEIGHTS, X
+from test_residuals import in_place, sources
 from torch import nn
 
 import functx
@@ -14,6 +15,7 @@ HERE = __file__.rpartition("/")[2]
 NAMED_A = cp.save_only_these_names("a")
 
 
+# As in `layered`, but with lines of this file.
 def layers(weights, x):
     for w in weights:
         x = torch.sin(x @ w)
@@ -23,10 +25,6 @@ def layers(weights, x):
 def named(x):
     inner = functx.checkpoint_name(torch.sin(x), "a")
     return functx.checkpoint_name(torch.sin(inner), "b")
-
-
-def sources(residuals):
-    return [r.source for r in residuals]
 
 
 class TestSources:
