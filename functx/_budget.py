@@ -14,10 +14,11 @@ from functx._costs import Options, pull_back, undisturbed, walk
 from functx._errors import RematError
 from functx._plan import Plan, chosen, nested_lists, set_function_planner
 from functx._program import Program
-from functx._record import record, requires_grad
+from functx._record import record
 from functx._remat._function import on_budget
 from functx._remat._tracker import SILENT, tracking
 from functx._surroundings import UNDER_GRAD, Slots, Surroundings
+from functx._torch_edges import requires_grad_anywhere
 
 _plans: OrderedDict[Any, Plan] = OrderedDict()
 REMEMBERED = 256
@@ -56,7 +57,7 @@ def plan_of(
     """The plan for a program called on such inputs, with such transforms around it."""
     with tracking(SILENT), _torch.without_dispatch_modes(), undisturbed([]):
         # Buffers may be written to, by operations that do not say so.
-        outside = [_stand_in(t, not requires_grad(t)) for t in program.outside]
+        outside = [_stand_in(t, not requires_grad_anywhere(t)) for t in program.outside]
         blocks = program.blocks(outside)
         values = {i: _stand_in(t, False) for i, t in enumerate(inputs)}
         parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
@@ -120,7 +121,7 @@ def _stand_in(t: Tensor, copied: bool) -> Tensor:
         value = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     else:
         value = t.detach().clone() if copied else t.detach()
-    return value.requires_grad_(requires_grad(t))
+    return value.requires_grad_(requires_grad_anywhere(t))
 
 
 @set_function_planner

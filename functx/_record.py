@@ -20,6 +20,7 @@ from functx._remat._module_state import reachable
 from functx._remat._tracker import _PASSIVE as PASSIVE
 from functx._remat._tracker import _TENSOR_GETTERS as TENSOR_GETTERS
 from functx._remat._tracker import SILENT, tracking
+from functx._torch_edges import requires_grad_anywhere
 
 
 class _Recorder(TorchFunctionMode):
@@ -145,16 +146,7 @@ def _made_of_fakes(t: Tensor) -> bool:
 def fake_of(t: Tensor) -> Tensor:
     """A tensor like ``t`` without memory; call it in a `FakeTensorMode`."""
     made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
-    return made.requires_grad_() if requires_grad(t) else made
-
-
-def requires_grad(t: Tensor) -> bool:
-    """Whether the tape of any level knows ``t``."""
-    while not t.requires_grad:
-        if not _torch.is_wrapped(t):
-            return False
-        t = _torch.get_unwrapped(t)
-    return True
+    return made.requires_grad_() if requires_grad_anywhere(t) else made
 
 
 def record(

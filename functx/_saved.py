@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from functx._origins import Made, Memory, Origins, cost, described, has_address
 from functx._remat._holders import base_of
 from functx._remat._observers import on_name
 from functx._residuals import ON_HOST, Residual, Residuals, side_by_side
+from functx._storages import no_collection
 from functx._validate import check_callable
 
 
@@ -142,7 +142,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
         if has_address(base_of(t)):
             known.setdefault(origins.meet(base_of(t)).key, (t, label))
     start = _torch.next_sequence_number()
-    with _no_collection():
+    with no_collection():
         with on_name(origins.named), _offload.on_offload(origins.offloaded), origins:
             out = f(*args, **kwargs)
         results = [base_of(t) for t in _tree.leaves(out) if isinstance(t, Tensor)]
@@ -291,14 +291,3 @@ def _made(m: Memory, kept: Made, again: int, is_result: bool) -> Residual:
         on_host=kept.moved is not None,
         is_result=is_result,
     )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

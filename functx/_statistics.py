@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_globals
+from functx import _torch, _torch_edges, _torch_globals
 
 
 class Statistics(TorchFunctionMode):
@@ -64,11 +64,7 @@ def _differentiated_outside(x: Tensor) -> bool:
     levels = [level.key() for level in _torch.interpreters()]
     if levels.count(_torch.TransformType.Jvp) > 1:
         return True
-    while not x.requires_grad:
-        if not _torch.is_wrapped(x):
-            return False
-        x = _torch.get_unwrapped(x)
-    return True
+    return _torch_edges.requires_grad_anywhere(x)
 
 
 def _normalized(

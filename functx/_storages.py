@@ -16,9 +16,11 @@ that reaches torch from elsewhere (a numpy array) until something copies it.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -212,3 +214,15 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(branch)
     elif isinstance(tree, dict):
         yield from _tensors(tuple(tree.values()))
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the collector of cycles from making a peak depend on when it last ran."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,4 +1,4 @@
-"""Where tapes begin: what torch before 2.13 needs to keep them, beside the names in `_torch`."""
+"""Where tapes begin and reach, and what torch before 2.13 needs to keep them: beside `_torch`."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ def gradient_edge(t: torch.Tensor) -> Any:
         with _torch.without_modes(), torch.enable_grad():
             owner = t.view_as(t).grad_fn  # a node below which the other one lives
     return torch.autograd.graph.GradientEdge(node, t.output_nr, owner)
+
+
+def requires_grad_anywhere(t: torch.Tensor) -> bool:
+    """Whether the tape of any level knows ``t``."""
+    while not t.requires_grad:
+        if not _torch.is_wrapped(t):
+            return False
+        t = _torch.get_unwrapped(t)
+    return True

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._torch_edges import requires_grad_anywhere
 
 _LOCK = threading.Lock()
 _RULES: list[torch.library.Library] = []
@@ -140,11 +141,7 @@ def _normalized(x: Tensor, mean: Tensor, rstd: Tensor, columns: Sequence[int]) -
 
 def _differentiated(t: Tensor) -> bool:
     """Whether a derivative can be taken of it, at any level."""
-    while not t.requires_grad:
-        if not _torch.is_wrapped(t):
-            return _torch.forward_ad_level() >= 0
-        t = _torch.get_unwrapped(t)
-    return True
+    return requires_grad_anywhere(t) or _torch.forward_ad_level() >= 0
 
 
 def _each_example(f: Any, tensors: Sequence[Tensor | None], *, always: bool = False) -> Any:

@@ -75,7 +75,8 @@ def _vmap(func: Callable[..., Any], in_dims: Any = 0, *options: Any, **named: An
 
 
 vmap = by_arguments(_vmap)
-jacfwd = by_arguments(forward_mode(torch.func.jacfwd))
+_jacfwd = forward_mode(torch.func.jacfwd)
+jacfwd = by_arguments(_jacfwd)
 jvp = by_primals(forward_mode(torch.func.jvp))
 
 
@@ -347,7 +348,7 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     """
     _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
-    transformed = forward_mode(torch.func.jacfwd)(jacrev(func, argnums), argnums)
+    transformed = _jacfwd(jacrev(func, argnums), argnums)
 
     @_named_after(func)
     def second_derivative(*args: Any) -> Any:

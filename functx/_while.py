@@ -23,9 +23,9 @@ from functx._remat._by_sight import batched, forget, physical, replaying
 from functx._remat._function import run
 from functx._remat._operator import differentiating
 from functx._remat._options import Options
-from functx._remat._tapes import requires_grad_anywhere
 from functx._remat._tracker import SILENT, tracking
 from functx._remat._watch import watching
+from functx._torch_edges import requires_grad_anywhere
 from functx._validate import describe
 
 # With fewer, a slot less for all the other steps costs more than it saves.

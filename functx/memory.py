@@ -10,10 +10,8 @@ shows in every run, as the leak it is, and not only in those where the collector
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from functx import _pictures, _tree
-from functx._storages import Event, LiveStorages
+from functx._storages import Event, LiveStorages, no_collection
 from functx._traced import Held, TracedStorages
 from functx._validate import check_callable
 
@@ -129,7 +127,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
     """
     check_callable(f, "functx.memory.profile")
     storages = TracedStorages()
-    with _no_collection(), _DevicePeak() as device, storages:
+    with no_collection(), _DevicePeak() as device, storages:
         result = f(*args, **kwargs)
     holders = storages.at_the_peak()
     at_peak: Counter[str] = Counter()
@@ -170,7 +168,7 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
         8000
     """
     check_callable(f, "functx.memory.peak")
-    with _no_collection(), _DevicePeak() as device, LiveStorages() as storages:
+    with no_collection(), _DevicePeak() as device, LiveStorages() as storages:
         f(*args, **kwargs)
     return device.bytes or storages.peak
 
@@ -244,15 +242,3 @@ class _DevicePeak:
                 torch.cuda.max_memory_allocated(index) - self._before.get(index, 0)
                 for index in range(torch.cuda.device_count())
             )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the collector of cycles from making a peak depend on when it last ran."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -20,9 +20,10 @@ from functx._remat._capture import FirstRun
 from functx._remat._entry import MADE_HERE
 from functx._remat._levels import at_level
 from functx._remat._region import Region, by_sight_replay
-from functx._remat._tapes import requires_grad_anywhere, tracked
+from functx._remat._tapes import tracked
 from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._remat._watch import watching
+from functx._torch_edges import requires_grad_anywhere
 
 
 @by_sight_replay

@@ -34,10 +34,11 @@ from functx._remat._overwritten import Writes
 from functx._remat._prune import is_unread
 from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
-from functx._remat._tapes import leaves_below, nodes_of, requires_grad_anywhere, tensors_of, tracked
+from functx._remat._tapes import leaves_below, nodes_of, tensors_of, tracked
 from functx._remat._tracker import Tracker, rewrap
 from functx._remat._watch import watching
 from functx._remat._writes import written_by
+from functx._torch_edges import requires_grad_anywhere
 
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
 

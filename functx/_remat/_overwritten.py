@@ -30,9 +30,9 @@ from functx._errors import RematError
 from functx._remat._holders import base_of
 from functx._remat._levels import at_level
 from functx._remat._region import Region
-from functx._remat._tapes import requires_grad_anywhere
 from functx._remat._tracker import SILENT, tracking
 from functx._remat._watch import Watcher, watching
+from functx._torch_edges import requires_grad_anywhere
 
 
 class Writes:

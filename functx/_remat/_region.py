@@ -41,9 +41,9 @@ from functx._remat._profile import shown
 from functx._remat._prune import Departed, Pruned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import Lenient, Replay
-from functx._remat._tapes import requires_grad_anywhere
 from functx._remat._tracker import rewrap, tracking
 from functx._remat._watch import watching
+from functx._torch_edges import requires_grad_anywhere
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""

@@ -55,15 +55,6 @@ def tensors_of(*trees: Any) -> list[Tensor]:
     return found
 
 
-def requires_grad_anywhere(t: Tensor) -> bool:
-    """Whether the tape of any level knows ``t``."""
-    while not t.requires_grad:
-        if not _torch.is_wrapped(t):
-            return False
-        t = _torch.get_unwrapped(t)
-    return True
-
-
 def tracked(t: Tensor) -> bool:
     """Whether any tape or transform knows ``t``."""
     if t.requires_grad or _torch.is_wrapped(t):
