@@ -18,6 +18,7 @@ import torch
 from functx.compat._erfinv import erfinv
 from functx.compat._fused import divide, multiply_add
 from functx.compat._keys import check_broadcast, check_key, check_shape
+from functx.compat._log1p import log1p
 from functx.compat._threefry import random_long, random_word, shift_right
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
@@ -316,7 +317,7 @@ def exponential(
         ValueError: there are several keys, or the dtype is not real.
     """
     check_key("exponential", key)
-    return -torch.log1p(-uniform(key, shape, _real("exponential", dtype)))
+    return -log1p(-uniform(key, shape, _real("exponential", dtype)))
 
 
 def gumbel(
@@ -350,7 +351,7 @@ def gumbel(
         raise ValueError(f"random.gumbel: mode is 'low' or 'high', not {mode!r}")
     high, low = uniform(key, (2, *shape), dtype).unbind(0)
     fine = high + 2.0 ** -_MANTISSA[dtype] * low + tiny
-    return -torch.log(-torch.log1p(-torch.where(high >= 0.5, high, fine)))
+    return -torch.log(-log1p(-torch.where(high >= 0.5, high, fine)))
 
 
 def _real(name: str, dtype: torch.dtype | None) -> torch.dtype:

@@ -9,9 +9,10 @@ Giles, "Approximating the erfinv function", GPU Computing Gems, 2010.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
+
+from functx.compat._log1p import horner, log1p
 
 # Each polynomial in w, highest power first, with where it holds: `w = -log(1 - x**2)` below the
 # bound, of `w - shift` for the first and of `sqrt(w) - shift` for the others.
@@ -56,46 +57,19 @@ _DOUBLE: tuple[Piece, ...] = (
     )),
 )  # fmt: skip
 
-_LOG1P_ABOVE = (
-    4.5270000862445199635215e-5, 4.9854102823193375972212e-1, 6.5787325942061044846969,
-    2.9911919328553073277375e1, 6.0949667980987787057556e1, 5.7112963590585538103336e1,
-    2.0039553499201281259648e1,
-)  # fmt: skip
-_LOG1P_BELOW = (
-    1.0, 1.5062909083469192043167e1, 8.3047565967967209469434e1, 2.2176239823732856465394e2,
-    3.0909872225312059774938e2, 2.1642788614495947685003e2, 6.0118660497603843919306e1,
-)  # fmt: skip
-
 
 def erfinv(x: torch.Tensor) -> torch.Tensor:
     """Inverse error function of ``x`` in (-1, 1); half precision is computed in float32."""
     if x.dtype not in (torch.float32, torch.float64):
         return erfinv(x.float()).to(x.dtype)
-    w = -_log1p(-x * x)
+    w = -log1p(-x * x)
     # Away from zero, where its derivative is finite: the piece that reads it starts at 5.
     root = torch.sqrt(torch.clamp(w, min=1.0))
     pieces = _FLOAT if x.dtype == torch.float32 else _DOUBLE
     _, shift, coefficients = pieces[-1]
-    result = _horner(coefficients, root - shift)
+    result = horner(coefficients, root - shift)
     for number in reversed(range(len(pieces) - 1)):
         bound, shift, coefficients = pieces[number]
         of = w if number == 0 else root
-        result = torch.where(w < bound, _horner(coefficients, of - shift), result)
+        result = torch.where(w < bound, horner(coefficients, of - shift), result)
     return result * x
-
-
-def _log1p(x: torch.Tensor) -> torch.Tensor:
-    """XLA's ``log1p``, which in float64 is the rational function of Cephes, Moshier 1989."""
-    if x.dtype == torch.float32:
-        return torch.log1p(x)
-    square = x * x
-    ratio = _horner(_LOG1P_ABOVE, x) / _horner(_LOG1P_BELOW, x)
-    near = x + (-0.5 * square + x * square * ratio)
-    return torch.where(x.abs() < math.sqrt(2) - 1, near, torch.log(1 + x))
-
-
-def _horner(coefficients: Sequence[float], x: torch.Tensor) -> torch.Tensor:
-    result = coefficients[0] * x + coefficients[1]
-    for c in coefficients[2:]:
-        result = result * x + c
-    return result

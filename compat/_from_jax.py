@@ -8,7 +8,9 @@ operator with a rule for each of torch's transforms.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -139,6 +141,10 @@ class _Signature:
         return jax.tree_util.tree_unflatten(self.out_tree, values)
 
 
+_numbers = itertools.count()
+_functions: weakref.WeakValueDictionary[str, TorchFunction] = weakref.WeakValueDictionary()
+
+
 class TorchFunction:
     """A JAX function as a torch function; see :func:`from_jax`."""
 
@@ -156,8 +162,11 @@ class TorchFunction:
         self._static = StaticArguments(*static_arguments(g, static_argnums, static_argnames))
         self._x64 = enable_x64
         self._signatures: dict[Hashable, _Signature] = {}
-        # What Dynamo calls without looking inside, made when it first comes by.
+        # What Dynamo calls without looking inside, made when it first comes by; it finds this
+        # function by its handle, since all of its versions take a string for a constant.
         self._opaque: Any = None
+        self._handle = f"{self._name} {next(_numbers)}"
+        _functions[self._handle] = self
 
     def __repr__(self) -> str:
         return f"from_jax({self._name})"
@@ -175,7 +184,7 @@ class TorchFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function on pytrees of tensors."""
         if torch.compiler.is_dynamo_compiling():
-            _make_opaque(self)
+            _make_opaque(self._handle)
             return self._opaque(*_without_none((args, kwargs)))
         return self._call(args, kwargs)
 
@@ -222,8 +231,9 @@ def _with_none(tree: Any) -> Any:
 
 
 @runs_while_tracing
-def _make_opaque(f: TorchFunction) -> bool:
-    """Dynamo is to put calls of ``f`` into its graph as they are; what traces next looks inside."""
+def _make_opaque(handle: str) -> bool:
+    """Dynamo is to put calls of a function into its graph as they are; what traces it looks in."""
+    f = _functions[handle]
     if f._opaque is None:
 
         @uncompiled

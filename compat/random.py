@@ -14,8 +14,8 @@ on, which is JAX's default as well.
 | function | compared with JAX |
 |---|---|
 | ``key``, ``split``, ``fold_in``, ``bits``, ``uniform``, ``bernoulli``, ``rademacher``, ``randint``, ``permutation``, ``dropout`` | the same bits |
-| ``normal`` | within 3 ulp |
-| ``exponential``, ``gumbel``, ``truncated_normal`` | the same uniform numbers, then torch's logarithm and error function: a few ulp |
+| ``normal``, ``exponential``, ``truncated_normal`` | within 3 ulp |
+| ``gumbel`` | the same uniform numbers, then torch's logarithm: a few ulp, of 1 for numbers below 1 |
 | ``categorical`` | the same category, unless two are so close that an ulp decides |
 
 Dtypes: a float dtype that is not given is ``torch.get_default_dtype()``; where numbers depend on an

@@ -208,6 +208,23 @@ def test_normal_of_every_float32():
     assert ulps(erfinv(u) * 2**0.5, expected) <= 3
 
 
+def test_log1p_of_this_jaxlib_and_of_others():
+    """Up to 0.11.0 XLA takes the rational function where it is 129 ulp off; below -0.29."""
+    from functx.compat import _log1p
+
+    x = torch.linspace(-0.9999, 0.0, 200_000, dtype=torch.float64)
+    with jax.enable_x64(True):
+        assert ulps(_log1p.log1p(x), jax.jit(jax.lax.log1p)(x.numpy())) <= 2
+    old, new = _log1p._lowest("0.11.0"), _log1p._lowest("0.11.1")
+    assert old < -0.41 < -0.3 < new
+    assert [_log1p._lowest(v) for v in ("0.10.2", "0.11.1.dev3", "0.12.0rc1", None)] == [
+        old,
+        new,
+        new,
+        new,
+    ]
+
+
 def test_ulps_can_fail():
     x = torch.tensor([1.0, -1.0])
     assert ulps(x, x.numpy()) == 0
@@ -228,11 +245,13 @@ def test_ulps_can_fail():
 def test_other_distributions(name, arguments, dtype):
     with jax.enable_x64(True):
         key = jax.random.key(6)
-        expected = getattr(jax.random, name)(key, shape=(5000,), dtype=dtype, **arguments)
+        expected = getattr(jax.random, name)(key, shape=(50_000,), dtype=dtype, **arguments)
     ours = getattr(random, name)(
-        random.key(6), shape=(5000,), dtype=torch_dtype(dtype), **arguments
+        random.key(6), shape=(50_000,), dtype=torch_dtype(dtype), **arguments
     )
-    rtol = 2e-6 if dtype == "float32" else 1e-13
+    if name != "gumbel":
+        assert ulps(ours, expected) <= 3
+    rtol = 4 * np.finfo(dtype).eps
     np.testing.assert_allclose(ours.numpy(), expected, rtol=rtol, atol=rtol)
 
 
