@@ -216,7 +216,7 @@ def _pull_back(
 ) -> Sequence[Tensor | None]:
     """Run a pullback: as a region, if that may be differentiated."""
     tensors = [_torch.unwrap_if_dead(t) for t in tensors]
-    if not (duals or torch.is_grad_enabled()) and _torch.peek_interpreter_stack() is None:
+    if not duals and not torch.is_grad_enabled() and _mapped_at_most():
         with nested(region.options.name):
             return pullback(*tensors)
     options = Options(
@@ -225,6 +225,13 @@ def _pull_back(
         replay=True,
     )
     return call(Region(pullback, tensors, options, connected=connected), made_here=True)
+
+
+def _mapped_at_most() -> bool:
+    """Whether nothing but ``vmap`` is active: nothing could differentiate what runs now."""
+    vmap = _torch.TransformType.Vmap
+    levels = _torch.interpreters()
+    return not levels or (all(i.key() == vmap for i in levels) and not _torch.tracing())
 
 
 def _same(t: Tensor) -> Tensor:

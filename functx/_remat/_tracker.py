@@ -69,13 +69,15 @@ def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
 class Tracker:
     """What the first run and a replay do alike for each operation."""
 
-    __slots__ = ("_scalars", "_sources", "inside", "modes")
+    __slots__ = ("_scalars", "_sources", "inside", "modes", "pulls_back")
 
     def __init__(self) -> None:
         # What the regions inside keep.
         self.inside: Any = None
         # Fewer dispatch modes than at the start: this is the inside of one of them.
         self.modes = _torch.dispatch_mode_depth()
+        # Whether a node's tape is pulled back, for none of the functions that users wrote.
+        self.pulls_back = False
         self._sources: list[int] = []
         self._scalars: list[Any] = []
 

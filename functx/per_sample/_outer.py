@@ -168,7 +168,8 @@ class KeepFactors(_torch.TorchDispatchMode):
         self._size = size
         self.paused = False
         self.made = 0  # products not computed
-        self._factors: set[int] = set()  # the memory of their factors
+        # The memory of their factors; as long as there is such a reference, no other has its key.
+        self._factors: dict[int, Any] = {}
         self.taken = self.spared = 0  # numbers of gradients that arrived, and by their factors
 
     def __torch_dispatch__(
@@ -197,7 +198,8 @@ class KeepFactors(_torch.TorchDispatchMode):
         self.made += 1
         for factor in found.value.terms[0]:
             values = factor.values if isinstance(factor, Dense) else factor.index
-            self._factors.add(_torch.storage_key(values))
+            reference = _torch.StorageWeakRef(values.untyped_storage())
+            self._factors[_torch.storage_key(values)] = reference
         return found
 
     def _check(self, args: tuple[Any, ...]) -> None:
@@ -257,8 +259,9 @@ def _writes(func: Any) -> bool:
 
 def _plain(*tensors: torch.Tensor) -> bool:
     """Whether nothing else follows these tensors, and their numbers are real."""
-    if active_tracker() is not None:
-        return False  # a region's record knows tensors by their memory
+    tracker = active_tracker()
+    if tracker is not None and not tracker.pulls_back:
+        return False  # activations, which more than a norm is wanted of
     return all(t.is_floating_point() and not t.requires_grad for t in tensors)
 
 

@@ -118,6 +118,8 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     """Run the body and find out what it needs."""
     run = RecordingRun if region.options.records else FirstRun
     first = run(region, lift_constants=proxy.keeping())
+    around = region.outer
+    first.pulls_back = region.options.replay and (around is None or around.pulls_back)
     region.environment = environment = Environment(region.options, inputs, *region.reaches)
     region.first_run = first
     try:
