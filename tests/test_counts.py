@@ -157,8 +157,8 @@ def live_after_forward(library, f, depth):
 
 
 # What the same network peaks at with torch.utils.checkpoint every 4 layers, for the gradient of the
-# weights or of the input: 11.0, plus one gradient of a weight. All of these weigh 6 at the end.
-CHECKPOINTED = 11.3
+# weights or of the input. The gradients of all weights weigh 6 at the end.
+CHECKPOINTED = 11.01
 
 
 class TestMemory:
@@ -177,7 +177,7 @@ class TestMemory:
 
     def test_peak_of_per_example_input_gradients(self):
         per_example = functx.vmap(functx.grad(chained, argnums=1), (None, 0))
-        assert peak(per_example, WEIGHTS, X[:, None]) / ACTIVATION <= CHECKPOINTED
+        assert peak(per_example, WEIGHTS, X[:, None]) / ACTIVATION <= CHECKPOINTED + 0.125
 
     def test_peak_of_second_order(self):
         """The inner backward keeps boundaries too, of primals and of cotangents."""

@@ -43,7 +43,7 @@ LAYERS = [
     ("functx._remat._writes", "functx._remat._escape", "functx._remat._module_state"),
     ("functx._remat._entry",),
     ("functx._remat._python_random", "functx._remat._tracker"),
-    ("functx._remat._saving", "functx._remat._step"),
+    ("functx._remat._saving", "functx._remat._step", "functx._remat._letting_go"),
     ("functx._remat._ledger",),
     ("functx._remat._prune",),
     ("functx._pullback", "functx._jacobian", "functx._transforms"),

@@ -13,6 +13,7 @@ from functx import _torch, _torch_compiler
 from functx._errors import RematError, ReplayError
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
+from functx._remat._letting_go import can_go, hand_over, lent, nobody_differentiates, take
 from functx._remat._observers import notify, observing
 from functx._remat._operator import call
 from functx._remat._options import Options
@@ -39,6 +40,7 @@ class _Payload:
         "places",
         "region",
         "tensors",
+        "watched",
     )
 
     def __init__(
@@ -66,6 +68,16 @@ class _Payload:
         self.tensors: Sequence[Tensor] = tensors
         self.cut = cut
         self.places = places
+        self.watched = False
+
+    def lets_go(self) -> bool:
+        """Whether the memory of cotangents goes when it has been read. ``NOTE [let go]``."""
+        ledger = self.region.ledger
+        return ledger is not None and not ledger.python_on_tape and self.duals is None
+
+    def hand_over(self, cotangents: tuple[Tensor | None, ...]) -> Any:
+        """What the node is given in place of cotangents. ``NOTE [let go]``."""
+        return None if self.watched or _torch.tracing() else hand_over(self, cotangents)
 
     def want(self, wanted: Sequence[int], kept: Sequence[Tensor]) -> list[int]:
         """Results of the function for results of the node; the region is told."""
@@ -106,6 +118,8 @@ class RegionNode(_torch.SingleLevelFunction):
         ctx.save_for_backward(*kept, *values, *duals)
         if payload.duals is not None:
             payload.duals.tensors = []
+        if payload.lets_go() and any(map(can_go, outs)):
+            _torch.register_prehook(ctx, payload.hand_over)
         return tuple(outs)
 
     @staticmethod
@@ -114,6 +128,7 @@ class RegionNode(_torch.SingleLevelFunction):
         """The pullback, as a region of its own, at whatever level the engine runs."""
         payload = ctx.payload
         region: Region = payload.region
+        cotangents = take(payload, cotangents)
         needs = ctx.needs_input_grad[1:]
         wanted = [i for i, c in enumerate(cotangents) if c is not None]
         if not wanted or not any(needs):
@@ -140,7 +155,23 @@ class RegionNode(_torch.SingleLevelFunction):
         # that.
         asked = [n and _torch.will_be_reached(e) for n, (e, _) in zip(needs, ctx.next_functions)]
         cut = [n or c for n, c in zip(needs, payload.cut)]
-        return (None, *_gradients(payload, saved, asked, wanted, cotangents, cut))
+        those = [c for c in cotangents if c is not None]
+        del cotangents
+        return (None, *_gradients(payload, saved, asked, wanted, those, cut))
+
+
+def _watched(register: Any) -> Any:
+    """Hooks of a user's on a node are to see its real cotangents."""
+
+    @functools.wraps(register)
+    def registering(node: Any, *args: Any) -> Any:
+        node.payload.watched = True
+        return register(node, *args)
+
+    return registering
+
+
+_torch.wrap_hook_registration(RegionNode, _watched)
 
 
 def _gradients(
@@ -148,10 +179,10 @@ def _gradients(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
     wanted: Sequence[int],
-    cotangents: Sequence[Tensor | None],
+    cotangents: list[Tensor],
     cut: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The cotangents of the inputs, for those of some results."""
+    """The cotangents of the inputs, for those of some results; the list is emptied."""
     if not any(needs):
         return [None] * len(needs)
     pullback = Pullback(payload.fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
@@ -160,14 +191,12 @@ def _gradients(
         with tracking(SILENT):  # what making placeholders takes is no operation of a body
             primals = [next(kept) if need else next(absent)() for need in payload.needed]
         saved = (*primals, *kept)
-    tensors = [
-        *saved,
-        *payload.apart,
-        *[c for i in wanted if (c := cotangents[i]) is not None],
-    ]
+    tensors = [*saved, *payload.apart, *cotangents]
+    cotangents.clear()
     beyond = payload.n_kept or payload.region.connected
     connected = payload.needed if beyond else ()
-    results = iter(_pull_back(payload.region, pullback, tensors, connected))
+    lends = payload.lets_go()
+    results = iter(_pull_back(payload.region, pullback, tensors, connected, lends=lends))
     return [next(results) if need else None for need in needs]
 
 
@@ -193,7 +222,8 @@ def _with_tangents(
     tangent = [i for i, _ in those if not duals.is_primal(payload.places[i])]
     gradients: list[Tensor | None] = [None] * len(needs)
     if tangent:
-        gradients = _gradients(payload, saved, needs, tangent, cotangents, payload.cut)
+        given = [c for i, c in those if not duals.is_primal(payload.places[i])]
+        gradients = _gradients(payload, saved, needs, tangent, given, payload.cut)
     if primal:
         places = [payload.places[i] for i, _ in primal]
         pullback = duals.pullback(payload.region, needs, payload.cut, places)
@@ -209,14 +239,20 @@ def _with_tangents(
 def _pull_back(
     region: Region,
     pullback: Pullback,
-    tensors: Sequence[Tensor],
+    tensors: list[Tensor],
     connected: Sequence[bool] = (),
     *,
+    lends: bool = False,
     duals: bool = False,
 ) -> Sequence[Tensor | None]:
-    """Run a pullback: as a region, if that may be differentiated."""
-    tensors = [_torch.unwrap_if_dead(t) for t in tensors]
-    if not duals and not torch.is_grad_enabled() and _mapped_at_most():
+    """Run a pullback: as a region, if that may be differentiated; the list is its own."""
+    tensors[:] = [_torch.unwrap_if_dead(t) for t in tensors]
+    alone = not (duals or torch.is_grad_enabled()) and _mapped_at_most()
+    if lends and nobody_differentiates(() if alone else tensors):
+        pullback.lends = True
+        first = len(pullback.needs) + pullback.n_kept
+        tensors[first:] = [lent(c) if can_go(c) else c for c in tensors[first:]]
+    if alone:
         with nested(region.options.name):
             return pullback(*tensors)
     options = Options(

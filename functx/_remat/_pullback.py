@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
+from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._region import Flat
 from functx._remat._tracker import SILENT, active_tracker, tracking
@@ -62,6 +63,9 @@ class Pullback:
         n_kept: how many values of the region's own are among the arguments.
         level: the level of the node; 0 is plain autograd, on which replays then run too: that
             keeps old-style Functions, hooks and ``.numpy()`` working.
+
+    Attributes:
+        lends: whether cotangents are aliases that can be let go. ``NOTE [let go]``.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Pullback:
         self.requires = tuple(n or c for n, c in zip(needs, cut))
         self.wanted = tuple(wanted)
         self.level = level
+        self.lends = False
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Gradients of the inputs that need one, in their order."""
@@ -99,6 +104,9 @@ class Pullback:
         inputs, outs = tape
         if tracker is not None:
             tracker.note(inputs)
+        if self.lends:
+            for edge, cotangent in zip(outs, cotangents):
+                lend(edge, cotangent)
         # On plain autograd the tape of the replay is part of what a second derivative needs.
         gradients = _pull_back(outs, inputs, cotangents, retain_graph=plain and recording)
         if tracker is not None:

@@ -1,0 +1,157 @@
+"""Memory that goes when it has been read, whoever still holds a tensor over it.
+
+NOTE [let go]
+While a node is pulled back, torch's engine holds its cotangents to the end: as the arguments of
+the node, and as what the tape of the replay is pulled back from. None of these can be made to let
+go of a tensor. So the node is handed stand-ins without memory (`Handed`), what goes down is an
+alias made for the purpose, and when the memory has been read, the *alias* is taken off it.
+
+That is right only if nobody reads the alias later: nothing of a user's may see it (where Python is
+on the tape, a hook might keep it), and no node of an outer tape may keep it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch, _torch_vmap
+from functx._remat._holders import base_of
+from functx._remat._tracker import rewrap
+from functx._torch_edges import requires_grad_anywhere
+from functx._torch_operators import is_zero_tensor
+
+_WORTH = 512
+"""Bytes; for less than that it is not worth the time."""
+
+
+def can_go(t: Tensor) -> bool:
+    """Whether an alias of ``t`` can be let go, and is worth it."""
+    base = t
+    while _torch.is_wrapped(base):
+        if _torch.is_functional(base):
+            return False
+        base = _torch.get_unwrapped(base)
+    return (
+        type(base) is Tensor
+        and base.layout is torch.strided
+        and base.nbytes >= _WORTH
+        and not (base.is_conj() or base.is_neg() or base.is_inference() or is_zero_tensor(base))
+    )
+
+
+def nobody_differentiates(tensors: Sequence[Tensor]) -> bool:
+    """Whether no derivative can be taken of what these go into."""
+    return (
+        _torch.forward_ad_level() < 0
+        and not _torch_vmap.legacy_vmap_level()
+        and not _torch.tracing()
+        and not any(map(requires_grad_anywhere, tensors))
+    )
+
+
+def lent(t: Tensor) -> Tensor:
+    """An alias of ``t``, at the same levels, that can be let go."""
+    base = base_of(t)
+    with _torch.without_modes(), _torch.cleared_interpreter_stack(), torch.no_grad():
+        alias = base.detach()
+    return rewrap(t, 0, alias)
+
+
+def let_go(t: Tensor) -> None:
+    """Take an alias off its memory; it keeps its shape."""
+    base = base_of(t)
+    with _torch.without_modes(), _torch.cleared_interpreter_stack():
+        base.data = _nothing_like(base)
+
+
+def _nothing_like(t: Tensor) -> Tensor:
+    """A tensor of the same shape that has no memory to speak of."""
+    key = t.shape, t.dtype, t.device
+    made = _nothing.get(key)
+    if made is None:
+        if len(_nothing) > 1000:
+            _nothing.clear()
+        with (
+            torch.inference_mode(False),
+            _torch.without_modes(),
+            _torch.cleared_interpreter_stack(),
+        ):
+            made = torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)
+        _nothing[key] = made
+    return made
+
+
+_nothing: dict[Any, Tensor] = {}
+
+
+class _Handed(threading.local):
+    of: tuple[Any, tuple[Tensor | None, ...]] | None = None
+
+
+_handed = _Handed()
+
+
+def hand_over(node: Any, cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a node is given in place of cotangents, which it then takes.
+
+    Args:
+        node: whoever takes them, on this thread, next.
+        cotangents: the real ones.
+    """
+    given, real = [*cotangents], [*cotangents]
+    for i, c in enumerate(cotangents):
+        if c is not None and can_go(c):
+            given[i] = _nothing_like(c)
+            if hasattr(c, "_functx_lent"):  # by a region around this one
+                real[i] = lent(c)
+                let_go(c)
+    _handed.of = node, tuple(real)
+    return tuple(given)
+
+
+def take(node: Any, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The cotangents that were handed over to a node, or else those it was given."""
+    of, _handed.of = _handed.of, None
+    return of[1] if of is not None and of[0] is node else given
+
+
+def lend(edge: Any, cotangent: Tensor) -> None:
+    """The memory of a cotangent, an alias of ours, goes when the node at an edge has read it.
+
+    Args:
+        edge: where a backward pass begins.
+        cotangent: with what.
+    """
+    node = getattr(edge, "node", None)
+    if node is None or not can_go(cotangent):
+        return
+    if hasattr(node, "payload"):  # another region, which takes it over
+        cotangent._functx_lent = True  # type: ignore[attr-defined]
+    else:
+        node.register_prehook(_Lender(cotangent, edge.output_nr))
+
+
+class _Lender:
+    """A hook before a node: its cotangent becomes the engine's alone, to free as it goes."""
+
+    __slots__ = ("_cotangent", "_place")
+
+    def __init__(self, cotangent: Tensor, place: int) -> None:
+        self._cotangent: Tensor | None = cotangent
+        self._place = place
+
+    def __call__(self, cotangents: tuple[Tensor | None, ...]) -> Any:
+        ours, self._cotangent = self._cotangent, None
+        if ours is None:
+            return None
+        alone = cotangents[self._place] is ours  # else it has been added to others
+        given = lent(ours) if alone else None
+        let_go(ours)
+        if not alone:
+            return None
+        return (*cotangents[: self._place], given, *cotangents[self._place + 1 :])
