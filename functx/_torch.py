@@ -74,8 +74,6 @@ get_single_level_function_allowed = _functorch.get_single_level_autograd_functio
 set_single_level_function_allowed = _functorch.set_single_level_autograd_function_allowed
 # Nodes are numbered as they are made: tells nodes of a region from older ones.
 next_sequence_number = torch.autograd._get_sequence_nr
-# The hooks before a node, past what its class makes of them.
-register_prehook = torch._C._FunctionBase.register_prehook
 # Which run of the engine is executing on this thread: tells whether code runs inside a backward
 # that was started within a region.
 current_graph_task_id = torch._C._current_graph_task_id
@@ -194,13 +192,6 @@ def will_be_reached(node: Any) -> bool:
         return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf whose gradient is asked for, of which torch does not say it
         return True
-
-
-def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap how hooks are hung on the nodes of a Function."""
-    node = function._backward_cls
-    for name in ("register_hook", "register_prehook"):
-        setattr(node, name, wrapper(getattr(node, name)))
 
 
 def require_grad(t: torch.Tensor, required: bool = True) -> torch.Tensor:

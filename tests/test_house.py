@@ -19,6 +19,7 @@ LAYERS = [
         "functx._torch_globals",
         "functx._torch_vmap",
         "functx._torch_edges",
+        "functx._torch_nodes",
     ),
     ("functx._torch_norms", "functx._statistics"),
     ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
@@ -89,6 +90,7 @@ LAYERS = [
 PRIVATE_TORCH = {
     "functx._torch": "the one place for them",
     "functx._torch_globals": "its part about what users set for a process",
+    "functx._torch_nodes": "its part about hooks on nodes",
     "functx._torch_fake": "fake tensors, in one place",
     "functx._torch_vmap": "those of torch's older vmap",
     "functx._torch_norms": "batching rules that it replaces",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_compiler
+from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
@@ -119,7 +119,7 @@ class RegionNode(_torch.SingleLevelFunction):
         if payload.duals is not None:
             payload.duals.tensors = []
         if payload.lets_go() and any(map(can_go, outs)):
-            _torch.register_prehook(ctx, payload.hand_over)
+            _torch_nodes.register_prehook(ctx, payload.hand_over)
         return tuple(outs)
 
     @staticmethod
@@ -171,7 +171,7 @@ def _watched(register: Any) -> Any:
     return registering
 
 
-_torch.wrap_hook_registration(RegionNode, _watched)
+_torch_nodes.wrap_hook_registration(RegionNode, _watched)
 
 
 def _gradients(

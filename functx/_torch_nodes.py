@@ -1,0 +1,18 @@
+"""Nodes of tapes: the part of `_torch` about how hooks are hung on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Before a node, past what its class makes of it.
+register_prehook = torch._C._FunctionBase.register_prehook
+
+
+def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap how hooks are hung on the nodes of a Function."""
+    node = function._backward_cls
+    for name in ("register_hook", "register_prehook"):
+        setattr(node, name, wrapper(getattr(node, name)))
