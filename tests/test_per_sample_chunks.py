@@ -82,11 +82,28 @@ class TestOutOfMemory:
             per_sample.norms(limited)(W, X)
         assert sizes == [8, 4, 2, 1]
 
+    @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU])
+    def test_what_vmap_cannot_run_says_how_it_runs(self, layer):
+        torch.manual_seed(0)
+        pair = (layer(3, 2, batch_first=True).to(DTYPE), lambda out: out[0].square().sum())
+        x = numbers(3, 4, 3)
+        with pytest.raises(RuntimeError) as caught:
+            per_sample.norms(pair)(x)
+        assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+        found = per_sample.grads(pair, chunk_size=1)(x)
+        for example, row in zip(x, range(3), strict=True):
+            value = pair[1](pair[0](example[None]))
+            expected = torch.autograd.grad(value, list(pair[0].parameters()))
+            assert_same([g[row] for g in found.values()], list(expected), eps=64)
+
     def test_other_errors_pass(self):
         limited, sizes = self.limited(3, RuntimeError("something else"))
         with pytest.raises(RuntimeError, match="something else"):
             per_sample.norms(limited)(W, X)
         assert sizes == [8]
+        with pytest.raises(RuntimeError) as caught:
+            per_sample.norms(limited)(W, X)
+        assert not hasattr(caught.value, "__notes__")
 
     def test_not_after_a_part_was_added(self, monkeypatch):
         """A chunk of which a part is in the sum already must not be added again."""

@@ -135,13 +135,97 @@ class TestGramRefuses:
             per_sample.gram(scores)(W, X[:0])
 
 
-def test_gram_of_chunks_takes_two_chunks_of_memory():
-    w, x = numbers(30, 30), numbers(12, 30)
-    small, large = (
-        peak(per_sample.gram(lambda w, x: torch.tanh(x @ w), chunk_size=size), w, x)
-        for size in (1, 12)
-    )
-    assert small < 0.35 * large
+class TestGramInChunks:
+    def test_takes_two_chunks_of_memory(self):
+        w, x = numbers(30, 30), numbers(12, 30)
+        f = per_sample.gram(lambda w, x: torch.tanh(x @ w), chunk_size=1)
+        matrix, jacobian = 12 * 12 * w.nbytes, 30 * w.nbytes
+        assert peak(f, w, x) < matrix + 2.7 * jacobian
+
+    @pytest.mark.parametrize("other", [False, True])
+    def test_under_a_budget(self, other):
+        w, x = numbers(30, 30), numbers(12, 30)
+        more = {"others": numbers(7, 30, start=3.0)} if other else {}
+        whole, least = (peak(per_sample.gram(scores, chunk_size=c), w, x, **more) for c in (12, 1))
+        for budget in (whole, (whole + least) // 2, whole // 4 + 3 * least // 4):
+            f = per_sample.gram(scores, memory_budget=budget)
+            f(w, x, **more)  # measures
+            assert peak(f, w, x, **more) <= budget
+            assert_same(f(w, x, **more), per_sample.gram(scores)(w, x, **more), eps=64)
+
+    @pytest.mark.parametrize("other", [False, True])
+    @pytest.mark.parametrize("chunk_size", [None, 4])
+    def test_memory_runs_out(self, other, chunk_size):
+        more = {"others": numbers(3, 3, start=2.0)} if other else {}
+        calls = []
+
+        def fails(w, x):
+            calls.append(1)
+            if len(calls) in (1, 3):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return scores(w, x)
+
+        with pytest.warns(RuntimeWarning, match="out of memory with"):
+            found = per_sample.gram(fails, chunk_size=chunk_size)(W, X, **more)
+        assert_same(found, per_sample.gram(scores)(W, X, **more), eps=64)
+
+    @pytest.mark.parametrize("chunk_size", CHUNKS)
+    def test_padding(self, chunk_size):
+        is_padding = torch.tensor([True, False, False, True, False])
+        f = per_sample.gram(scores, outputs="diagonal", chunk_size=chunk_size)
+        x = X.masked_fill(is_padding[:, None], torch.nan)
+        whole, left = f(W, X), (~is_padding).to(X)[:, None, None]
+        found = f(W, x, is_padding_example=is_padding)
+        assert_same(found, whole * left * left.transpose(0, 1), eps=64)
+        assert_same(f(W, x, others=X, is_padding_example=is_padding), whole * left, eps=64)
+        none = f(W, x, is_padding_example=torch.ones(B, dtype=torch.bool))
+        assert_same(none, torch.zeros_like(whole))
+
+    def test_of_batches(self):
+        f = per_sample.gram(scores, chunk_size=2)
+        assert_same(f(W, iter([X[:3], (X[3:],)])), f(W, X))
+        with pytest.raises(ValueError, match="no batch"):
+            f(W, iter(()))
+
+    def test_differentiable(self):
+        def total(w, chunk_size):
+            return per_sample.gram(scores, chunk_size=chunk_size)(w, X).sin().sum()
+
+        assert_same(functx.grad(total)(W, 2), functx.grad(total)(W, None), eps=256)
+
+
+class TestOfModules:
+    """A module, or a pair of that and a criterion, in the place of a function."""
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()).to(X)
+
+    def of_function(self, make, after, *more):
+        def f(params, x, *more):
+            return after(functx.functional_call(self.module, params, (x,)), *more)
+
+        params = {name: p.detach() for name, p in self.module.named_parameters()}
+        return make(f)(params, X, *more)
+
+    @pytest.mark.parametrize("make", [per_sample.jacobian, per_sample.gram])
+    def test_values(self, make):
+        expected = self.of_function(make, lambda out: out)
+        assert_same(make(self.module, chunk_size=2)(X), expected, eps=64)
+        expected = self.of_function(make, lambda out, y: (out[:2] * y).sum(), X[:, 0])
+        pair = (self.module, lambda out, y: (out[:, :2] * y[:, None]).sum())
+        assert_same(make(pair)(X, X[:, 0]), expected, eps=64)
+        assert_same(make(pair, in_dims=(1, 0))(X.mT, X[:, 0]), expected, eps=64)
+
+    def test_others(self):
+        f = per_sample.gram(self.module)
+        assert_same(f(X, others=X[:2]), f(X)[:, :2], eps=64)
+
+    @pytest.mark.parametrize("make", [per_sample.jacobian, per_sample.gram, per_sample.grads])
+    def test_refused(self, make):
+        pair = (self.module, lambda out: out.sum())
+        with pytest.raises(ValueError, match="the parameters are differentiated, argnums=1"):
+            make(pair, 1)
+        with pytest.raises(ValueError, match="must be a tuple, an entry for each argument"):
+            make(pair, in_dims=0)
 
 
 class TestRefuses:

@@ -10,7 +10,7 @@ An iterator of batches in the place of the examples stands for the batch they ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,6 +173,23 @@ def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
     if not isinstance(args[-1], (Iterator, torch.utils.data.DataLoader)):
         return None
     return _each(args[:-1], iter(args[-1]))
+
+
+def joined(
+    args: tuple[Any, ...], batch_of_args: Callable[[tuple[Any, ...]], Batch]
+) -> tuple[Any, ...]:
+    """The arguments with one batch in the place of an iterator of batches, if there is one."""
+    batches = split_batches(args)
+    if batches is None:
+        return args
+    parts = [batch_of_args(one) for one in batches]
+    if not parts:
+        return (*args[:-1], iter(()))
+    leaves = [
+        own[0] if dim is None else torch.cat(own, dim)
+        for dim, *own in zip(parts[0].dims, *(part.leaves for part in parts), strict=True)
+    ]
+    return _tree.unflatten(parts[0].spec, leaves)
 
 
 def _each(head: tuple[Any, ...], batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:

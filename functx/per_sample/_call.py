@@ -16,6 +16,7 @@ from functx.per_sample._batch import Batch, InDims, batch_of, kept_rows, split_b
 from functx.per_sample._chunks import Chunking, Job
 
 MakeJob = Callable[[Batch], Job]
+Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -62,24 +63,52 @@ class Call:
         if job is None:
             raise ValueError(f"{self.api}: the iterator has no batch")
         if not seen:  # what the loss returns has a shape also where there is no example
-            job.run(_invented(batch))
+            job.run(invented(batch))
         return job.result(kept, total, empty=not seen)
 
     def _positions(self, count: int) -> tuple[int, ...]:
         return _validate.resolve_argnums(self.shared, count, self.api) if self.shared else ()
 
 
-def check_func(func: Any, api: str) -> tuple[Callable[..., Any], torch.nn.Module | None]:
-    """A function of the parameters and one example, and the module it was made from, if any."""
+def check_func(
+    func: Func, api: str, *, outputs: bool = False
+) -> tuple[Callable[..., Any], torch.nn.Module | None]:
+    """A function of the parameters and one example, and the module it was made from, if any.
+
+    Args:
+        func: What the user handed over.
+        api: The name for error messages.
+        outputs: Whether any tensors may be returned, and a module does without a criterion.
+    """
     if isinstance(func, (tuple, list)) and len(func) == 2:
-        return _model.functional(*func)[0], func[0]
+        of_one = _model.outputs_of(*func) if outputs else _model.functional(*func)[0]
+        return of_one, func[0]
     if isinstance(func, torch.nn.Module):
+        if outputs:
+            return _model.outputs_of(func), func
         raise TypeError(
             f"{api}: got the module {type(func).__name__} alone; pass a pair (module, criterion), "
             "or a function of parameters and one example"
         )
     _validate.check_callable(func, api)
     return func, None
+
+
+def dims_of(
+    module: torch.nn.Module | None, in_dims: InDims, argnums: _validate.Argnums, api: str
+) -> InDims:
+    """``in_dims`` with the parameters of a module, which the user leaves out.
+
+    Raises:
+        ValueError: Of a module something else is to be differentiated, or ``in_dims`` is an int.
+    """
+    if module is None:
+        return in_dims
+    if argnums != 0:
+        raise ValueError(f"{api}: of a module the parameters are differentiated, argnums={argnums}")
+    if isinstance(in_dims, int):
+        raise ValueError(f"{api}: in_dims of a module must be a tuple, an entry for each argument")
+    return None if in_dims is None else (None, *in_dims)
 
 
 @contextmanager
@@ -94,7 +123,7 @@ def module_arguments(
         yield (_model.trainable(module), *args)
 
 
-def _invented(batch: Batch) -> Batch:
+def invented(batch: Batch) -> Batch:
     """A batch of one example of zeros, like those that are missing."""
     leaves = [
         leaf if dim is None else leaf.new_zeros(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])

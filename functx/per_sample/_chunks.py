@@ -23,7 +23,7 @@ import torch
 from functx import _torch, memory
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
-from functx.per_sample._failure import is_out_of_memory
+from functx.per_sample._failure import is_of_vmap, is_out_of_memory
 
 
 class Job(Protocol):
@@ -119,6 +119,11 @@ class Chunking:
                 job.run(batch.rows(start, stop))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or stop - start == 1:
+                    if stop - start > 1 and is_of_vmap(error):
+                        error.add_note(
+                            f"{self.api}: vmap, which runs {stop - start} examples at a time, "
+                            "can't do this; chunk_size=1 runs each as it is, without vmap"
+                        )
                     raise
                 if job.committing:
                     error.add_note(

@@ -12,14 +12,12 @@ from functx import _tree, _validate
 from functx._validate import Argnums
 from functx.per_sample import _parallel
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._call import Call, check_func, module_arguments
+from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
 from functx.per_sample._chunks import Chunking
 from functx.per_sample._extras import returned
 from functx.per_sample._groups import Groups, Scaling, groups_of, scaling_of
 from functx.per_sample._jobs import ClippedSum, Gradients, Leaves, Norms
 from functx.per_sample._pull import Loss
-
-Func = Callable[..., Any] | tuple[torch.nn.Module, Callable[..., torch.Tensor]]
 
 
 def grads(
@@ -270,12 +268,7 @@ def _transform(
     """A function that runs a job over the examples it is given."""
     loss_of_one, module = check_func(func, api)
     _validate.check_argnums(argnums, api)
-    if module is not None and argnums != 0:
-        raise ValueError(f"{api}: of a module the parameters are differentiated, argnums={argnums}")
-    if module is not None and in_dims is not None and not isinstance(in_dims, int):
-        in_dims = (None, *in_dims)
-    elif module is not None and in_dims is not None:
-        raise ValueError(f"{api}: in_dims of a module must be a tuple, an entry for each argument")
+    in_dims = dims_of(module, in_dims, argnums, api)
     shared = (argnums,) if isinstance(argnums, int) else argnums
     chunking = Chunking(chunk_size, memory_budget, randomness, api)
     call = Call(loss_of_one, in_dims, shared, chunking, api)

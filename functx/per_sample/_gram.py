@@ -15,19 +15,21 @@ import torch
 from functx import _tree, _validate
 from functx._transforms import jacrev
 from functx._validate import Argnums
-from functx.per_sample._batch import Batch, InDims, batch_of
+from functx.per_sample._batch import Batch, InDims, batch_of, joined
+from functx.per_sample._call import Call, Func, check_func, dims_of, invented, module_arguments
 from functx.per_sample._chunks import Chunking
 from functx.per_sample._reduce import mapped
-from functx.per_sample._stack import followed
+from functx.per_sample._stack import Stack
 
 
 def gram(
-    func: Callable[..., Any],
+    func: Func,
     argnums: Argnums = 0,
     *,
     outputs: str = "full",
     in_dims: InDims = None,
     chunk_size: int | None = None,
+    memory_budget: int | None = None,
     randomness: str = "error",
 ) -> Callable[..., Any]:
     """Inner products of per-example gradients: for a network's outputs its empirical NTK.
@@ -38,23 +40,26 @@ def gram(
 
     Args:
         func: A function of parameters and one example without batch dimension. It returns a real
-            tensor of any shape ``m``; a loss, or the scores of all classes.
+            tensor of any shape ``m``; a loss, or the scores of all classes. Or a module, or a pair
+            ``(module, criterion)``, as for `jacobian`.
         argnums: Which positional arguments to differentiate.
         outputs: Of a function with several numbers, ``"full"``: products of all pairs;
             ``"diagonal"``: of equal numbers only; ``"trace"``: the sum of those.
         in_dims: As for `grads`: by default the differentiated arguments are shared.
-        chunk_size: How many examples to run at a time; by default all.
+        chunk_size: As for `grads`.
+        memory_budget: As for `grads`.
         randomness: As for `grads`.
 
     Returns:
-        A function of the same arguments, and ``others=None``, a tuple of all arguments but the
-        differentiated ones for ``B2`` other examples (a tensor if there is only one), which by
-        default are the same. It returns a tensor of shape ``(B, B2, *m, *m)``, ``(B, B2, *m)`` for
-        the diagonal, ``(B, B2)`` for the trace.
+        A function of the same arguments, for a batch, as `grads` returns one (with
+        ``is_padding_example`` and iterators of batches), and ``others=None``, a tuple of all
+        arguments but the differentiated ones for ``B2`` other examples (a tensor if there is only
+        one), which by default are the same. It returns a tensor of shape ``(B, B2, *m, *m)``,
+        ``(B, B2, *m)`` for the diagonal, ``(B, B2)`` for the trace; zeros for padding.
 
     Raises:
-        TypeError: ``func`` can't be called.
-        ValueError: An unknown ``outputs``; or as `grads`.
+        TypeError: ``func`` can't be called, or does not return a tensor.
+        ValueError: An unknown ``outputs``; no example; or as `grads`.
         RuntimeError: As :func:`functx.jacrev`.
 
     Example:
@@ -65,14 +70,16 @@ def gram(
                 [1., 5.]])
     """
     api = "per_sample.gram"
-    _validate.check_callable(func, api)
+    of_one, module = check_func(func, api, outputs=True)
     _validate.check_argnums(argnums, api)
     if outputs not in ("full", "diagonal", "trace"):
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
-    chunking = Chunking(chunk_size, None, randomness, api)
+    dims = dims_of(module, in_dims, argnums, api)
+    shared = (argnums,) if isinstance(argnums, int) else argnums
+    call = Call(of_one, dims, shared, Chunking(chunk_size, memory_budget, randomness, api), api)
 
     def with_output(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        output = func(*args, **kwargs)
+        output = of_one(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise TypeError(
                 f"{api}: expected a function that returns a tensor, got {type(output).__name__}"
@@ -81,42 +88,97 @@ def gram(
 
     jacobian = jacrev(with_output, argnums, has_aux=True)
 
-    def leaves(batch: Batch, start: int, chunk: int) -> list[torch.Tensor]:
+    def leaves(batch: Batch) -> list[torch.Tensor]:
         """Jacobians of a chunk by leaf, of shape ``(c, *m, numel)``."""
-        rows = batch.rows(start, min(start + chunk, batch.size))
-        found, output = mapped(jacobian, rows, randomness)
+        found, output = mapped(jacobian, batch, randomness)
         return [leaf.reshape(*output.shape, -1) for leaf in _tree.leaves(found)]
 
-    @functools.wraps(func, updated=())
+    @functools.wraps(of_one, updated=())
     def products(*args: Any, others: Any = None, **kwargs: Any) -> torch.Tensor:
-        positions = _validate.resolve_argnums(argnums, len(args), api)
-        left = batch_of(args, kwargs, in_dims, positions, api)
-        right = left
-        if others is not None:
-            rest = list(others) if isinstance(others, (tuple, list)) else [others]
-            if len(rest) != len(args) - len(positions):
-                raise ValueError(
-                    f"{api}: others needs an entry for each of the {len(args) - len(positions)} "
-                    f"arguments that are not differentiated, got {len(rest)}"
-                )
-            mixed = tuple(arg if at in positions else rest.pop(0) for at, arg in enumerate(args))
-            right = batch_of(mixed, kwargs, in_dims, positions, api)
-        if not left.size or not right.size:
-            raise ValueError(f"{api}: no example to take products of")
-        chunk = chunking.chunk_size or max(left.size, right.size)
-        matrix = _Blocks(left.size, right.size, chunk)
-        for start in range(0, left.size, chunk):
-            own = leaves(left, start, chunk)
-            for other in range(0, right.size, chunk):
-                if right is left and other < start:
-                    matrix.add(start, other, _mirrored(matrix.get(other, start), outputs))
-                    continue
-                same = right is left and other == start
-                theirs = own if same else leaves(right, other, chunk)
-                matrix.add(start, other, _products(own, theirs, outputs))
-        return matrix.whole()
+        with module_arguments(module, args) as args:
+            shown = {key: arg for key, arg in kwargs.items() if key != "is_padding_example"}
+            args = joined(args, lambda one: batch_of(one, shown, dims, positions(one), api))
+            right = None
+            if others is not None:
+                mixed = _with_others(args, positions(args), others, api)
+                right = batch_of(mixed, shown, dims, positions(args), api)
+            return call.run(lambda batch: _Matrix(batch, right, leaves, outputs, api), args, kwargs)
+
+    def positions(args: tuple[Any, ...]) -> tuple[int, ...]:
+        return _validate.resolve_argnums(argnums, len(args), api)
 
     return products
+
+
+def _with_others(
+    args: tuple[Any, ...], positions: tuple[int, ...], others: Any, api: str
+) -> tuple[Any, ...]:
+    """The arguments with other examples."""
+    rest = list(others) if isinstance(others, (tuple, list)) else [others]
+    if len(rest) != len(args) - len(positions):
+        raise ValueError(
+            f"{api}: others needs an entry for each of the {len(args) - len(positions)} arguments "
+            f"that are not differentiated, got {len(rest)}"
+        )
+    return tuple(arg if at in positions else rest.pop(0) for at, arg in enumerate(args))
+
+
+class _Matrix:
+    """The job: rows of the matrix, for one chunk after the other.
+
+    Args:
+        left: The examples that chunks are cut from.
+        right: The others; ``None`` if they are the same, and the matrix is its own mirror image.
+        jacobians: Of a chunk, by leaf.
+        outputs: As for `gram`.
+        api: The name for error messages.
+    """
+
+    committing = False
+
+    def __init__(
+        self,
+        left: Batch,
+        right: Batch | None,
+        jacobians: Callable[[Batch], list[torch.Tensor]],
+        outputs: str,
+        api: str,
+    ) -> None:
+        self._mirror = right is None
+        self._right = right = left if right is None else right
+        if not right.size:
+            self._right = invented(right)
+        self._jacobians, self._outputs, self._api = jacobians, outputs, api
+        self._rows = Stack()
+        self._reserved = 0
+
+    def reserve(self, size: int) -> None:
+        self._rows.reserve(size)
+        self._reserved = size
+
+    def run(self, batch: Batch) -> None:
+        own, first, size = self._jacobians(batch), 0, self._right.size
+        blocks: list[torch.Tensor] = []
+        # While memory is measured there are other rows.
+        mirror = self._mirror and self._reserved in (0, size) and batch.start + batch.size <= size
+        if mirror:
+            first = batch.start
+            columns = slice(first, first + batch.size)
+            blocks += [_mirrored(rows[:, columns], self._outputs) for rows in self._rows.so_far()]
+        for start in range(first, size, batch.size):
+            same = mirror and start == first
+            other = self._right.rows(start, min(start + batch.size, size))
+            blocks.append(_products(own, own if same else self._jacobians(other), self._outputs))
+        self._rows.add(torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0])
+
+    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> torch.Tensor:
+        if not size:
+            raise ValueError(f"{self._api}: no example to take products of")
+        matrix: torch.Tensor = self._rows.close(kept, size, empty)
+        if not self._mirror or kept is None:
+            return matrix
+        whole = matrix.new_zeros(size, size, *matrix.shape[2:])
+        return whole.index_copy(1, kept.to(matrix.device), matrix[:, : len(kept)])
 
 
 def _products(
@@ -150,37 +212,3 @@ def _mirrored(block: torch.Tensor, outputs: str) -> torch.Tensor:
     numbers = (block.dim() - 2) // 2
     left, right = range(2, 2 + numbers), range(2 + numbers, 2 + 2 * numbers)
     return block.permute(1, 0, *right, *left)
-
-
-class _Blocks:
-    """A matrix of blocks, each put in its place at once unless something follows it there."""
-
-    def __init__(self, rows: int, columns: int, chunk: int) -> None:
-        self._shape, self._chunk = (rows, columns), chunk
-        self._apart: dict[tuple[int, int], torch.Tensor] = {}
-        self._matrix: torch.Tensor | None = None
-
-    def add(self, row: int, column: int, block: torch.Tensor) -> None:
-        """Put a block where its first entry belongs."""
-        if self._apart or block.shape[:2] == self._shape or followed([block]):
-            self._apart[row, column] = block
-            return
-        if self._matrix is None:
-            self._matrix = block.new_empty(*self._shape, *block.shape[2:])
-        self._matrix[row : row + len(block), column : column + block.shape[1]] = block
-
-    def get(self, row: int, column: int) -> torch.Tensor:
-        """A block that was put."""
-        if self._matrix is None:
-            return self._apart[row, column]
-        return self._matrix[row : row + self._chunk, column : column + self._chunk]
-
-    def whole(self) -> torch.Tensor:
-        """The matrix."""
-        if self._matrix is not None:
-            return self._matrix
-        columns = range(0, self._shape[1], self._chunk)
-        rows = range(0, self._shape[0], self._chunk)
-        return torch.cat(
-            [torch.cat([self._apart[row, column] for column in columns], 1) for row in rows]
-        )

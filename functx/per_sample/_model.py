@@ -79,6 +79,25 @@ def functional(
     return loss, trainable(module)
 
 
+def outputs_of(
+    module: nn.Module, criterion: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """As the first result of `functional`, for any outputs; those of the module by default.
+
+    Of what is returned for a batch of one, that dimension is taken off.
+    """
+
+    def unchanged(output: Any, *targets: Any) -> Any:
+        return output
+
+    of_batch, _ = functional(module, unchanged if criterion is None else criterion)
+
+    def outputs(params: Params, inputs: Any, *targets: Any) -> Any:
+        return _tree.map_(_only_row, of_batch(params, inputs, *targets))
+
+    return outputs
+
+
 def trainable(module: nn.Module) -> Params:
     """The parameters of a module that require grad, by name, detached."""
     params = {
@@ -110,3 +129,8 @@ def check_no_batch_statistics(module: nn.Module) -> None:
 
 def _batch_of_one(leaf: Any) -> Any:
     return leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _only_row(leaf: Any) -> Any:
+    batched = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1
+    return leaf.squeeze(0) if batched else leaf

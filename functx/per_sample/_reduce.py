@@ -15,7 +15,7 @@ from functx._transforms import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._call import Call
+from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
 from functx.per_sample._chunks import Chunking
 from functx.per_sample._stack import Stack
 
@@ -94,7 +94,7 @@ def map_reduce(
 
 
 def jacobian(
-    func: Callable[..., Any],
+    func: Func,
     argnums: Argnums = 0,
     *,
     mode: str = "reverse",
@@ -108,7 +108,10 @@ def jacobian(
 
     Args:
         func: A function of one example, without batch dimension, that returns a pytree of real
-            floating point tensors (with ``has_aux`` a pair of that and a pytree of tensors).
+            floating point tensors (with ``has_aux`` a pair of that and a pytree of tensors). Or a
+            module, or a pair ``(module, criterion)``, as for `grads`: what the module, or the
+            criterion, returns for a batch of one, which is taken off, is differentiated with
+            respect to the parameters that require grad.
         argnums: Which positional arguments to differentiate.
         mode: ``"reverse"``, a pullback for each number of the output, or ``"forward"``, a
             pushforward for each number of the input.
@@ -139,17 +142,19 @@ def jacobian(
     api = "per_sample.jacobian"
     if mode not in ("reverse", "forward"):
         raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
-    _validate.check_callable(func, api)
+    of_module, module = check_func(func, api, outputs=True)
     _validate.check_argnums(argnums, api)
+    in_dims = dims_of(module, in_dims, argnums, api)
     transform: Any = jacrev if mode == "reverse" else jacfwd
-    of_one = transform(func, argnums, has_aux=has_aux)
+    of_one = transform(of_module, argnums, has_aux=has_aux)
     shared = (argnums,) if isinstance(argnums, int) else argnums
     chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(func, in_dims, shared, chunking, api)
+    call = Call(of_module, in_dims, shared, chunking, api)
 
-    @functools.wraps(func, updated=())
+    @functools.wraps(of_module, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        return call.run(lambda batch: _Mapping(of_one, randomness), args, kwargs)
+        with module_arguments(module, args) as arguments:
+            return call.run(lambda batch: _Mapping(of_one, randomness), arguments, kwargs)
 
     return transformed
 

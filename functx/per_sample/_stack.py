@@ -45,6 +45,13 @@ class Stack:
         if self._filled == self._reserved:
             self._filled = self._reserved = 0
 
+    def so_far(self) -> list[torch.Tensor]:
+        """The rows that have come, of the only leaf."""
+        found = [leaf for (leaf,) in self._parts]
+        if self._filled:
+            found[-1] = found[-1][: self._filled]
+        return found
+
     def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         """All rows; the arguments are those of ``Job.result``.
 
