@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,8 +31,24 @@ _aten = torch.ops.aten
 # How a batching rule calls an operator on what is inside its tensors.
 below_vmap = torch._C._ExcludeDispatchKeyGuard
 BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
-# A rule is no code of the user's: neither modes nor subclasses see what it runs.
-unseen = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A rule is no code of the user's: neither function modes nor subclasses see what it runs.
+
+    Modes are taken off: while one is there but disabled, ``torch.sym_max``, which decompositions
+    call, finds nobody to handle it, and fails.
+    """
+    modes = []
+    try:
+        while torch._C._len_torch_function_stack():
+            modes.append(torch._C._pop_torch_function_stack())
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def mend_batching_rules() -> None:

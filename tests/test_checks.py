@@ -152,6 +152,24 @@ class TestValues:
         with pytest.raises(functx.ReplayError, match=r"Tensor\.mul.*other values"):
             first.sum().backward()
 
+    @pytest.mark.parametrize("around", ["", "default", "values"])
+    @pytest.mark.parametrize("way", ["backward", "grad"])
+    def test_nothing_is_left_out_of_replays_of_replays(self, way, around):
+        """What the pullback of a pullback does not read is computed, for it is compared."""
+
+        def build(remat):
+            f = identity if remat is identity else self.valued
+            inner = f(lambda x: (x.sin() * x).exp() @ numbers(4, 4))
+            if around:
+                outer = f if around == "values" else remat
+                inner = outer(lambda x, inner=inner: inner(x).sin() * 2)
+
+            if way == "grad":
+                return functx.grad(lambda x: inner(x).sum())
+            return lambda x: torch.autograd.grad(inner(x).sum(), x, create_graph=True)
+
+        check(build, ways=[way])
+
     def test_what_is_written_counts(self):
         """`__setitem__` gives nothing; what it writes to does."""
         hidden = numbers(4, start=1.0)

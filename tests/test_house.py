@@ -17,6 +17,7 @@ LAYERS = [
     (
         "functx._torch_operators",
         "functx._torch_globals",
+        "functx._torch_kernels",
         "functx._torch_vmap",
         "functx._torch_edges",
         "functx._torch_nodes",
@@ -92,6 +93,7 @@ PRIVATE_TORCH = {
     "functx._torch_globals": "its part about what users set for a process",
     "functx._torch_nodes": "its part about hooks on nodes",
     "functx._torch_fake": "fake tensors, in one place",
+    "functx._torch_kernels": "flags that choose kernels",
     "functx._torch_vmap": "those of torch's older vmap",
     "functx._torch_norms": "batching rules that it replaces",
     "functx._torch_compiler": "its part about the compiler and checkpoint",

@@ -8,6 +8,7 @@ from cases import DTYPE, numbers
 from programs import identity
 from references import assert_same, count
 from right import WAYS, X, check, settings, weighted
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,6 +56,24 @@ AROUND = {
     "autocast off": (
         lambda: torch.autocast("cpu", enabled=False),
         lambda: torch.is_autocast_enabled("cpu"),
+    ),
+    "attention's kernels": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], set_priority=True),
+        lambda: (torch.backends.cuda.flash_sdp_enabled(), torch._C._get_sdp_priority_order()),
+    ),
+    "no fast path": (
+        lambda: put_back(
+            torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+        ),
+        torch.backends.mha.get_fastpath_enabled,
+    ),
+    "no oneDNN": (
+        lambda: put_back(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+        torch._C._get_mkldnn_enabled,
+    ),
+    "cuDNN": (
+        lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True),
+        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
     ),
 }
 
@@ -116,6 +135,21 @@ class TestSettings:
                 return out, torch.autograd.grad(out.double().sum(), x)
 
         assert_same(program(functx.remat), program(identity), eps=8)
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_attention_by_the_kernel_of_the_forward(self, way):
+        """The one for which torch has second derivatives, in the forward alone."""
+
+        def build(remat):
+            attention = remat(torch.nn.functional.scaled_dot_product_attention)
+
+            def f(x):
+                with sdpa_kernel(SDPBackend.MATH):
+                    return attention(x, x.sin(), x.cos())
+
+            return functx.grad(lambda x: weighted(f(x)))
+
+        check(build, numbers(1, 2, 4, 6), ways=[way])
 
     def test_set_inside(self):
         """What a body changes and leaves changed stays, and is changed once."""

@@ -1,7 +1,7 @@
 """The surroundings of a region that a replay restores, and puts back afterwards.
 
-Random numbers, autocast, the default dtype and device, deterministic algorithms, and modes that the
-user had pushed. A replay leaves the global state as it found it.
+Random numbers, autocast, the default dtype and device, deterministic algorithms, which kernels are
+allowed, and modes that the user had pushed. A replay leaves the global state as it found it.
 
 NOTE [parametrizations]
 Under ``parametrize.cached()`` a module computes a parametrization once. The cache belongs to the
@@ -31,6 +31,7 @@ from functx import _torch, _torch_globals
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState, reachable
 from functx._remat._options import Options
+from functx._torch_kernels import allow_kernels, kernels
 
 _generators = threading.RLock()
 _caches = threading.RLock()
@@ -158,17 +159,19 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     )
 
 
-def _settings() -> tuple[torch.dtype, bool, bool]:
+def _settings() -> tuple[torch.dtype, bool, bool, list[Any]]:
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        kernels(),
     )
 
 
-def _apply(settings: tuple[torch.dtype, bool, bool]) -> None:
-    dtype, deterministic, warn_only = settings
+def _apply(settings: tuple[torch.dtype, bool, bool, list[Any]]) -> None:
+    dtype, deterministic, warn_only, allowed = settings
     torch.set_default_dtype(dtype)
+    allow_kernels(allowed)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 

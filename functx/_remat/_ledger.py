@@ -56,7 +56,6 @@ class Ledger(Watcher):
 
     Attributes:
         steps: what ran, in order.
-        reliable: whether the record is complete; if not, nothing may be left out of a replay.
         holds_regions: whether a region ran inside.
         kept: keys of the results that the region keeps.
         devices: of those among them that went to host memory, by key.
@@ -69,7 +68,6 @@ class Ledger(Watcher):
         self._operations = operations
         self.saver = saver
         self.steps: list[Step] = []
-        self.reliable = True
         self.holds_regions = False
         self.kept: list[int] = []
         self.devices: dict[int, torch.device] = {}

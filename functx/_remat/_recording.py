@@ -25,6 +25,7 @@ from functx._remat._options import Options
 from functx._remat._replay import Replay
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import Tracker
+from functx._remat._watch import all_must_run
 from functx._remat._writes import written_by
 
 _UNWRITTEN = frozenset(
@@ -66,6 +67,8 @@ class Recording(Tracker):
         self.values = options.values
         self.targets = []
         self.unwritten = False
+        if self.values:
+            all_must_run()
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what the operation may write to."""

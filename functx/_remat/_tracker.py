@@ -95,9 +95,6 @@ class Tracker:
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to in a region inside this one."""
 
-    def must_run_whole(self) -> None:
-        """Something here compares what all operations give."""
-
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run on resolved arguments."""
 

@@ -26,6 +26,7 @@ class Watcher(_torch.TorchDispatchMode):
     Attributes:
         paused: whether what runs is the engine's own.
         python_on_tape: whether Python code (a custom Function, a hook) is on the tape.
+        reliable: whether the record is complete; if not, nothing may be left out of a replay.
     """
 
     only_observes = True
@@ -40,6 +41,7 @@ class Watcher(_torch.TorchDispatchMode):
         super().__init__()
         self.paused = False
         self.python_on_tape = False
+        self.reliable = True
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A region inside this one left an operation out, and took ``out`` for its result."""
@@ -71,6 +73,14 @@ def python_on_tape() -> None:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher):
             mode.python_on_tape = True
+
+
+def all_must_run() -> None:
+    """Somebody compares what every operation gives: regions around it leave nothing out."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.reliable = False
 
 
 class watching:
