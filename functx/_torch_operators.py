@@ -6,6 +6,7 @@ Schemas and flags of tensors that torch has no public names for.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,44 @@ def is_zero_tensor(t: torch.Tensor) -> bool:
 
 # What autograd and vmap write for a reshape of what they have just made.
 unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+# Namespaces of torch's own operators.
+NAMESPACES = frozenset({"aten", "prims"})
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def is_foreign(func: Any) -> bool:
+    """Whether ``func`` is an operator of a library that is not torch's own."""
+    return isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in NAMESPACES
+
+
+def composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """The overload of an operator that is meant, if it is made of others; ``None`` if not."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        name = torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
+        func = getattr(func, name or "default")
+    return func if func.has_kernel_for_dispatch_key(_COMPOSITE) else None
+
+
+def run_inside(func: Any, args: Any, kwargs: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Run an overload so that function modes that are active see what it calls, and not itself.
+
+    The public call shows it to them, and suspends them meanwhile.
+
+    Args:
+        func: the overload.
+        args: its arguments.
+        kwargs: likewise.
+        tensors: those among the arguments, by whose keys the dispatcher goes.
+    """
+    keys = torch._C._dispatch_tls_local_include_set()
+    for t in tensors:
+        keys = keys | torch._C._dispatch_keys(t)
+    keys = keys - torch._C._dispatch_tls_local_exclude_set()
+    return func.redispatch(keys, *args, **kwargs)
 
 
 def is_mutable(func: Any) -> bool:

@@ -85,3 +85,33 @@ def test_counts_once(reach, calls):
         return y, gradients, model.u
 
     assert_same(program(functx.remat), program(identity), eps=16)
+
+
+@pytest.mark.parametrize("library", [functx, torch.func])
+@pytest.mark.parametrize("way", ["grad", "grad(grad)", "jacrev(grad)", "jvp(grad)", "vmap(grad)"])
+@pytest.mark.parametrize("around", [False, True])
+def test_buffers_made_below_transforms_advance(library, way, around):
+    """Each level lets only that be written to which it has seen being made, in replays as well."""
+    norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def program(remat):
+        def f(x):
+            mean = x.detach().sum(0) * 0.5
+            buffers = {"running_mean": mean, "running_var": mean.square() + 1.0}
+            buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+            y = torch.func.functional_call(remat(norm), buffers, (x,))
+            return (y.sin() * x).sum() * buffers["num_batches_tracked"] + (mean * x).sum()
+
+        f = remat(f) if around else f
+        x = numbers(4, 3)
+        if way == "vmap(grad)":
+            return library.vmap(library.grad(f))(torch.stack([x, x.sin()]))
+        if way == "jvp(grad)":
+            return library.jvp(library.grad(f), (x,), (x,))
+        outer = library.jacrev if way == "jacrev(grad)" else library.grad
+        g = library.grad(f)
+        if way == "grad(grad)":
+            return library.grad(lambda x: g(x).sin().sum())(x)
+        return g(x) if way == "grad" else outer(g)(x)
+
+    assert_same(program(functx.remat), program(identity), eps=64)

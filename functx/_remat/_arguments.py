@@ -7,6 +7,7 @@ stand for a number are data from outside: what they hold when the operation read
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ SCALARS = (
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TYPES = (int, float, complex, bool)
+
+
+def same(recorded: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether scalars are what they were; one that is not a number is itself."""
+    if len(recorded) != len(now):
+        return False
+    return all(
+        a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
+        for a, b in zip(recorded, now)
+    )
 
 
 def token(a: Any) -> Any:

@@ -31,6 +31,7 @@ from functx._remat._holders import Holders
 from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
+from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
 from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
@@ -80,9 +81,8 @@ class FirstRun(Tracker):
         self.holders: list[Holders] = []
         # A pullback that no tape is under will not be replayed.
         idle = region.options.replay and not any(f.differentiates() for f in region.frames)
-        pruned = region.options.prune and not idle and not _torch.tracing()
         # Where values are compared, all of them are computed again.
-        pruned = pruned and not region.options.values
+        pruned = region.options.prune and not (idle or region.options.values or _torch.tracing())
         self.entries: list[Entry] = []
         tell_of_a_region()
         self.entry = slot_of(region)
@@ -133,12 +133,12 @@ class FirstRun(Tracker):
 
     def standin_births(self) -> list[Birth]:
         """Stand-ins that a gradient flows to, numbered by position from -1 down."""
-        found: list[Birth] = []
-        for position, standin in enumerate(self._standins):
+        return [
+            (-1 - position, weakref.ref(t), _NOWHERE)
+            for position, t in enumerate(self._standins)
             # A leaf somebody may hold; or what was written to from the tape.
-            if id(standin) in self.leaves or standin.grad_fn is not None:
-                found.append((-1 - position, weakref.ref(standin), _NOWHERE))
-        return found
+            if id(t) in self.leaves or t.grad_fn is not None
+        ]
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` was seen being made in this run."""
@@ -175,11 +175,11 @@ class FirstRun(Tracker):
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The ledger is told which operation its steps belong to."""
         ledger = self.ledger
-        if ledger is None:
-            return func(*args, **kwargs)
-        first = len(ledger.steps)
-        out = func(*args, **kwargs)
-        ledger.belong(first, len(self.entries) - 1)
+        first = 0 if ledger is None else len(ledger.steps)
+        run = noting_parts(func, self.entries, self._region.options.name)
+        out = run(*args, **kwargs)
+        if ledger is not None:
+            ledger.belong(first, len(self.entries) - 1)
         return out
 
     def drawn_from(self, generator: torch.Generator) -> None:

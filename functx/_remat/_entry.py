@@ -22,9 +22,10 @@ class Entry:
         scalars: its other arguments.
         place: the line that called it.
         results: what it gave, if that is recorded.
+        parts: what it ran, if it is an operator of the user's.
     """
 
-    __slots__ = ("func", "place", "results", "scalars", "sources")
+    __slots__ = ("func", "parts", "place", "results", "scalars", "sources")
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Entry:
         self.scalars = scalars
         self.place = place
         self.results: list[Any] | None = None
+        self.parts: list[Any] | None = None
 
 
 def nested_capture() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_operators
-from functx._errors import ReplayError
 from functx._offload import Fetcher
 from functx._places import describe_place, where
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
@@ -19,19 +18,8 @@ from functx._remat._watch import Watcher, watchers, watching
 _NOTHING = torch.empty(0)
 
 
-_CLONE = torch.ops.aten.clone.default
-
-
 class Pruned(Watcher):
     """Runs what is live; in place of everything else, hands out memory nobody wrote to.
-
-    NOTE [copies that tapes take]
-    Before an operation that writes in place, autograd copies what is there, once for each tape that
-    needs it; and a pullback inside a level that lives on is on one tape more than the forward was.
-    So there may be more of these copies, or fewer, than in the forward. Whose is whose can't be
-    told, which does not matter where all of them are live, or none is. Where it does, the replay
-    begins again, and takes all copies that it meets, and none for a step (`unlike_in_copies`): what
-    a copy reads is live if the operation that writes is, and if that is not, nobody reads the copy.
 
     NOTE [sections]
     A dispatch mode costs microseconds for each step. Where all steps belong to operations that the
@@ -60,22 +48,8 @@ class Pruned(Watcher):
         self._giving = {key >> 6 for key in kept}
         self._fetcher = fetcher
         self._at = 0
-        # The memory that was copied last, if nothing ran since.
-        self._copied: int | None = None
-        self._any_copies = False
         whole = sections is None or fetcher is not None
         self.sections = None if whole else self._incomplete(sections or {})
-
-    def unlike_in_copies(self) -> Pruned | None:
-        """For another try, in which copies may differ; not where a policy's values are handed out.
-
-        NOTE [copies that tapes take].
-        """
-        if self._kept:
-            return None
-        other = Pruned(self._steps, self._runs, {})
-        other._any_copies = True
-        return other
 
     def _incomplete(self, sections: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Those in which something does not run. ``NOTE [sections]``."""
@@ -99,25 +73,22 @@ class Pruned(Watcher):
         section = self.sections.get(operation)
         if section is None:
             return func(*args, **kwargs)
-        self._at, self._copied = section[0], None
+        self._at = section[0]
         with self:
             out = func(*args, **kwargs)
         if self._at != section[1]:
-            raise Departed(f"{func} ran otherwise than in the forward")
+            raise Departed(f"{func} ran otherwise than in the forward", self)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        runs = self.paused or kind_of(func).view or (self._any_copies and func is _CLONE)
+        runs = self.paused or kind_of(func).view
         at = self._at
         if at == 0 and self._fetcher is not None and not runs:
             with watching(False):
                 self._fetcher.begin(self._kept)
-        if not runs and self._another_copy(func, args):
-            runs = True
-        elif not runs:
-            step = self._next(func, args)
-            at = self._at - 1
+        if not runs:
+            step = self._next(func)
             runs = self._must_run(at)
         if runs:
             args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
@@ -125,7 +96,7 @@ class Pruned(Watcher):
                 standing_in(StoodIn.NOTHING)
             return func(*args, **kwargs)
         if step.handed_out:
-            raise Departed(f"it runs {func} where a region inside had kept what that gives")
+            raise Departed(f"it runs {func} where a region inside had kept what that gives", self)
         with watching(False):
             out = self._stand_in(at, args)
         if at in self._giving:
@@ -140,51 +111,22 @@ class Pruned(Watcher):
             watcher.skipped(func, args, kwargs or {}, out)
         return out
 
-    def _next(self, func: Any, args: Any) -> Step:
+    def check(self, results: Sequence[Tensor | None]) -> None:
+        """The body has run: everything that the forward ran must have come by.
+
+        Raises:
+            Departed: some of it did not; what came before may have been taken for it.
+        """
+        if self._at != len(self._steps):
+            raise Departed(f"it ended where the forward ran {self._steps[self._at].func}", self)
+
+    def _next(self, func: Any) -> Step:
         step = self._steps[self._at] if self._at < len(self._steps) else None
-        if step is not None and step.func is not func:
-            after = self._after_copies(func)
-            step = None if after is None else self._steps[after]
-            self._at = self._at if after is None else after
-        if step is None:
-            ended = self._at >= len(self._steps)
-            was = "had ended" if ended else f"ran {self._steps[self._at].func}"
-            raise Departed(f"it runs {func} where the forward {was}")
+        if step is None or step.func is not func:
+            was = "had ended" if step is None else f"ran {step.func}"
+            raise Departed(f"it runs {func} where the forward {was}", self)
         self._at += 1
-        self._copied = _torch.storage_key(args[0]) if func is _CLONE else None
         return step
-
-    def _another_copy(self, func: Any, args: Any) -> bool:
-        """Whether this is a tape's copy that the forward had one less of."""
-        at = self._at
-        return (
-            func is _CLONE
-            and self._copied is not None
-            and at < len(self._steps)
-            and self._steps[at].writes
-            and _torch.storage_key(args[0]) == self._copied
-            and self._all_or_none(at)
-        )
-
-    def _after_copies(self, func: Any) -> int | None:
-        """Where ``func`` comes next in the forward, if after copies that tapes took."""
-        at = self._at
-        while at < len(self._steps) and self._steps[at].func is _CLONE:
-            at += 1
-        if at == self._at or at == len(self._steps):
-            return None
-        step = self._steps[at]
-        if self._any_copies:
-            return at if step.func is func else None
-        fits = step.func is func and step.writes
-        return at if fits and (self._copied is None or self._all_or_none(at)) else None
-
-    def _all_or_none(self, at: int) -> bool:
-        """Whether of the copies before a step all are live, or none is."""
-        first = at
-        while first > 0 and self._steps[first - 1].func is _CLONE:
-            first -= 1
-        return len(set(self._runs[first:at])) == 1
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -194,10 +136,7 @@ class Pruned(Watcher):
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
-        if self._any_copies and func is _CLONE:
-            return
-        if not self._another_copy(func, args):
-            self._next(func, args)
+        self._next(func)
 
     def _stand_in(self, at: int, args: Any) -> Any:
         """What an operation gives that does not run."""
@@ -244,17 +183,12 @@ class Departed(BaseException):
 
     Args:
         how: they differ. The line of the user's code that is running is added.
+        replay: which one; regions inside of it, that are running, let this pass.
     """
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, replay: Pruned) -> None:
         super().__init__(f"at {describe_place(where())}, {how}")
-
-    def error(self, name: str) -> ReplayError:
-        """What the user is told about the region."""
-        return ReplayError(
-            f"remat: the replay of the region {name!r} departed from its forward: {self}. A region "
-            "must do the same each time it runs."
-        )
+        self.replay = replay
 
 
 def placeholder(t: Tensor) -> Callable[[], Tensor]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -38,12 +38,12 @@ from functx._remat._kept_inside import Inside
 from functx._remat._ledger import Ledger
 from functx._remat._options import Options
 from functx._remat._profile import shown
-from functx._remat._prune import Departed, Pruned
+from functx._remat._prune import Pruned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import rewrap, tracking
 from functx._remat._watch import watching
-from functx._torch_edges import requires_grad_anywhere
+from functx._remat._whole import Whole, replayed
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
@@ -158,20 +158,9 @@ class Region:
         pruned = self._pruned()
         if pruned is None or _torch.tracing():
             return self._again(tensors)
-        try:
-            return self._again(tensors, pruned)
-        except Departed as departure:
-            if all(self.needed):
-                # Perhaps only the kernels differ (a cache was warm); what matters is compared.
-                return self._again(tensors)
-            if (other := pruned.unlike_in_copies()) is not None:
-                with suppress(Departed):
-                    return self._again(tensors, other)
-            if self.options.debug:
-                self._again(tensors)  # it says more, if it departs as well
-            raise departure.error(self.options.name) from None
+        return replayed(self._again, tensors, pruned, self.needed, self.options.name)
 
-    def _again(self, tensors: Any, pruned: Pruned | None = None) -> list[Tensor | None]:
+    def _again(self, tensors: Any, pruned: Pruned | Whole | None = None) -> list[Tensor | None]:
         n_explicit = len(tensors) - self._n_captured()
         if self.rewritten:
             tensors = [*tensors]
@@ -199,7 +188,8 @@ class Region:
             else:
                 replay = Replay(self.entries, externals, name, self.left)
         replay.inside = Inside(None, self.inner_keeps)
-        if pruned is not None and pruned.sections is not None and isinstance(replay, Replay):
+        by_section = isinstance(pruned, Pruned) and pruned.sections is not None
+        if by_section and isinstance(replay, Replay):
             pruned, replay.pruned = None, pruned
         try:
             with (
@@ -212,6 +202,8 @@ class Region:
                 outs = self.body(*explicit)
             outs = replay.returned(outs)
             replay.complete()
+            if pruned is not None:
+                pruned.check(outs)
         except ReplayError:
             raise
         except Exception as error:
@@ -375,13 +367,12 @@ class Region:
 
 
 def _copy(t: Tensor) -> Tensor:
-    """A tensor at the same levels, with the same history, in memory of its own."""
+    """A tensor with the same history, in memory of its own, that every active level has made.
+
+    A level of grad lets nobody write to what it knows nothing of.
+    """
     with watching(True):
-        if requires_grad_anywhere(t):
-            return t.clone()
-        with _torch.cleared_interpreter_stack():
-            value = base_of(t).detach().clone()
-        return rewrap(t, 0, value)
+        return t.clone()
 
 
 _BY_SIGHT: list[Any] = []

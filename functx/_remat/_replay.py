@@ -13,8 +13,10 @@ from torch import Tensor
 
 from functx import _torch
 from functx._places import where
+from functx._remat._arguments import same
 from functx._remat._departure import departed
 from functx._remat._entry import REWRAPPED, Entry, describe, nested_values
+from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
 from functx._remat._tracker import Tracker, rewrap
 
@@ -67,9 +69,11 @@ class Replay(Tracker):
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation, or what of it a pullback reads."""
+        forward = self._entries[self._at - 1].parts
+        run = func if forward is None else Parts(func, self._name, forward)
         if self.pruned is None:
-            return func(*args, **kwargs)
-        return self.pruned.run(self._at - 1, func, args, kwargs)
+            return run(*args, **kwargs)
+        return self.pruned.run(self._at - 1, run, args, kwargs)
 
     def made(self, t: Tensor) -> None:
         """Keep what left the region in its forward."""
@@ -122,7 +126,7 @@ class Replay(Tracker):
                 f"operation {at} ({describe(func)}) had {len(entry.sources)} tensor arguments and "
                 f"has {self._slot}"
             )
-        if not _same(entry.scalars, self._scalars):
+        if not same(entry.scalars, self._scalars):
             if func is nested_values:
                 self._depart(f"operation {at}, a region inside it, gives other values than it gave")
             self._depart(
@@ -187,12 +191,3 @@ class Lenient(Tracker):
 
     def complete(self) -> None:
         """Nothing is compared."""
-
-
-def _same(recorded: tuple[Any, ...], now: list[Any]) -> bool:
-    if len(recorded) != len(now):
-        return False
-    return all(
-        a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
-        for a, b in zip(recorded, now)
-    )

@@ -35,8 +35,6 @@ _UNWRITTEN = {
     *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty),
     _aten.new_empty_strided,
 }
-# Namespaces whose operators say whether they draw.
-_KNOWN = frozenset({"aten", "prims"})
 
 
 class Kind:
@@ -47,7 +45,7 @@ class Kind:
         mutable: whether it writes to an argument, by its schema.
         writes: likewise, or silently.
         in_place: whether all that it may do is to write to its first argument, shape as it was.
-        draws: whether it moves a generator on. What others do to generators, nobody knows.
+        draws: whether it moves a generator on. What operators of others do to them, nobody knows.
         draws_blindly: whether it then takes only a shape from what it is given.
         unwritten: whether what it gives is memory nobody wrote to.
         skippable: whether memory can be handed out in place of its results, whatever their values.
@@ -75,7 +73,7 @@ class Kind:
         self.mutable = _torch_operators.is_mutable(func) and not self.view
         self.writes = self.mutable or packet in _WRITES_SILENTLY
         self.in_place = packet.__name__.endswith("_")
-        self.draws = torch.Tag.nondeterministic_seeded in tags or func.namespace not in _KNOWN
+        self.draws = torch.Tag.nondeterministic_seeded in tags or _torch_operators.is_foreign(func)
         self.draws_blindly = packet in _DRAWS_BLINDLY
         self.unwritten = packet in _UNWRITTEN
         self.skippable = not (

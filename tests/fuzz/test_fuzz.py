@@ -17,6 +17,7 @@ import functx
 from . import sweep
 from .census import NAMES, Census
 from .found import FOUND
+from .found_departing import DEPARTING
 from .found_policies import WITH_POLICIES
 from .mechanisms import MECHANISMS
 from .program import Program
@@ -56,9 +57,12 @@ def search(n: int, number: int, *, shrink: bool = True) -> Census:
     return census
 
 
-@pytest.mark.parametrize("name", [*FOUND, *WITH_POLICIES])
+KNOWN = FOUND | WITH_POLICIES | DEPARTING
+
+
+@pytest.mark.parametrize("name", KNOWN)
 def test_what_was_found_before(name):
-    program = (FOUND | WITH_POLICIES)[name]
+    program = KNOWN[name]
     compare(program, run(program, functx.remat), reference(program))
 
 

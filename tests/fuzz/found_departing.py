@@ -1,0 +1,128 @@
+"""What random programs found whose replays run other ATen operations than their forward."""
+
+from .program import Program
+
+DEPARTING = {
+    "sizes that a tape compares, and copies it takes, at other levels": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    leaf1 = env.leaf((3,))
+    def f(x):
+        v1 = torch.sin(x)
+        def region2(p3):
+            v4 = p3.sum() * 0.7 + leaf0.sum() * 0.1
+            v4 += leaf0.sum().sin()
+            return torch.sigmoid(torch.sin(p3))
+        v7 = remat(region2)(leaf1)
+        v8 = torch.outer(v7, v7).mT
+        v9 = v7 * 0.7 + v1.sum() * 0.1
+        v9.mul_(v1)
+        return v1 * 0.5 + v7.sin()
+    return f
+""",
+        set(),
+        ("grad", "jvp", "grad"),
+        (0,),
+        library="torch.func",
+    ),
+    "memory on the host for what a policy keeps in a nested region": Program(
+        """
+def build(remat, env):
+    dots = functx.checkpoint_policies.dots_saveable
+    def f(x):
+        def region1(p2, p3):
+            v7 = remat(lambda: torch.sigmoid(torch.sin(p3)), policy=dots)()
+            return torch.sigmoid(v7)
+        v9 = remat(region1, policy=dots)(x, x)
+        v10 = torch.sin(v9)
+        def region11(p12, p13):
+            v14 = torch.sin(v9)
+            v16 = torch.func.functional_call(env.inner, {'weight': p13}, (torch.sin(p12),))
+            v17 = torch.tanh(v9.cos() * 1.4)
+            return torch.sigmoid(v16)
+        offload = functx.checkpoint_policies.offload(dots)
+        v19 = remat(region11, policy=offload)(v10, torch.outer(v10, v10))
+        return v19 * 0.5 + v19.sin()
+    return f
+""",
+        set(),
+        ("grad",),
+    ),
+    "a region that writes to what a tape knows, three times differentiated": Program(
+        """
+def build(remat, env):
+    dots = functx.checkpoint_policies.dots_saveable
+    leaf0 = env.leaf((3,))
+    def f(x):
+        def region1(p2):
+            v4 = x * 0.7 + x.sum() * 0.1
+            def region6(t5):
+                t5.mul_(x.sin())
+                return torch.sigmoid(t5)
+            return torch.sigmoid(remat(region6)(v4))
+        v9 = remat(region1, policy=dots)(leaf0)
+        v14 = remat(lambda: torch.sigmoid(torch.sin(v9)), policy=dots)()
+        return v14 * 0.5 + v14.sin()
+    return f
+""",
+        set(),
+        ("grad", "grad", "grad"),
+        randomness="same",
+        library="torch.func",
+    ),
+    "transforms inside of nested regions with policies": Program(
+        """
+def build(remat, env):
+    dots = functx.checkpoint_policies.dots_saveable
+    def f(x):
+        v1 = torch.outer(x, x).mT
+        def region2():
+            v3 = remat(lambda z: torch.sigmoid(z.real) * z.sin())(torch.complex(x, x)).imag
+            return torch.sigmoid(v3)
+        v6 = functx.grad(lambda t: remat(lambda t5: region2() * t5.sin(), policy=dots)(t).sum())(x)
+        def region7(p8, p9):
+            return torch.sigmoid(torch.sin(torch.sin(torch.sin(p9))))
+        v14 = remat(region7)(x, v6)
+        def region15(p16, p17):
+            def region18():
+                v21 = remat(env.linear)(v14.sum().expand(3)).cos()
+                return torch.sigmoid(torch.tanh(v21 * 1.4))
+            inner = remat(lambda t24: region18() * t24.sin(), policy=dots)
+            v25 = functx.grad(lambda t: inner(t).sum())(v14)
+            return torch.sigmoid(torch.sin(p17.unbind(0)[1]))
+        v29 = remat(region15, policy=dots)(v1, v1)
+        return v29 * 0.5 + v29.sin()
+    return f
+""",
+        set(),
+        ("vjp",),
+    ),
+    "an argument written to in a transform inside a region with a policy": Program(
+        """
+def build(remat, env):
+    dots = functx.checkpoint_policies.dots_saveable
+    leaf1 = env.leaf((3, 3))
+    def f(x):
+        v1 = x * 0.7 + x.sum() * 0.1
+        v1[1:].mul_(0.5)
+        def region2():
+            v7 = remat(lambda p4: torch.sigmoid(torch.sin(v1)), policy=dots)(leaf1)
+            v8 = torch.sin(v7)
+            v9 = v8 * 0.7 + v8.sum() * 0.1
+            def region11(t10):
+                t10.mul_(v8.sin())
+                return torch.sigmoid(t10)
+            return torch.sigmoid(remat(region11)(v9))
+        inner = remat(lambda t14: region2() * t14.sin(), policy=dots)
+        v15 = functx.grad(lambda t: inner(t).sum())(v1)
+        v19 = remat(lambda: torch.sigmoid(torch.sin(v15)), policy=dots)()
+        return v19 * 0.5 + v19.sin()
+    return f
+""",
+        set(),
+        ("grad",),
+        randomness="same",
+        library="torch.func",
+    ),
+}
