@@ -25,8 +25,8 @@ from functx import _jacobian, _torch_compiler, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
 from functx._statistics import forward_mode
-from functx._torch_norms import mend_batching_rules
 from functx._validate import Argnums
+from functx._vmap import vmap_by_keys
 
 try:
     from torch.func import rearrange
@@ -52,29 +52,7 @@ __all__ = [
 ]
 
 
-@functools.wraps(torch.func.vmap)
-def _vmap(func: Callable[..., Any], in_dims: Any = 0, *options: Any, **named: Any) -> Any:
-    mend_batching_rules()
-    own = torch.func.vmap(func, in_dims, *options, **named)
-    if not _tree.has_dict(in_dims):
-        return own
-
-    @functools.wraps(own)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        # By keys: torch takes dimensions in the order in which they were written.
-        try:
-            dims = tuple(
-                _tree.unflatten(_tree.flatten(arg)[1], _tree.spread(dim, arg))
-                for dim, arg in zip(in_dims, args, strict=True)
-            )
-        except ValueError:
-            return own(*args, **kwargs)  # which says what is wrong
-        return torch.func.vmap(func, dims, *options, **named)(*args, **kwargs)
-
-    return mapped
-
-
-vmap = by_arguments(_vmap)
+vmap = by_arguments(vmap_by_keys)
 _jacfwd = forward_mode(torch.func.jacfwd)
 jacfwd = by_arguments(_jacfwd)
 jvp = by_primals(forward_mode(torch.func.jvp))

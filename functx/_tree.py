@@ -6,6 +6,8 @@ register with torch (a model's output classes, caches) are containers here too.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from typing import Any
 
 import torch.utils._pytree as _torch_pytree
@@ -22,9 +24,28 @@ except ImportError:  # the fallback serves machines without optree
 TreeSpec = Any
 
 if _optree is not None:
+    _known = 0  # how many classes torch had when it was last looked
+    _BUILT_IN = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
+
+    def _learn() -> None:
+        """Classes that torch knows, and has not told optree of (``register_dataclass``)."""
+        global _known
+        _known = len(_torch_pytree.SUPPORTED_NODES)
+        for cls, node in list(_torch_pytree.SUPPORTED_NODES.items()):
+            if not isinstance(cls, type) or cls in _BUILT_IN or issubclass(cls, tuple):
+                continue
+            with contextlib.suppress(ValueError):  # there already
+                _optree.register_pytree_node(
+                    cls,
+                    node.flatten_fn,
+                    lambda context, leaves, node=node: node.unflatten_fn(list(leaves), context),
+                    namespace="torch",
+                )
 
     def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
         """The leaves of ``tree`` in order, and what is needed to put them back."""
+        if len(_torch_pytree.SUPPORTED_NODES) != _known:
+            _learn()
         return _optree.tree_flatten(tree, none_is_leaf=True, namespace="torch")
 
     def unflatten(spec: TreeSpec, leaves: Any) -> Any:

@@ -54,7 +54,7 @@ LAYERS = [
     ("functx._remat._ledger",),
     ("functx._remat._prune",),
     ("functx._remat._whole",),
-    ("functx._pullback", "functx._jacobian", "functx._transforms"),
+    ("functx._pullback", "functx._jacobian", "functx._transforms", "functx._vmap"),
     ("functx._linearize",),
     ("functx._remat._departure", "functx._remat._checksum"),
     ("functx._remat._replay",),

@@ -62,6 +62,24 @@ def test_dimensions_of_vmap(chunk_size):
         functx.vmap(loss, in_dims=(None, {"v": 0}))(PARAMS, X)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_dimensions_that_vmap_gives(chunk_size):
+    def f(x):
+        return {"a": x.expand(3, 2), "b": [2 * x.expand(5, 2), x.sum()]}
+
+    x = numbers(7, 2)
+    expected = torch.func.vmap(f, out_dims={"a": 1, "b": 0}, chunk_size=chunk_size)(x)
+    assert expected["a"].shape == (3, 7, 2)
+    for out_dims in ({"a": 1, "b": 0}, {"b": 0, "a": 1}, {"b": [0, 0], "a": -2}):
+        assert_same(functx.vmap(f, 0, out_dims, chunk_size=chunk_size)(x), expected)
+    dims = ({"v": 0, "u": 0},)
+    found = functx.vmap(lambda d: f(d["u"]) | {"c": d["v"]}, dims, {"c": 1, "b": 0, "a": 1})
+    assert_same(found({"u": x, "v": x}), expected | {"c": x.mT})
+    for bad in ({"a": 1}, {"a": 1, "b": 0, "c": 0}, {"a": 1, "b": [0, 0, 0]}):
+        with pytest.raises(ValueError, match=r"out_dims .* don't fit"):
+            functx.vmap(f, out_dims=bad)(x)
+
+
 def test_a_carry():
     def body(carry, x):
         return {"b": carry["b"] + 1, "a": carry["a"] * x}, x

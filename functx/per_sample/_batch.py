@@ -140,7 +140,7 @@ def _flat_dims(
     """The dimension of the examples for each leaf of ``args``."""
     if in_dims is None:
         return [
-            None if position in shared or not isinstance(leaf, torch.Tensor) else 0
+            None if position in shared or not _is_batched(leaf, api) else 0
             for position, arg in enumerate(args)
             for leaf in _tree.leaves(arg)
         ]
@@ -161,6 +161,21 @@ def _flat_dims(
         if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
             raise ValueError(f"{api}: in_dims must consist of ints and None, got {dim!r}")
     return flat
+
+
+def _is_batched(leaf: Any, api: str) -> bool:
+    """Whether a leaf holds examples, by default."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+    if any(isinstance(one, torch.Tensor) for one in inside):
+        name = type(leaf).__name__
+        raise ValueError(
+            f"{api}: a {name}, which holds tensors, is no pytree: pass a dict or a tuple of them, "
+            f"or register {name} with torch.utils._pytree; or give in_dims, with None for what all "
+            "examples share"
+        )
+    return False
 
 
 def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:

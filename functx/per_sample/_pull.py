@@ -120,7 +120,7 @@ def _pull_mapped(
         args = _tree.unflatten(batch.spec, leaves)
         value, aux, pullback = _record(loss, args, batch.kwargs)
         _feed(pullback, value, receiver, mode, lambda found: _rows(found, level, batch.size))
-        return value, (aux if loss.has_aux else ())
+        return value, (_tree.map_(_tensor, aux) if loss.has_aux else ())
 
     value, aux = vmap(
         example, in_dims=tuple(batch.dims[number] for number in mapped), randomness=loss.randomness
@@ -144,12 +144,16 @@ def _pull_one(
 
 
 def _stacked(leaf: Any) -> torch.Tensor:
+    return _tensor(leaf).unsqueeze(0)
+
+
+def _tensor(leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         raise ValueError(
             f"per_sample: expected aux to consist of tensors, got {_validate.describe(leaf)} of "
             f"type {type(leaf).__name__}"
         )
-    return leaf.unsqueeze(0)
+    return leaf
 
 
 def _record(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Pullback]:
