@@ -64,17 +64,36 @@ def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
         >>> array_from_torch(torch.arange(3.0)).tolist()
         [0.0, 1.0, 2.0]
     """
-    _has_plain_data(x, what)
-    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    if x.dtype in _AS_BITS:
-        bits, np_dtype = _AS_BITS[x.dtype]
-        values = x.view(bits).numpy().view(np_dtype)
-    else:
-        values = x.numpy(force=True)
+    values = _values(x, what)
     check_fits(values, what)
     # Also while a function is being traced by JAX, the result is an array, not a tracer.
     with jax.ensure_compile_time_eval():
         return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
+
+
+def is_still(array: jax.Array, x: torch.Tensor) -> bool:
+    """Whether an array that was made from a tensor has the tensor's values, to the bit.
+
+    A write through ``.data`` leaves no other trace.  Of a tensor on another device that would take
+    as long as copying it: False.
+    """
+    if x.device.type != "cpu":
+        return False
+    values, held = _values(x, "a tensor"), np.asarray(array)
+    if values.dtype == held.dtype:
+        words = np.uint64 if values.nbytes % 8 == 0 else np.uint8
+        values, held = values.reshape(-1).view(words), held.reshape(-1).view(words)
+    return bool(np.array_equal(values, held))
+
+
+def _values(x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
+    """The values of a tensor, over its memory where possible."""
+    _has_plain_data(x, what)
+    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if x.dtype not in _AS_BITS:
+        return x.numpy(force=True)
+    bits, np_dtype = _AS_BITS[x.dtype]
+    return x.view(bits).numpy().view(np_dtype)
 
 
 def borrow(x: torch.Tensor, what: str) -> jax.Array:

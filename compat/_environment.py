@@ -2,9 +2,10 @@
 
 Invariant: two calls with equal environments would trace to the same graph, as far as can be seen
 from outside the function: its cells, defaults, bound object, partial arguments and the globals
-that its code names; of modules the training flags and the identity of every parameter and buffer.
-Values of tensors are not part of it, because they are read again at every call.  State that hides
-deeper (in an attribute of an arbitrary object) is compared by identity only.
+that its code names, less what it only counts in (``_counters.py``); of modules the training flags
+and the identity of every parameter and buffer.  Values of tensors are not part of it, because they
+are read again at every call.  State that hides deeper (in an attribute of an arbitrary object) is
+compared by identity only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from functx.compat._counters import only_written
 from functx.compat._torch import own_tensors
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -87,15 +89,26 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 def _function_parts(f: types.FunctionType) -> Iterator[Any]:
-    for cell in f.__closure__ or ():
+    counters = only_written(f.__code__)
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
         try:
-            yield cell.cell_contents
+            value = cell.cell_contents
         except ValueError:  # a name that is bound later
-            yield None
+            value = None
+        yield None if name in counters and _is_count(value) else value
     yield from f.__defaults__ or ()
     yield from (f.__kwdefaults__ or {}).values()
     yield getattr(f, "__wrapped__", None)
     for name in f.__code__.co_names:
         value = f.__globals__.get(name)
-        if isinstance(value, _NAMED):
+        if isinstance(value, _NAMED) and not (name in counters and _is_count(value)):
             yield value
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a function may write to this without writing to a tensor."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | set):
+        return not any(isinstance(x, torch.Tensor) for x in value)
+    return isinstance(value, int | float)

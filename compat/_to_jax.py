@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
-from functx.compat._dlpack import array_from_torch
+from functx.compat._dlpack import array_from_torch, is_still
 from functx.compat._environment import environment_of
 from functx.compat._fused import lowering
 from functx.compat._jax import x64_enabled
@@ -201,11 +201,9 @@ class Lowered:
         return [self._array(t) for t in program.captures]
 
     def _array(self, tensor: torch.Tensor) -> jax.Array:
-        # Writes through .data leave the version alone, but most move or keep data_ptr with a new
-        # version; a set_() or .data assignment changes the pointer.
         state = (version_of(tensor), tensor.data_ptr(), x64_enabled())
         held = self._arrays.get(id(tensor))
-        if held is None or held[1] != state:
+        if held is None or held[1] != state or not is_still(held[2], tensor):
             array = array_from_torch(tensor, f"a tensor closed over by {self.__name__}")
             held = self._arrays[id(tensor)] = (tensor, state, array)
         return held[2]

@@ -326,7 +326,7 @@ def _has_torch_function(args: Iterable[Any]) -> bool:
     """As without modes that only observe: modules ask it whether their fused kernels may run."""
     modes = [get_function_mode_at(i) for i in range(function_mode_depth())]
     if modes and all(getattr(m, "only_observes", False) for m in modes):
-        return not all(type(t) in _NOT_OVERRIDDEN for t in args)
+        return any(hasattr(k, "__torch_function__") for k in {*map(type, args)} - _NOT_OVERRIDDEN)
     return _any_torch_function(args)
 
 

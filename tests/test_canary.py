@@ -312,6 +312,7 @@ def test_modes_that_only_observe_do_not_keep_fused_kernels_from_running():
     try:
         with Mode():
             assert not torch.overrides.has_torch_function((t, None))
+            assert not torch.overrides.has_torch_function((3, 1.0))  # as torch.sym_max asks
             assert torch.overrides.has_torch_function((t, t.as_subclass(Subclass)))
             with torch.device("cpu"):
                 assert torch.overrides.has_torch_function((t,))

@@ -162,6 +162,69 @@ def test_closed_over_tensor_is_read_at_each_call():
     assert h(jnp.ones(3)).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+def test_writes_past_the_version_counter_are_seen(dtype):
+    """Through ``.data``, as initialisation and clipping do, and to inference tensors."""
+    w = torch.tensor([1, 0, 1], dtype=dtype)
+    with torch.inference_mode():
+        v = torch.zeros(3, dtype=dtype)
+    h = to_jax(lambda: (w * 1, v * 1))
+    h()
+    w.data.zero_()
+    with torch.inference_mode():
+        v.fill_(1)
+    assert [x.tolist() for x in h()] == [[0, 0, 0], [1, 1, 1]]
+
+
+def counting():
+    appended, raised, at, n = [], {"n": 0}, [0], 0
+
+    def f(x):
+        nonlocal n
+        appended.append(x.shape)
+        raised["n"] += 1
+        at[0] += 1
+        n += 1
+        return x * 2
+
+    return f, lambda: (len(appended), raised["n"], at[0], n)
+
+
+def test_counting_calls_traces_nothing_again():
+    f, counts = counting()
+    h = to_jax(f)
+    for size, expected in ((3, 1), (3, 1), (4, 2), (3, 2)):
+        h(jnp.ones(size))
+        assert counts() == (expected,) * 4
+
+
+def test_a_counter_that_is_read_does():
+    n, steps = 0, []
+
+    def f(x):
+        nonlocal n
+        n += 1
+        steps.append(n)
+        return x * len(steps)
+
+    h = to_jax(f)
+    assert [float(h(jnp.ones(()))) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_tensor_that_is_replaced_is_no_counter():
+    state = {"w": torch.ones(())}
+
+    def f(x):
+        state["w"] += 0
+        return x
+
+    h = to_jax(f)
+    with pytest.raises(LoweringError, match="closes over"):
+        h(jnp.ones(()))
+
+
 def test_module_is_read_at_each_call():
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).eval()
     h = to_jax(lambda x: net(x))
