@@ -34,6 +34,7 @@ LAYERS = [
         "functx._remat._constant",
         "functx._remat._depth",
         "functx._remat._observers",
+        "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
     (

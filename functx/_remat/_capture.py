@@ -37,6 +37,7 @@ from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
 from functx._remat._tapes import leaves_below, nodes_of, tensors_of, tracked
 from functx._remat._tracker import Tracker, rewrap
+from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
 from functx._remat._writes import written_by
 from functx._torch_edges import requires_grad_anywhere
@@ -114,8 +115,12 @@ class FirstRun(Tracker):
         """The body begins, at the innermost level; explicit inputs are the first externals."""
         self.holders = [Holders(t) for t in standins]
         self._depth = _torch.interpreter_depth()
+        outer = self._region.outer
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
             self._register("input", i, original, standin)
+            if outer is not None and (known := outer.aliases.get(id(original))) is not None:
+                self._index[id(known)] = (known, standin, i)
+                self.aliases[id(standin)] = known
         if self._region.options.by_sight:
             # A body may close over what it is also given.
             self._region.given = [weakref.ref(t) for t in originals]
@@ -354,6 +359,11 @@ class FirstRun(Tracker):
                 return False
             value = _torch.get_unwrapped(value)
 
+    def passed_on(self) -> dict[int, weakref.ref[Tensor]]:
+        """What the body was given as it is, by position. ``NOTE [aliases]`` in `_tracker`."""
+        those = enumerate(zip(self._originals, self._standins))
+        return {i: weakref.ref(original) for i, (original, t) in those if original is t}
+
     def captured_originals(self) -> list[Tensor]:
         """The captured tensors, as the body met them."""
         return [t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"]
@@ -375,23 +385,12 @@ class FirstRun(Tracker):
         return None if found is None else self._originals[found[2]]
 
     def check_tape(self, outs: Sequence[Tensor | None]) -> set[int]:
-        """Refuse a tape that reaches a tensor no mode saw (one that an extension used, say).
-
-        Returns:
-            Ids of the leaf tensors that the tapes of all levels end in.
-        """
-        reached = set()
-        for variable in leaves_below(*nodes_of(outs)):
-            reached.add(id(variable))
-            known = id(variable) in self.leaves or self.knows(variable) or is_unread(variable)
-            if not known:
-                raise RematError(
-                    f"remat: the region {self._region.options.name!r} used a tensor of shape "
-                    f"{tuple(variable.shape)} that requires grad where functx can't see it "
-                    "(in an extension that is called past torch's Python API, most likely), "
-                    "so its gradient would be lost. Pass it to the region as an argument."
-                )
-        return reached
+        """Ids of the leaves that the tapes of all levels end in, which must all be known."""
+        reached = leaves_below(*nodes_of(outs))
+        for t in reached:
+            if not (id(t) in self.leaves or self.knows(t) or is_unread(t)):
+                refuse_unseen(self._region.options.name, t)
+        return set(map(id, reached))
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""

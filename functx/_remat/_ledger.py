@@ -383,11 +383,11 @@ class Ledger(Watcher):
         return self._needed(self._live)
 
     def needs(self, storage: int) -> bool:
-        """Whether a live step reads a storage that the body did not make.
+        """Whether a live step reads a storage that the body did not make, or what is copied there.
 
         What is kept makes no difference: derivatives of it are derivatives of what it came from.
         """
-        return self.python_on_tape or storage in self._read
+        return self.python_on_tape or self._external.get(storage, storage) in self._read
 
 
 def tell_of_a_region() -> None:

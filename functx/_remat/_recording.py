@@ -10,7 +10,8 @@ from run to run, and nobody may rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +23,7 @@ from functx._remat._checksum import checksum, unobserved
 from functx._remat._entry import Entry, describe, results
 from functx._remat._holders import base_of
 from functx._remat._options import Options
-from functx._remat._replay import Replay
+from functx._remat._replay import NOTHING, Replay
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import Tracker
 from functx._remat._watch import all_must_run
@@ -109,8 +110,9 @@ class RecordingReplay(Recording, Replay):
         externals: Sequence[Tensor],
         options: Options,
         left: Sequence[int] = (),
+        passed_on: Mapping[int, weakref.ref[Tensor]] = NOTHING,
     ) -> None:
-        super().__init__(entries, externals, options.name, left)
+        super().__init__(entries, externals, options.name, left, passed_on)
         self.start(options)
         self._debug = options.debug
         self._ran: list[Entry] = []

@@ -73,6 +73,7 @@ class Region:
         first_run: the tracker of the run that is finding out; ``None`` before and after.
         entries: the operations that the first run recorded.
         origins: kind and number of each external.
+        passed_on: externals that the body was handed as they are, weakly, by position.
         environment: the surroundings that a replay restores.
         ledger: what ran below all transforms; ``None`` if that is not known.
         needed: for each input, explicit and captured, whether a pullback reads it.
@@ -107,6 +108,7 @@ class Region:
         "outer_levels",
         "overwritten",
         "owners",
+        "passed_on",
         "reached",
         "reaches",
         "rewritten",
@@ -137,6 +139,7 @@ class Region:
         self.left: list[int] = []
         self.entries: list[Any] = []
         self.origins: list[tuple[str, int]] = []
+        self.passed_on: dict[int, Any] = {}
         self.outer: Any = None
         self.outer_levels: Any = None
         self.first_run: Any = None
@@ -184,9 +187,11 @@ class Region:
             if self.options.by_sight:
                 replay = _BY_SIGHT[0](self, externals, len(explicit))
             elif self.options.records:
-                replay = RecordingReplay(self.entries, externals, self.options, self.left)
+                replay = RecordingReplay(
+                    self.entries, externals, self.options, self.left, self.passed_on
+                )
             else:
-                replay = Replay(self.entries, externals, name, self.left)
+                replay = Replay(self.entries, externals, name, self.left, self.passed_on)
         replay.inside = Inside(None, self.inner_keeps)
         by_section = isinstance(pruned, Pruned) and pruned.sections is not None
         if by_section and isinstance(replay, Replay):

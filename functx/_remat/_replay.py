@@ -6,7 +6,9 @@ compared with the record of the first run; a replay that departs from it raises,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -20,6 +22,8 @@ from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
 from functx._remat._tracker import Tracker, rewrap
 
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+
 
 class Replay(Tracker):
     """The tracker of a replay.
@@ -29,6 +33,7 @@ class Replay(Tracker):
         externals: the tensors to hand out.
         name: of the region, for messages.
         left: numbers of the tensors that left the region in its forward, of those it made.
+        passed_on: what the body was handed as it is, by position.
     """
 
     __slots__ = (
@@ -52,8 +57,12 @@ class Replay(Tracker):
         externals: Sequence[Tensor],
         name: str,
         left: Sequence[int] = (),
+        passed_on: Mapping[int, weakref.ref[Tensor]] = NOTHING,
     ) -> None:
         super().__init__()
+        for position, given in passed_on.items():
+            if (t := given()) is not None:
+                self.aliases[id(externals[position])] = t
         self._entries = entries
         self._externals = externals
         self._external_ids = {id(t) for t in externals}

@@ -67,13 +67,20 @@ def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
 
 
 class Tracker:
-    """What the first run and a replay do alike for each operation."""
+    """What the first run and a replay do alike for each operation.
 
-    __slots__ = ("_scalars", "_sources", "inside", "modes", "pulls_back")
+    NOTE [aliases]
+    What no tape knows is handed to a body as it is, so a region inside that is given such a tensor,
+    and closes over it as well, knows it for one. In a replay another tensor stands for the one it
+    is given. So `aliases` has, by the id of a stand-in, what was handed in as it is in the forward.
+    """
+
+    __slots__ = ("_scalars", "_sources", "aliases", "inside", "modes", "pulls_back")
 
     def __init__(self) -> None:
         # What the regions inside keep.
         self.inside: Any = None
+        self.aliases: dict[int, Tensor] = {}
         # Fewer dispatch modes than at the start: this is the inside of one of them.
         self.modes = _torch.dispatch_mode_depth()
         # Whether a node's tape is pulled back, for none of the functions that users wrote.

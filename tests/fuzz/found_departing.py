@@ -125,4 +125,47 @@ def build(remat, env):
         randomness="same",
         library="torch.func",
     ),
+    "a constant that a region in a region is given, and closes over": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        v1 = torch.outer(leaf0, leaf0).detach()
+        def region2(p3):
+            v4 = v1.clamp(-0.7, 0.9)
+            return torch.sigmoid(x + leaf0.sum())
+        v7 = remat(remat(region2))(v1)
+        return v7 * 0.5 + v7.sin()
+    return f
+""",
+        set(),
+    ),
+    "an expanded capture, which forward mode copies when it is met": Program(
+        """
+def build(remat, env):
+    def f(x):
+        v1 = x.sum().expand(3)
+        v6 = remat(lambda: torch.sigmoid(v1))()
+        return v6 * 0.5 + v6.sin()
+    return f
+""",
+        set(),
+        ("vjp", "jvp"),
+    ),
+    "a view of an expanded capture, of two regions": Program(
+        """
+def build(remat, env):
+    def f(x):
+        v1 = x[None].expand(3, 3)
+        v2 = torch.sin(x)
+        def region3():
+            v7 = remat(lambda: torch.sigmoid(torch.sin(v2)))()
+            return torch.sigmoid(v1[1])
+        v10 = remat(region3)()
+        return v10 * 0.5 + v10.sin()
+    return f
+""",
+        set(),
+        ("jvp", "grad"),
+    ),
 }

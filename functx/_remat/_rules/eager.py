@@ -134,5 +134,6 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     first.check_writes()
     environment.seal(written, inputs, region.captured, (c.value for c in region.constants))
     region.entries, region.origins = first.entries, first.origins
+    region.passed_on = first.passed_on()
     region.inner_keeps = first.entry.inside
     return outs
