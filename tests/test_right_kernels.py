@@ -4,13 +4,16 @@ import pytest
 import torch
 from cases import DTYPE, numbers
 from nets import seeded
-from right import check
+from right import WAYS, check, weighted
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import (
     embedding,
     embedding_bag,
     scaled_dot_product_attention,
 )
+
+import functx
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -180,3 +183,19 @@ def test_convolutions(layout):
 
     check(build, numbers(2, 2, 6, 6).to(memory_format=layout), ways=["backward", "grad"], eps=64)
     check(build, numbers(1, 2, 6, 6), ways=["vmap"], eps=64)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_by_the_kernel_of_the_forward(way):
+    """The one for which torch has second derivatives, in the forward alone."""
+
+    def build(remat):
+        attention = remat(scaled_dot_product_attention)
+
+        def f(x):
+            with sdpa_kernel(SDPBackend.MATH):
+                return attention(x, x.sin(), x.cos())
+
+        return functx.grad(lambda x: weighted(f(x)))
+
+    check(build, numbers(1, 2, 4, 6), ways=[way])

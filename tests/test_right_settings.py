@@ -136,21 +136,6 @@ class TestSettings:
 
         assert_same(program(functx.remat), program(identity), eps=8)
 
-    @pytest.mark.parametrize("way", WAYS)
-    def test_attention_by_the_kernel_of_the_forward(self, way):
-        """The one for which torch has second derivatives, in the forward alone."""
-
-        def build(remat):
-            attention = remat(torch.nn.functional.scaled_dot_product_attention)
-
-            def f(x):
-                with sdpa_kernel(SDPBackend.MATH):
-                    return attention(x, x.sin(), x.cos())
-
-            return functx.grad(lambda x: weighted(f(x)))
-
-        check(build, numbers(1, 2, 4, 6), ways=[way])
-
     def test_set_inside(self):
         """What a body changes and leaves changed stays, and is changed once."""
 
@@ -255,6 +240,26 @@ class TestGradModes:
             return y * x.sum()
 
         assert_same(program(functx.remat), program(identity))
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_body_that_turns_grad_mode_on(self, way):
+        def build(remat):
+            weight = numbers(4, start=1.0).requires_grad_()
+
+            def f(x):
+                constant = x.cos() * weight
+                with torch.enable_grad():
+                    return (x.sin() * weight).exp() * constant, constant, torch.is_grad_enabled()
+
+            g = remat(f)
+
+            def without(x):
+                with torch.no_grad():
+                    return g(x)
+
+            return without, [weight]
+
+        check(build, ways=[way])
 
     def test_set_grad_enabled_and_left_so(self):
         def program(remat):

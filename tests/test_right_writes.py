@@ -18,6 +18,14 @@ def both(program, eps=8.0):
     right_or_raises(program, eps=eps)
 
 
+TRANSFORMED = {
+    "grad": lambda library, f: library.grad(f)(X),
+    "vmap(grad)": lambda library, f: library.vmap(library.grad(f))(torch.stack([X, X.cos()])),
+    "grad(grad)": lambda library, f: library.grad(lambda x: library.grad(f)(x).sin().sum())(X),
+    "jvp": lambda library, f: library.jvp(f, (X,), (X.cos(),)),
+}
+
+
 def writes(x):
     y = x.sin()
     y.mul_(2)
@@ -218,6 +226,34 @@ class TestCaches:
             return out, keys, torch.autograd.grad(out.sum() + keys.sum(), (x, *cell.parameters()))
 
         both(program, eps=32)
+
+    @pytest.mark.parametrize("captured", [True, False])
+    @pytest.mark.parametrize("library", [functx, torch.func])
+    @pytest.mark.parametrize("way", [*TRANSFORMED, "backward"])
+    def test_a_cache_that_nothing_is_known_of(self, way, library, captured):
+        """No tape knows it before the first step writes to it; then the next steps read from it."""
+        weight = numbers(4, start=1.0).requires_grad_()
+
+        def program(remat):
+            def steps(x):
+                cache = torch.stack([torch.zeros_like(x)] * 3)
+
+                def step(x, i, given=None):
+                    own = cache if given is None else given
+                    own[i] = x.sin() * weight
+                    own[i].mul_(2)
+                    return own[: i + 1].sum(0) * x
+
+                for i in range(3):
+                    x = remat(step)(x, i) if captured else remat(step)(x, i, cache)
+                return (x + cache.exp().sum(0)).sum()
+
+            if way == "backward":
+                x = X.clone().requires_grad_()
+                return torch.autograd.grad(steps(x), (x, weight))
+            return TRANSFORMED[way](library, steps)
+
+        both(program)
 
     def test_a_cache_that_grows(self):
         """The list belongs to the caller: a region that appends to it appends once."""

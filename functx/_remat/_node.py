@@ -305,7 +305,11 @@ def attach(
         payload = _Payload(frame, tensors, cut, differentiable, places)
         # Past the `apply` that regions observe: this node is the engine's own.
         apply = super(_torch.SingleLevelFunction, RegionNode).apply  # type: ignore[misc]
-        results = apply(payload, *edges)
+        if torch.is_grad_enabled():
+            results = apply(payload, *edges)
+        else:
+            with torch.enable_grad():  # the body has turned it on
+                results = apply(payload, *edges)
     finally:
         _torch.set_single_level_function_allowed(allowed)
     if region.outer is None and observing():

@@ -50,6 +50,8 @@ class Writes:
         self._leaves = leaves
         self._storages: list[int | None] = []
         self._written: set[int] = set()
+        # Those that no tape knew at the first write.
+        self._valued: set[int] = set()
         self._owners: dict[int, Tensor] = {}
         # Those whose history the body changed.
         self._standins: dict[int, Tensor] = {}
@@ -88,7 +90,7 @@ class Writes:
             if kind == "constant":
                 with self._unrecorded():
                     region.constants[number].about_to_be_written()
-            elif not requires_grad_anywhere(standin):
+            elif position in self._valued or not requires_grad_anywhere(standin):
                 self._keep_value(position, standin)
             elif not _torch.tracing():  # where torch says what it allows
                 self._keep_history(position, kind, number)
@@ -102,6 +104,7 @@ class Writes:
 
     def _keep_value(self, position: int, standin: Tensor) -> None:
         region = self._region
+        self._valued.add(position)
         base = base_of(standin)
         if id(base) not in region.before:
             with self._unrecorded(), _torch.cleared_interpreter_stack():
@@ -125,20 +128,26 @@ class Writes:
         if not self._written and not self._standins:
             return []
         region = self._region
-        lenient = region.options.replay or region.options.determinism_check == "none"
-        if len(region.frames) == 1 and not lenient:
-            for position, storage in enumerate(self._storages):
-                if storage in self._written and position not in self._standins:
-                    self._give_history(position, *origins[position], standins[position])
+        for position, storage in enumerate(self._storages):
+            if storage in self._written and position not in self._standins:
+                self._give_history(position, *origins[position], standins[position])
         region.overwritten = list(self._standins)
         region.owners = [self._owners[position] for position in self._standins]
         return list(self._standins.values())
 
     def _give_history(self, position: int, kind: str, number: int, standin: Tensor) -> None:
-        """It is the caller's tensor itself, which no tape knew before the body wrote to it."""
-        if standin.grad_fn is None or not _torch.detachable(standin):
-            return
+        """No tape knew it before the body wrote to it; now one does, or it has a tangent."""
         region = self._region
+        if len(region.frames) > 1:
+            owner = None if kind == "constant" else _inputs(region.frames[-1], kind)[number]
+            known = requires_grad_anywhere(standin) or any(f.dual() for f in region.frames)
+            if owner is not None and owner is not standin and known:
+                self._standins[position], self._owners[position] = standin, owner
+            return
+        # It is the caller's tensor itself.
+        lenient = region.options.replay or region.options.determinism_check == "none"
+        if lenient or standin.grad_fn is None or not _torch.detachable(standin):
+            return
         if kind != "constant":
             inputs = _inputs(region.frames[0], kind)
             inputs[number] = region.as_it_was(inputs[number])

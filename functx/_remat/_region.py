@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functx import _torch
@@ -61,6 +62,7 @@ class Region:
         outer_levels: a context with the levels that were active at the call.
         frames: one a transform level that was peeled off, outermost level first.
         given: explicit inputs as the caller has them, weakly, where replays go by first sight.
+        grad_mode: whether grad mode was on where the body began.
         captured: tensors found while the first run is under way, as the body met them.
         constants: tensors read that are no inputs.
         before: base tensors that are inputs and were written to, by id, each with a copy of before.
@@ -95,6 +97,7 @@ class Region:
         "first_run",
         "frames",
         "given",
+        "grad_mode",
         "inner_keeps",
         "inputs",
         "kept",
@@ -146,6 +149,7 @@ class Region:
         self.environment: Any = None
         self.originals: list[Tensor] | None = None  # captures, where replays know by identity
         self.given: Sequence[Any] = ()
+        self.grad_mode = True
         self.ledger: Ledger | None = None
         self.needed: list[bool] = []
         self.kept: list[Tensor] = []
@@ -202,6 +206,7 @@ class Region:
                 tracking(replay),
                 shown(self.options, replay=True),
                 pruned or nullcontext(),
+                torch.set_grad_enabled(self.grad_mode),
             ):
                 replay.modes = _torch.dispatch_mode_depth()
                 outs = self.body(*explicit)
@@ -255,7 +260,7 @@ class Region:
         first = self.first_run
         lenient = self.options.replay or self.options.determinism_check == "none"
         first.bind(self.inputs, tensors)
-        ledger = first.ledger
+        ledger, self.grad_mode = first.ledger, torch.is_grad_enabled()
         with tracking(first), ledger or nullcontext():
             first.modes = _torch.dispatch_mode_depth()
             outs = self.body(*tensors)
@@ -372,10 +377,7 @@ class Region:
 
 
 def _copy(t: Tensor) -> Tensor:
-    """A tensor with the same history, in memory of its own, that every active level has made.
-
-    A level of grad lets nobody write to what it knows nothing of.
-    """
+    """A copy with the same history, made by every level: each lets it be written to."""
     with watching(True):
         return t.clone()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_vmap
@@ -33,12 +32,14 @@ class EagerFrame(Frame):
 
     def __init__(self, fn: Flat, region: Region) -> None:
         super().__init__(0, fn, region)
-        self.recording = torch.is_grad_enabled()
         self.out_requires: list[bool] = []
 
     def lower(self, t: Tensor) -> list[Tensor]:
-        """Inputs are as they are; whether they require grad is the slot."""
-        self.slots.append(self.recording and t.requires_grad)
+        """Inputs are as they are; whether they require grad is the slot.
+
+        Also where grad mode is off: the body may turn it on.
+        """
+        self.slots.append(t.requires_grad)
         return [t]
 
     def differentiates(self) -> bool:
