@@ -11,7 +11,6 @@ measured too, and corrected.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import warnings
 from collections.abc import Callable
@@ -23,13 +22,14 @@ import torch
 from functx import _torch, memory
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
-from functx.per_sample._failure import is_of_vmap, is_out_of_memory
+from functx.per_sample._failure import free_memory, is_of_vmap, is_out_of_memory
 
 
 class Job(Protocol):
     """What is computed from one call's examples, chunk by chunk."""
 
     committing: bool  # whether part of a chunk is in the result: it can't be run again
+    ran_out: bool  # whether memory ran out in the last chunk, which went in nevertheless
 
     def run(self, batch: Batch) -> None:
         """Take in one chunk; all of it, or, unless `committing`, nothing."""
@@ -114,9 +114,12 @@ class Chunking:
             stop = min(start + chunk, batch.size)
             if saved is not None:
                 _random.restore(saved)
-            failure = None
+            failure, done = None, start
             try:
                 job.run(batch.rows(start, stop))
+                done = stop
+                if job.ran_out and stop - start > 1:
+                    failure = "while it was added up"
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or stop - start == 1:
                     if stop - start > 1 and is_of_vmap(error):
@@ -132,16 +135,14 @@ class Chunking:
                     )
                     raise
                 failure = str(error).splitlines()[0]
+            size, start = stop - start, done
             if failure is None:
-                start = stop
                 continue
             # Only here is the failed run's traceback gone, with all that its frames held.
-            chunk = self._fits[key] = (stop - start) // 2
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            chunk = self._fits[key] = size // 2
+            free_memory()
             warnings.warn(
-                f"{self.api}: out of memory with {stop - start} examples at a time, going on with "
+                f"{self.api}: out of memory with {size} examples at a time, going on with "
                 f"{chunk}; give chunk_size={chunk} or a memory_budget to avoid this ({failure})",
                 RuntimeWarning,
                 stacklevel=_outside(),

@@ -46,6 +46,10 @@ class Dense:
         """Rows or columns of the product."""
         return self.values.shape[2]
 
+    def part(self, start: int, stop: int) -> Dense:
+        """Of some of the examples."""
+        return Dense(self.values[start:stop])
+
 
 @dataclass(frozen=True)
 class OneHot:
@@ -53,6 +57,10 @@ class OneHot:
 
     index: torch.Tensor
     size: int
+
+    def part(self, start: int, stop: int) -> OneHot:
+        """Of some of the examples."""
+        return OneHot(self.index[start:stop], self.size)
 
 
 Factor = Dense | OneHot

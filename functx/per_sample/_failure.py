@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -23,3 +27,41 @@ def is_of_vmap(error: BaseException) -> bool:
     """Whether an error may be due to ``vmap``: one example alone may well run."""
     text = str(error).lower()
     return any(limit in text for limit in _LIMITS)
+
+
+def free_memory() -> None:
+    """What a failed run left behind goes back. To be called when its traceback is gone."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def in_halves(
+    run: Callable[[int, int], Any], size: int, take: Callable[[Any], None] = lambda result: None
+) -> bool:
+    """``run(0, size)``; where memory runs out, the same in halves, and halves of these.
+
+    Args:
+        run: Does all for the examples from one number to another, or raises and has done nothing.
+        size: How many there are.
+        take: Takes what it returned; where this raises, nothing is tried again.
+
+    Returns:
+        Whether memory ran out.
+    """
+    ran_out, left = False, [(0, size)]
+    while left:
+        start, stop = left.pop()
+        middle = (start + stop) // 2
+        try:
+            result = run(start, stop)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or stop - start <= 1:
+                raise
+        else:
+            take(result)
+            continue
+        free_memory()
+        ran_out = True
+        left += [(middle, stop), (start, middle)]
+    return ran_out

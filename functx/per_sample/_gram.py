@@ -135,6 +135,7 @@ class _Matrix:
     """
 
     committing = False
+    ran_out = False
 
     def __init__(
         self,

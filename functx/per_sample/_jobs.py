@@ -10,7 +10,7 @@ gradient goes straight into the sum. Gradients known by factors are kept in any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,7 @@ class _Job:
     """What the jobs share: values, norms and auxiliary outputs of all chunks."""
 
     committing = False
+    ran_out = False
 
     def __init__(
         self,
@@ -140,9 +141,14 @@ class _Job:
             stack.reserve(size)
 
     def _note(self, **found: Any) -> None:
-        for name, rows in found.items():
-            if name in self._stacks:
-                self._stacks[name].add(rows)
+        self._noting(**found)()
+
+    def _noting(self, **found: Any) -> Callable[[], None]:
+        """As `Stack.adding`, for all of them."""
+        counting = [
+            self._stacks[name].adding(rows) for name, rows in found.items() if name in self._stacks
+        ]
+        return lambda: [count() for count in counting] and None
 
     def _close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
         found = {name: stack.close(kept, size, empty) for name, stack in self._stacks.items()}
@@ -214,22 +220,25 @@ class ClippedSum(_Job):
         """Take in one chunk."""
         self.committing = False
         if self._twice(batch):
-            values, norms, aux = self._run_reweighted(batch)
+            note = self._run_reweighted(batch)
         elif self._passes == 2:
             twice = _TwiceChunk(self, batch.size)
             values, aux = pull(self.loss, batch, twice)
-            norms = twice.found
+            note = self._noting(values=values, norms=twice.found, aux=aux)
         else:
             chunk = _KeepingChunk(self, batch.size, factors=True)
             values, aux = pull(self.loss, batch, chunk)
             blocks, norms = chunk.blocks()
             chunk.kept.clear()
             weights = self.weights(norms)
+            note = self._noting(values=values, norms=norms, aux=aux)
             self.committing = True
             for leaves in list(blocks):
                 weight = weights[self.groups.of_leaf[leaves[0]]]
                 self.sums.add(leaves, blocks.pop(leaves), weight)
-        self._note(values=values, norms=norms, aux=aux)
+        note()
+        self.committing = False
+        self.ran_out, self.sums.ran_out = self.sums.ran_out, False
 
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""
@@ -245,24 +254,28 @@ class ClippedSum(_Job):
             self.loss.hints[key] = _second.worth(self.loss, batch, gradients)
         return self.loss.hints[key]
 
-    def _run_reweighted(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
+    def _run_reweighted(self, batch: Batch) -> Callable[[], None]:
         chunk = _FactorsChunk(self, batch.size)
         values, aux = pull(self.loss, batch, chunk)
         norms = chunk.norms()
         weights = self.weights(norms)
+        note = self._noting(values=values, norms=norms, aux=aux)
         self.committing = True
         for leaf in list(chunk.kept):
             group = self.groups.of_leaf[leaf]
             self.sums.add((leaf,), chunk.kept.pop(leaf), weights[group])
+        asked = [
+            group if leaf in chunk.dropped else -1 for leaf, group in enumerate(self.groups.of_leaf)
+        ]
+
+        def second(start: int, stop: int) -> dict[int, torch.Tensor]:
+            some = [weight[start:stop] for weight in weights]
+            rows = batch.rows(start, stop)
+            return _second.add_up(self.loss, rows, values[start:stop], some, asked)
+
         if chunk.dropped:
-            asked = [
-                group if leaf in chunk.dropped else -1
-                for leaf, group in enumerate(self.groups.of_leaf)
-            ]
-            found = _second.add_up(self.loss, batch, values, weights, asked)
-            for leaf, total in found.items():
-                self.sums.add_sum(leaf, total)
-        return values, norms, aux
+            self.sums.in_halves(second, batch.size, self.sums.add_sums)
+        return note
 
     def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
         """The factors of the examples, one tensor of shape ``(c,)`` a group."""

@@ -184,6 +184,7 @@ class _Mapping:
     func: Callable[..., Any]
     randomness: str
     committing: bool = False
+    ran_out: bool = False
     stack: Stack = field(default_factory=Stack)
 
     def reserve(self, size: int) -> None:
@@ -207,6 +208,7 @@ class _Reduction:
     randomness: str
     api: str
     committing: bool = False
+    ran_out: bool = False
     total: Any = None
     count: int = 0
 

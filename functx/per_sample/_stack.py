@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,23 +28,34 @@ class Stack:
 
     def add(self, tree: Any) -> None:
         """Add the rows of a chunk."""
-        leaves, self._spec = _tree.flatten(tree)
-        if not leaves:
-            return
-        rows = len(leaves[0])
-        if self._filled:
+        self.adding(tree)()
+
+    def adding(self, tree: Any) -> Callable[[], None]:
+        """Put the rows of a chunk in their place; they count when what is returned is called."""
+        leaves, spec = _tree.flatten(tree)
+        rows = len(leaves[0]) if leaves else 0
+        begun: list[list[torch.Tensor]] = []
+        filled = self._filled
+        if filled:
             for whole, part in zip(self._parts[-1], leaves):
-                whole[self._filled : self._filled + rows] = part
-            self._filled += rows
-        elif rows < self._reserved and not followed(leaves):
-            self._parts.append([part.new_empty(self._reserved, *part.shape[1:]) for part in leaves])
-            for whole, part in zip(self._parts[-1], leaves):
+                whole[filled : filled + rows] = part
+            filled += rows
+        elif rows < self._reserved and leaves and not followed(leaves):
+            begun = [[part.new_empty(self._reserved, *part.shape[1:]) for part in leaves]]
+            for whole, part in zip(begun[0], leaves):
                 whole[:rows] = part
-            self._filled = rows
-        else:
-            self._parts.append(leaves)
-        if self._filled == self._reserved:
-            self._filled = self._reserved = 0
+            filled = rows
+        elif leaves:
+            begun = [leaves]
+
+        def count() -> None:
+            self._spec = spec
+            self._parts += begun
+            self._filled = filled
+            if leaves and filled == self._reserved:
+                self._filled = self._reserved = 0
+
+        return count
 
     def so_far(self) -> list[torch.Tensor]:
         """The rows that have come, of the only leaf."""

@@ -7,13 +7,14 @@ in the order of the memory, they need not be copied, and the sum is kept in that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from functx import _torch
 from functx.per_sample._factors import Factored, product, weighted
+from functx.per_sample._failure import in_halves
 from functx.per_sample._rows import flat_rows, memory_order
 
 # Leaves of fewer numbers go together: below it the call of an operation costs more than a copy.
@@ -52,6 +53,9 @@ class Sums:
         shapes: Of the leaves.
         dtypes: To add up in.
         devices: Of the leaves.
+
+    Attributes:
+        ran_out: Whether memory ran out, and rows were added part by part.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Sums:
     ) -> None:
         self._shapes, self._dtypes, self._devices = shapes, dtypes, devices
         self._sums: dict[tuple[int, ...], WeightedSum] = {}
+        self.ran_out = False
 
     def add(self, leaves: tuple[int, ...], rows: Rows, weights: torch.Tensor) -> None:
         """Add rows that `packed` put together, weighted by numbers of shape ``(c,)``."""
@@ -71,13 +76,26 @@ class Sums:
             shape = self._shapes[first] if len(leaves) == 1 else torch.Size([count])
             self._sums[leaves] = WeightedSum(shape, self._dtypes[first], self._devices[first])
         total = self._sums[leaves]
+        if isinstance(rows, Factored) and weights.requires_grad:
+            rows = product(rows.terms).reshape(-1, *rows.shape)
         if not isinstance(rows, Factored):
-            total.add(rows, weights)
-        elif weights.requires_grad:
-            total.add(product(rows.terms).reshape(-1, *rows.shape), weights)
-        else:
-            left, right = rows.terms[0]
-            weighted(rows.terms, weights, total.matrix(left.size, right.size))
+            dense = rows
+            self.in_halves(lambda a, b: total.add(dense[a:b], weights[a:b]), len(weights))
+            return
+        left, right = rows.terms[0]
+        for term in rows.terms:
+            self.in_halves(
+                lambda a, b, term=term: weighted(
+                    [(term[0].part(a, b), term[1].part(a, b))],
+                    weights[a:b],
+                    total.matrix(left.size, right.size),
+                ),
+                len(weights),
+            )
+
+    def in_halves(self, run: Callable[[int, int], Any], size: int, *take: Any) -> None:
+        """As `_failure.in_halves`; it is noted whether memory ran out."""
+        self.ran_out = in_halves(run, size, *take) or self.ran_out
 
     def add_sum(self, leaf: int, total: torch.Tensor) -> None:
         """Add a sum over examples, of the shape of its leaf; kept as it is where it is the first.
@@ -91,6 +109,11 @@ class Sums:
             return
         shape, dtype, device = self._shapes[leaf], self._dtypes[leaf], self._devices[leaf]
         self._sums[(leaf,)] = WeightedSum(shape, dtype, device, first=total)
+
+    def add_sums(self, found: dict[int, torch.Tensor]) -> None:
+        """As `add_sum`, of several leaves."""
+        for leaf, total in found.items():
+            self.add_sum(leaf, total)
 
     def totals(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """The sums, one a leaf, of some dtypes; zeros if nothing was added."""
