@@ -17,7 +17,7 @@ from functx._program import Program
 from functx._record import record
 from functx._remat._function import on_budget
 from functx._remat._tracker import SILENT, tracking
-from functx._surroundings import UNDER_GRAD, Slots, Surroundings
+from functx._surroundings import UNDER_GRAD, Slots, Surroundings, number_of
 from functx._torch_edges import requires_grad_anywhere
 
 _plans: OrderedDict[Any, Plan] = OrderedDict()
@@ -55,12 +55,12 @@ def plan_of(
     program: Program, inputs: Sequence[Tensor], budget: Any, name: str, around: Surroundings
 ) -> Plan:
     """The plan for a program called on such inputs, with such transforms around it."""
+    parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
     with tracking(SILENT), _torch.without_dispatch_modes(), undisturbed([]):
         # Buffers may be written to, by operations that do not say so.
         outside = [_stand_in(t, not requires_grad_anywhere(t)) for t in program.outside]
         blocks = program.blocks(outside)
         values = {i: _stand_in(t, False) for i, t in enumerate(inputs)}
-        parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
         measures = [_peaks_under(around, program, parts)]
         if not around.levels and not any(t.requires_grad for t, _ in parts):
             # All that can be differentiated may be: by plain autograd, or by `grad`.
@@ -102,7 +102,10 @@ def _peaks_under(
 
         def there_and_back() -> Any:
             leaves = [t.detach().requires_grad_(t.requires_grad) for t in own]
-            return pull_back(list(around.under(body, slots)(*leaves)), leaves)
+            outs = list(around.under(body, slots)(*leaves))
+            if around.differentiates(slots):
+                outs = [number_of(outs)]
+            return pull_back(outs, leaves)
 
         with torch.enable_grad():
             return memory.peak(there_and_back)

@@ -258,6 +258,7 @@ def _fitting(
         cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
         candidates.add([[*(list(range(*cut)) for cut in c[:-1]), *range(*c[-1])] for c in cuts])
         candidates.improve()
+    candidates.wrap()
     return candidates.best()
 
 
@@ -333,6 +334,13 @@ class _Candidates:
             self.add(less[:WIDTH])
             if self._least == again:
                 return
+
+    def wrap(self) -> None:
+        """If nothing fits, look at regions of everything: derivatives of derivatives keep less."""
+        if self._least is None:
+            found = sorted(self._peaks.values(), key=lambda p: (p[0], p[1]))[:FEW]
+            flat = list(range(len(self._work)))
+            self.add([[flat], *([tree] for _, _, tree in found if tree != flat)])
 
     def _fitting(self) -> list[tuple[int, int, Tree]]:
         return [p for p in self._peaks.values() if p[0] <= self._allowed]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from functx import _torch
@@ -237,6 +238,14 @@ class Operators(OfOperation):
     def __repr__(self) -> str:
         return f"save_these_operators({', '.join(sorted(map(str, self.operators)))})"
 
+    def __reduce__(self) -> Any:
+        return _operators_named, (tuple(sorted(map(str, self.operators))),)
+
+
+def _operators_named(names: tuple[str, ...]) -> Operators:
+    """For pickles: overloads and packets are found by name, as ``"aten.mm.default"``."""
+    return Operators(frozenset(functools.reduce(getattr, n.split("."), torch.ops) for n in names))
+
 
 @dataclass(frozen=True)
 class Context:
@@ -273,7 +282,7 @@ class Asked(OfOperation):
             if said.name.endswith("_OFFLOAD"):
                 return Decision.OFFLOAD
             return said.name.endswith("_SAVE")
-        raise TypeError(
+        raise RematError(  # an operator of a tensor would take a TypeError for its own
             f"remat: the policy {self!r} returned {said!r} for {value.func}; expected a bool or a "
             "torch.utils.checkpoint.CheckpointPolicy."
         )

@@ -19,6 +19,7 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -162,6 +163,7 @@ def record(
     has_aux: bool,
     check_output: Callable[[Any], None],
     api: str,
+    again: bool = False,
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
@@ -173,6 +175,7 @@ def record(
         has_aux: Whether ``func`` returns ``(output, aux)``.
         check_output: Called with the output inside the level; raises if it will not do.
         api: The transform's name, for error messages.
+        again: Whether the pullback will be called more than once, so that nothing goes meanwhile.
 
     Returns:
         The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
@@ -180,7 +183,12 @@ def record(
     """
     _validate.check_inputs(args, argnums, api)
     _torch_globals.check_derivatives_exist(api)
-    with _hooks_disabled(), _torch.grad_level() as level, torch.enable_grad():
+    with (
+        _hooks_disabled(),
+        _torch.grad_level() as level,
+        _announced(level, AGAIN if again else ONCE),
+        torch.enable_grad(),
+    ):
 
         def enter(leaf: Any) -> Any:
             return _torch.wrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
@@ -208,6 +216,31 @@ def record(
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         leave_transform(made)
         return output, aux, pullback
+
+
+class _Levels(threading.local):
+    def __init__(self) -> None:
+        self.pulled_back: dict[int, str] = {}
+
+
+_levels = _Levels()
+ONCE, AGAIN, INSIDE = "once", "again", "inside"
+"""How a level is pulled back: inside of itself if it is one of torch's own."""
+
+
+@contextmanager
+def _announced(level: int, pulled_back: str) -> Iterator[None]:
+    before = _levels.pulled_back
+    _levels.pulled_back = {**before, level: pulled_back}
+    try:
+        yield
+    finally:
+        _levels.pulled_back = before
+
+
+def how_pulled_back(level: int) -> str:
+    """How the record of a level is going to be read: once, again, or inside of the level."""
+    return _levels.pulled_back.get(level, INSIDE)
 
 
 @contextmanager

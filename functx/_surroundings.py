@@ -5,19 +5,28 @@ recorded by the levels around it, which makes autograd take other formulas than 
 and batched operations have other intermediate results. So a plan is measured under the transforms
 that it is for: each tensor is taken apart level by level, and levels of the same kinds are entered
 anew around what is measured.
+
+NOTE [who pulls back]
+The pullback of a level is called in different ways. ``grad`` lets everything go as it is read;
+``vjp`` gives it to somebody who may call it again, so that its residuals stay; `torch.func.grad`
+runs it inside of the level, which records it. What a level around another one reads is the
+gradients of that one, and it makes a number of them before it pulls back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from functx import _torch
-from functx._transforms import jvp, vjp, vmap
+from functx._pullback import AGAIN, INSIDE, ONCE, how_pulled_back
+from functx._transforms import grad, jvp, vjp, vmap
 
 Body = Callable[..., Sequence[Tensor]]
 """A function of tensors to tensors."""
@@ -33,6 +42,14 @@ class _Level:
     number: int
     batch_size: int = 0
     randomness: str = "error"
+    pulled_back: str = ""  # NOTE [who pulls back]
+
+
+@dataclass(frozen=True)
+class _Tangent:
+    """That a tensor has one, and the levels of ``vmap`` that map over it, by number."""
+
+    batched: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,9 @@ class Surroundings:
             if level.kind == _torch.TransformType.Vmap:
                 known: Any = _torch.coerced(interpreter)
                 size, randomness = known.batch_size(), known.randomness()
-                level = _Level(level.kind, level.number, size, randomness)
+                level = replace(level, batch_size=size, randomness=randomness)
+            elif level.kind == _torch.TransformType.Grad:
+                level = replace(level, pulled_back=how_pulled_back(level.number))
             levels.append(level)
         return cls(tuple(levels))
 
@@ -58,21 +77,31 @@ class Surroundings:
         """The plain tensor in ``t``, and what ``t`` is to each level."""
         slots: list[Any] = []
         t = _torch.unwrap_if_dead(t)
-        for level in reversed(self.levels):
-            if not _torch.is_wrapped(t) or _torch.wrapper_level(t) != level.number:
-                slots.append(None)
-            elif _torch.is_batched(t):
-                t, dim = _torch.unwrap_batched(t, level.number)
-                slots.append(dim)
-            else:
-                slots.append(t.requires_grad or level.kind == _torch.TransformType.Jvp)
-                t = _torch.get_unwrapped(t)
+        with ExitStack() as below:
+            for level in reversed(self.levels):
+                if not _torch.is_wrapped(t) or _torch.wrapper_level(t) != level.number:
+                    slots.append(None)
+                elif _torch.is_batched(t):
+                    t, dim = _torch.unwrap_batched(t, level.number)
+                    slots.append(dim)
+                elif level.kind == _torch.TransformType.Jvp:
+                    tangent = forward_ad.unpack_dual(t).tangent
+                    slots.append(None if tangent is None else _Tangent(_batched_at(tangent)))
+                    t = _torch.get_unwrapped(t)
+                else:
+                    slots.append(t.requires_grad)
+                    t = _torch.get_unwrapped(t)
+                below.enter_context(_torch.current_interpreter().lower())
         return t, tuple(reversed(slots))
 
     def pulls_back(self, slots: Slots) -> bool:
         """Whether some level differentiates a tensor in reverse mode."""
         grad = _torch.TransformType.Grad
         return any(slot for level, slot in zip(self.levels, slots) if level.kind == grad)
+
+    def differentiates(self, slots: Sequence[Slots]) -> bool:
+        """Whether what comes out of the outermost level are gradients, or depends on some."""
+        return any(map(self.pulls_back, slots))
 
     def under(self, body: Body, slots: Sequence[Slots]) -> Body:
         """A function of plain tensors that runs ``body`` under such levels, and differentiates.
@@ -81,45 +110,86 @@ class Surroundings:
             body: a function of tensors as they are at the innermost level.
             slots: of its arguments.
         """
+        examples: dict[int, Tensor] = {}  # a number that is batched, for each level that maps
+        read = False
         for i in reversed(range(len(self.levels))):
             level, own = self.levels[i], [slot[i] for slot in slots]
             if level.kind == _torch.TransformType.Vmap:
-                body = _batched(body, level, own)
-            elif level.kind == _torch.TransformType.Grad:
-                body = _pulled_back(body, [bool(slot) for slot in own])
-            elif level.kind == _torch.TransformType.Jvp:
-                body = _pushed_forward(body, [bool(slot) for slot in own])
+                body = _batched(body, level, own, examples)
+            elif level.kind == _torch.TransformType.Grad and any(own):
+                body = _pulled_back(body, [bool(slot) for slot in own], level.pulled_back, read)
+                read = True
+            elif level.kind == _torch.TransformType.Jvp and any(own):
+                body = _pushed_forward(body, own, examples)
         return body
 
 
-UNDER_GRAD = Surroundings((_Level(_torch.TransformType.Grad, 1),))
+UNDER_GRAD = Surroundings((_Level(_torch.TransformType.Grad, 1, pulled_back=ONCE),))
 
 
-def _batched(body: Body, level: _Level, dims: Sequence[int | None]) -> Body:
-    def one(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _batched_at(t: Tensor) -> frozenset[int]:
+    found = set()
+    while _torch.is_wrapped(t):
+        if _torch.is_batched(t):
+            found.add(_torch.wrapper_level(t))
+        t = _torch.get_unwrapped(t)
+    return frozenset(found)
+
+
+def _batched(
+    body: Body, level: _Level, dims: Sequence[int | None], examples: dict[int, Tensor]
+) -> Body:
+    def one(example: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        examples[level.number] = example
         return tuple(body(*tensors))
 
     batched = vmap(one, in_dims=(0, *dims), randomness=level.randomness)
-    return lambda *tensors: batched(torch.empty(level.batch_size), *tensors)
+    return lambda *tensors: batched(torch.zeros(level.batch_size), *tensors)
 
 
-def _pulled_back(body: Body, wanted: Sequence[bool]) -> Body:
+def _pulled_back(body: Body, wanted: Sequence[bool], how: str, read: bool) -> Body:
+    """The gradients of what ``body`` returns.
+
+    Args:
+        body: as for `Surroundings.under`.
+        wanted: which of its arguments have one.
+        how: by whom. NOTE [who pulls back]
+        read: whether the results are gradients, of which a number is made.
+    """
+
     def gradients(*tensors: Tensor) -> Sequence[Tensor]:
-        out, pullback = vjp(_of(body, tensors, wanted), *_which(tensors, wanted))
-        return tuple(pullback(tuple(map(torch.ones_like, out)), retain_graph=False))
+        outs, some = _of(body, tensors, wanted), _which(tensors, wanted)
+        if how == INSIDE or (read and how == ONCE):
+            transform = torch.func.grad if how == INSIDE else grad
+            number = lambda *some: number_of(outs(*some))  # noqa: E731
+            return tuple(transform(number, tuple(range(len(some))))(*some))
+        # Who asks for the pullback holds the result, and the cotangents.
+        out, pullback = vjp(outs, *some)
+        return tuple(pullback(tuple(map(torch.ones_like, out)), retain_graph=how == AGAIN))
 
-    return gradients if any(wanted) else body
+    return gradients
 
 
-def _pushed_forward(body: Body, wanted: Sequence[bool]) -> Body:
+def number_of(tensors: Sequence[Tensor]) -> Tensor:
+    """A number that depends on all of them, as a loss does."""
+    reals = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return torch.stack([t.square().sum() for t in reals]).sum()
+
+
+def _pushed_forward(body: Body, slots: Sequence[Any], examples: dict[int, Tensor]) -> Body:
+    wanted = [slot is not None for slot in slots]
+
     def with_tangents(*tensors: Tensor) -> Sequence[Tensor]:
         primals = tuple(_which(tensors, wanted))
-        ones = tuple(map(torch.ones_like, primals))
-        pushed: Any = jvp(_of(body, tensors, wanted), primals, ones)
+        tangents = [
+            sum((examples[n].to(t.dtype) for n in slot.batched), torch.ones_like(t))
+            for t, slot in zip(primals, filter(None, slots))
+        ]
+        pushed: Any = jvp(_of(body, tensors, wanted), primals, tuple(tangents))
         out, tangents = pushed
         return (*out, *tangents)
 
-    return with_tangents if any(wanted) else body
+    return with_tangents
 
 
 def _which(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:

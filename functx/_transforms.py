@@ -214,7 +214,6 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         >>> output, vjp_fn(torch.tensor(1.0), retain_graph=False)
         (tensor(6.), (tensor(3.), tensor(2.)))
     """
-    api = "vjp(f, *primals)"
     _validate.check_callable(func, "vjp")
     if (backend := backend_of("vjp", primals, {})) is not None:
         return backend.vjp(func, *primals, has_aux=has_aux)
@@ -224,8 +223,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         {},
         tuple(range(len(primals))),
         has_aux=has_aux,
-        check_output=lambda output: _validate.check_outputs(_tree.leaves(output), api),
-        api=api,
+        check_output=lambda out: _validate.check_outputs(_tree.leaves(out), "vjp(f, *primals)"),
+        api="vjp(f, *primals)",
+        again=True,
     )
     return (output, pullback, aux) if has_aux else (output, pullback)
 
@@ -276,8 +276,8 @@ def jacrev(
     @_named_after(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         if (backend := backend_of("jacrev", args, kwargs)) is not None:
-            options = {"has_aux": has_aux, "chunk_size": chunk_size}
-            return backend.jacrev(func, argnums, **options)(*args, **kwargs)
+            named = {"has_aux": has_aux, "chunk_size": chunk_size}
+            return backend.jacrev(func, argnums, **named)(*args, **kwargs)
         _validate.check_real(_tree.leaves(args), "jacrev", "inputs")
         positions = _validate.resolve_argnums(argnums, len(args), "jacrev")
         output, aux, pullback = record(
@@ -288,13 +288,13 @@ def jacrev(
             has_aux=has_aux,
             check_output=_check_jacobian_output,
             api="jacrev(f)(*args)",
+            again=chunk_size is not None,
         )
         inputs = tuple(args[position] for position in positions)
-        rows = _jacobian.pull_back_basis(
-            pullback, output, inputs, chunk_size, preallocate=_preallocate_and_copy
-        )
-        result = _jacobian.assemble(rows, output, inputs, single=isinstance(argnums, int))
-        return (result, aux) if has_aux else result
+        copied = _preallocate_and_copy
+        rows = _jacobian.pull_back_basis(pullback, output, inputs, chunk_size, preallocate=copied)
+        made = _jacobian.assemble(rows, output, inputs, single=isinstance(argnums, int))
+        return (made, aux) if has_aux else made
 
     return jacobian
 

@@ -103,4 +103,6 @@ def assert_same(actual, expected, eps=0.0):
 
 
 def _tensors(tree):
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    """Tensors with memory: what torch computes on the meta device, to learn a shape, has none."""
+    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return (t for t in leaves if t.device.type != "meta")
