@@ -319,14 +319,14 @@ def _set_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
 
 
 _any_torch_function = torch.overrides.has_torch_function
-_NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
+_NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None), int, float, bool}
 
 
 def _has_torch_function(args: Iterable[Any]) -> bool:
     """As without modes that only observe: modules ask it whether their fused kernels may run."""
     modes = [get_function_mode_at(i) for i in range(function_mode_depth())]
     if modes and all(getattr(m, "only_observes", False) for m in modes):
-        return any(hasattr(k, "__torch_function__") for k in {*map(type, args)} - _NOT_OVERRIDDEN)
+        return not all(type(t) in _NOT_OVERRIDDEN for t in args)  # a Function, by its operator
     return _any_torch_function(args)
 
 

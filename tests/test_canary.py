@@ -38,36 +38,6 @@ def test_operators_have_schemas():
     assert not _torch_operators.is_mutable(add)
 
 
-def test_operators_made_of_others_can_be_looked_into():
-    """Which overload is meant, and a call that function modes see the inside of."""
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    library = torch.library.Library("functx_canary_parts", "DEF")
-    library.define("f(Tensor x, float y) -> Tensor")
-    library.impl("f", lambda x, y: (x * y).sin(), "CompositeImplicitAutograd")
-    try:
-        f, args = torch.ops.functx_canary_parts.f, (torch.ones(2, requires_grad=True), 2.0)
-        assert _torch_operators.is_foreign(f)
-        assert _torch_operators.is_foreign(f.default)
-        assert not any(map(_torch_operators.is_foreign, (torch.sin, torch.ops.aten.sin)))
-        assert not _torch_operators.is_foreign(torch.ops.aten.sin.default)
-        overload = _torch_operators.composite(f, args, {})
-        assert overload is f.default
-        with Mode():
-            out = _torch_operators.run_inside(overload, args, {}, args[:1])
-        assert torch.equal(out, f(*args))
-        assert out.grad_fn.name() == "SinBackward0"
-        assert seen == [torch.Tensor.mul, torch.Tensor.sin]
-    finally:
-        library._destroy()
-    assert _torch_operators.composite(torch.ops.aten.sin, args[:1], {}) is None
-
-
 def test_the_list_is_not_empty():
     assert {"wrap_for_grad", "run_backward", "SingleLevelFunction", "use_count"} <= set(NAMES)
 
@@ -314,6 +284,8 @@ def test_modes_that_only_observe_do_not_keep_fused_kernels_from_running():
             assert not torch.overrides.has_torch_function((t, None))
             assert not torch.overrides.has_torch_function((3, 1.0))  # as torch.sym_max asks
             assert torch.overrides.has_torch_function((t, t.as_subclass(Subclass)))
+            # A Function under transforms is one call of an operator that takes functions.
+            assert torch.overrides.has_torch_function((torch.autograd.Function, t))
             with torch.device("cpu"):
                 assert torch.overrides.has_torch_function((t,))
         assert not torch.overrides.has_torch_function((t,))

@@ -16,6 +16,8 @@ from functx._remat._step import Step, empty, kind_of, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
 _NOTHING = torch.empty(0)
+# What tapes run for themselves most, and may run once more than in the forward.
+_CLONE = torch.ops.aten.clone.default
 
 
 class Pruned(Watcher):
@@ -95,6 +97,9 @@ class Pruned(Watcher):
             if not self.paused:
                 standing_in(StoodIn.NOTHING)
             return func(*args, **kwargs)
+        layout = step.layouts[0] if func is _CLONE and step.layouts else None
+        if layout is not None and layout[0] != args[0].shape:
+            raise Departed(f"it copies {[*args[0].shape]} where the forward {[*layout[0]]}", self)
         if step.handed_out:
             raise Departed(f"it runs {func} where a region inside had kept what that gives", self)
         with watching(False):
@@ -186,7 +191,7 @@ class Departed(BaseException):
         replay: which one; regions inside of it, that are running, let this pass.
     """
 
-    def __init__(self, how: str, replay: Pruned) -> None:
+    def __init__(self, how: str, replay: Watcher) -> None:
         super().__init__(f"at {describe_place(where())}, {how}")
         self.replay = replay
 

@@ -145,8 +145,8 @@ def replayed(
     whole = None if all(needed) else Whole(tensors, needed)
     try:
         return again(tensors, whole)
-    except Departed as departure:
-        if departure.replay is not whole:
+    except Departed as again_departed:
+        if again_departed.replay is not whole:
             raise
     raise ReplayError(
         f"remat: the replay of the region {name!r} departed from its forward: {how}. A region must "

@@ -168,4 +168,19 @@ def build(remat, env):
         set(),
         ("jvp", "grad"),
     ),
+    "a copy of a batch where the forward copied one example": Program(
+        """
+def build(remat, env):
+    def f(x):
+        v1 = x.sum() * 0.7
+        v1.clamp_(-0.5, 0.5)
+        v2 = remat(lambda: torch.sigmoid(x))()
+        return v2 * 0.5 + v2.sin()
+    return f
+""",
+        set(),
+        ("grad", "vmap"),
+        (0,),
+        library="torch.func",
+    ),
 }

@@ -60,6 +60,7 @@ def search(n: int, number: int, *, shrink: bool = True) -> Census:
 KNOWN = FOUND | WITH_POLICIES | DEPARTING
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_was_found_before(name):
     program = KNOWN[name]
