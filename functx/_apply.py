@@ -42,11 +42,19 @@ class RegionForward:
         self.own = own
         forward = self._forward_of(module)
         self._names = _transformers.positional(forward) if _where.is_marked_layer(module) else None
+        self.__doc__ = getattr(forward, "__doc__", None)
+        for name in ("__name__", "__qualname__"):
+            setattr(self, name, getattr(forward, name, "forward"))
 
     @property
     def __wrapped__(self) -> Any:
         """What runs in the region; shows its signature."""
         return self._forward_of(self.__self__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For those who do not look at what is wrapped."""
+        return inspect.signature(self.__wrapped__)
 
     @property
     def __func__(self) -> Any:

@@ -90,6 +90,18 @@ class TestNothingElseChanges:
         assert net.blocks[0].forward.__self__ is net.blocks[0]
         assert net.blocks[0].forward.__func__ is type(net.blocks[0]).forward
         assert "blocks.0 (Block)" in repr(net.blocks[0].forward)
+        mine, theirs = net.blocks[0].forward, plain().blocks[0].forward
+        assert inspect.getfullargspec(mine).args == [
+            a for a in inspect.getfullargspec(theirs).args if a != "self"
+        ]
+        for name in ("__name__", "__qualname__", "__doc__"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+    def test_traced(self):
+        """A trace of torch.jit has no regions, as one of a model with torch's checkpoint."""
+        x = numbers(4, 3)
+        assert_same(torch.jit.trace(ours(), x)(x), plain()(x))
 
     def test_hooks_run_once_and_outside(self):
         calls, net = [], ours()

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -57,7 +58,9 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         if o.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, o.policy)(*args, **kwargs)
-    if _recording.active or inlined() or (not differentiating() and not keeping()):
+    if _recording.active or inlined() or torch.jit.is_tracing():
+        return f(*args, **kwargs)
+    if not differentiating() and not keeping():
         return f(*args, **kwargs)
     if o.budget is not None:
         return _ON_BUDGET[0](f, args, kwargs, o)
