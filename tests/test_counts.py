@@ -177,7 +177,7 @@ class TestMemory:
 
     def test_peak_of_per_example_input_gradients(self):
         per_example = functx.vmap(functx.grad(chained, argnums=1), (None, 0))
-        assert peak(per_example, WEIGHTS, X[:, None]) / ACTIVATION <= CHECKPOINTED + 0.125
+        assert peak(per_example, WEIGHTS, X[:, None]) / ACTIVATION <= 10.2
 
     def test_peak_of_second_order(self):
         """The inner backward keeps boundaries too, of primals and of cotangents."""

@@ -81,7 +81,7 @@ class Duals:
         """
         results = [r for p in places if (r := self._results[p]) is not None]
 
-        def want(wanted: Sequence[int], kept: Sequence[Tensor]) -> list[int]:
+        def want(wanted: Sequence[int], kept: Sequence[Tensor], _: Sequence[int]) -> list[int]:
             own = chosen = [results[i] for i in wanted]
             for frame in self._frames:
                 own = frame.wanted_above(own)

@@ -104,6 +104,10 @@ class Environment:
             if key in foreign or _equal(state, now()):
                 del self._random[key]
 
+    def casts(self) -> bool:
+        """Whether autocast was on."""
+        return any(enabled for enabled, *_ in self._autocast.values())
+
     def restored(self) -> AbstractContextManager[None]:
         """The same surroundings, for a replay."""
         if self._random or self._modes or self._parametrizations or self._state.changes:

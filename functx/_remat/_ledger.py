@@ -6,11 +6,7 @@ has returned, the results of operations that are still alive, results of the bod
 some tape has saved. These are what a pullback reads, and the operations they come from are *live*;
 so are those whose results Python looked at. Nothing has to be traced or cached for that, so it
 can't be stale: it is known anew for each call.
-
-NOTE [alive]
-A saved tensor may be the tensor itself, an alias that shares its storage, or a wrapper of some
-transform around it. So what counts is storages, by weak references, and, for tensors that the
-engine itself holds (results and inputs), how many more holders each has than it should.
+``NOTE [alive]`` in `_holders` says what counts as alive.
 """
 
 from __future__ import annotations
@@ -226,6 +222,10 @@ class Ledger(Watcher):
             self._made.append((_torch.StorageWeakRef(copy.untyped_storage()), new))
         if writer is None or old in self._external:
             self._external[new] = self._external.setdefault(old, old)
+
+    def held_unseen(self, t: Tensor) -> None:
+        """A live step, in effect, reads it."""
+        self._read.add(_torch.storage_key(t))
 
     def named(self, t: Tensor, name: str) -> bool:
         """A value was given a name.

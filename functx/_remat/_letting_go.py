@@ -2,12 +2,15 @@
 
 NOTE [let go]
 While a node is pulled back, torch's engine holds its cotangents to the end: as the arguments of
-the node, and as what the tape of the replay is pulled back from. None of these can be made to let
-go of a tensor. So the node is handed stand-ins without memory (`Handed`), what goes down is an
-alias made for the purpose, and when the memory has been read, the *alias* is taken off it.
+the node, and as what the tape of the replay is pulled back from. Its inputs are held by leaves of
+that tape, by frames and their arguments. None of these can be made to let go of a tensor. So the
+node is handed cotangents without memory by a hook before it, which keeps the real ones; what goes
+down is an alias made for the purpose; and when the memory has been read, the *alias* is taken off.
 
 That is right only if nobody reads the alias later: nothing of a user's may see it (where Python is
-on the tape, a hook might keep it), and no node of an outer tape may keep it.
+on the tape, a hook might keep it), and no node of an outer tape may keep it. An input goes after
+the last operation that its record says reads it, if no tensor has come to hold it meanwhile: no
+view, and no tape.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_vmap
-from functx._remat._holders import base_of
-from functx._remat._tracker import rewrap
+from functx._remat._entry import REWRAPPED, Entry
+from functx._remat._holders import Holders, base_of
+from functx._remat._ledger import Ledger
+from functx._remat._tracker import Tracker, rewrap
 from functx._torch_edges import requires_grad_anywhere
 from functx._torch_operators import is_zero_tensor
 
@@ -63,7 +68,7 @@ def lent(t: Tensor) -> Tensor:
 
 
 def let_go(t: Tensor) -> None:
-    """Take an alias off its memory; it keeps its shape."""
+    """Take an alias off its memory; it keeps its shape, and is zero for debuggers that print it."""
     base = base_of(t)
     with _torch.without_modes(), _torch.cleared_interpreter_stack():
         base.data = _nothing_like(base)
@@ -155,3 +160,80 @@ class _Lender:
         if not alone:
             return None
         return (*cotangents[: self._place], given, *cotangents[self._place + 1 :])
+
+
+def may_pass(ledger: Ledger, environment: Any, first: Tracker) -> bool:
+    """Whether inputs of a replay may go with their last use: nothing else could read them later.
+
+    A replay whose inputs are gone can't begin again, so it must not be one that may run otherwise
+    than the forward did: that writes in place, or under autocast, whose casts are cached. A region
+    inside holds constants that nobody counts, and so does Python on the tape; and some of what runs
+    may not be on the record that says which operation is the last. Nor may the body look at how
+    tensors lie in memory: what is gone lies otherwise.
+    """
+    return not (
+        first.looks
+        or ledger.python_on_tape
+        or ledger.holds_regions
+        or environment.casts()
+        or ledger.sections() is None
+        or any(step.kind.writes for step in ledger.steps)
+    )
+
+
+class Passing:
+    """Inputs of a replay that go with their last use.
+
+    Args:
+        entries: the operations of the forward.
+        origins: kind and number of each external that they read.
+        tensors: the inputs, captured ones last.
+        which: of them may go, aliases of ours.
+
+    Attributes:
+        gone: whether any has.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        origins: Sequence[tuple[str, int]],
+        tensors: Sequence[Tensor],
+        which: Sequence[int],
+    ) -> None:
+        explicit = len(tensors) - sum(kind == "capture" for kind, _ in origins)
+        first = {"input": 0, "capture": explicit}
+        inputs = {p: first[kind] + i for p, (kind, i) in enumerate(origins) if kind in first}
+        last: dict[int, int] = {}
+        for at, entry in enumerate(entries):
+            for source in entry.sources:
+                source = REWRAPPED - source if source <= REWRAPPED else source
+                if source in inputs:
+                    last[inputs[source]] = at
+        self.gone = False
+        self._waiting = [(last[i], tensors[i], Holders(tensors[i])) for i in which if i in last]
+
+    def after(self, operation: int) -> None:
+        """An operation has run."""
+        for one in [*self._waiting]:
+            last, t, holders = one
+            if last <= operation and _can_go_now(t, holders):
+                let_go(t)
+                self.gone = True
+                self._waiting.remove(one)
+
+
+def _can_go_now(t: Tensor, holders: Holders) -> bool:
+    # Memory that is shared with numpy, say, can't be resized.
+    return not holders.grown(_leaves(t)) and base_of(t).untyped_storage().resizable()
+
+
+def _leaves(t: Tensor) -> set[int]:
+    """Of a tensor and what it wraps, those that a tape ends in."""
+    found = set()
+    while True:
+        if t.requires_grad and t.grad_fn is None:
+            found.add(id(t))
+        if not _torch.is_wrapped(t):
+            return found
+        t = _torch.get_unwrapped(t)

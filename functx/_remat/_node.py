@@ -21,6 +21,7 @@ from functx._remat._prune import placeholder
 from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Region
 from functx._remat._tracker import SILENT, tracking
+from functx._remat._watch import tell_of_a_constant
 
 
 class _Payload:
@@ -37,6 +38,7 @@ class _Payload:
         "n_kept",
         "needed",
         "outs",
+        "passing",
         "places",
         "region",
         "tensors",
@@ -58,6 +60,9 @@ class _Payload:
         frames = self.region.frames
         # Frames of inner levels, outermost first: what a result here is a result of there.
         self.frames = frames[frames.index(frame) + 1 :]
+        # Where each input here is one input there.
+        single = not any(f.dual() for f in frames) and not self.region.left
+        self.passing = [i for i, p in enumerate(self.region.passing) if p and single]
         self.absent: list[Any] = []
         self.n_kept = len(self.region.kept)
         # Kept values that torch refuses to save.
@@ -79,13 +84,15 @@ class _Payload:
         """What the node is given in place of cotangents. ``NOTE [let go]``."""
         return None if self.watched or _torch.tracing() else hand_over(self, cotangents)
 
-    def want(self, wanted: Sequence[int], kept: Sequence[Tensor]) -> list[int]:
+    def want(
+        self, wanted: Sequence[int], kept: Sequence[Tensor], passing: Sequence[int] = ()
+    ) -> list[int]:
         """Results of the function for results of the node; the region is told."""
         places = [self.places[i] for i in wanted]
         own = places
         for frame in self.frames:
             own = frame.wanted_above(own)
-        self.region.want(own, kept)
+        self.region.want(own, kept, passing)
         return places
 
 
@@ -134,7 +141,7 @@ class RegionNode(_torch.SingleLevelFunction):
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
         try:
-            saved = ctx.saved_tensors
+            saved = [*ctx.saved_tensors]
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -157,6 +164,8 @@ class RegionNode(_torch.SingleLevelFunction):
         cut = [n or c for n, c in zip(needs, payload.cut)]
         those = [c for c in cotangents if c is not None]
         del cotangents
+        if payload.passing:
+            ctx.maybe_clear_saved_tensors()
         return (None, *_gradients(payload, saved, asked, wanted, those, cut))
 
 
@@ -176,13 +185,13 @@ _torch_nodes.wrap_hook_registration(RegionNode, _watched)
 
 def _gradients(
     payload: _Payload,
-    saved: Sequence[Tensor],
+    saved: list[Tensor],
     needs: Sequence[bool],
     wanted: Sequence[int],
     cotangents: list[Tensor],
     cut: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The cotangents of the inputs, for those of some results; the list is emptied."""
+    """The cotangents of the inputs, for those of some results; the lists are emptied."""
     if not any(needs):
         return [None] * len(needs)
     pullback = Pullback(payload.fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
@@ -190,13 +199,16 @@ def _gradients(
         kept, absent = iter(saved), iter(payload.absent)
         with tracking(SILENT):  # what making placeholders takes is no operation of a body
             primals = [next(kept) if need else next(absent)() for need in payload.needed]
-        saved = (*primals, *kept)
+        saved[:] = [*primals, *kept]
+        del primals, kept, absent
     tensors = [*saved, *payload.apart, *cotangents]
+    saved.clear()
     cotangents.clear()
     beyond = payload.n_kept or payload.region.connected
     connected = payload.needed if beyond else ()
     lends = payload.lets_go()
-    results = iter(_pull_back(payload.region, pullback, tensors, connected, lends=lends))
+    passing = payload.passing if lends and not payload.n_kept else ()
+    results = iter(_pull_back(payload.region, pullback, tensors, connected, lends, passing))
     return [next(results) if need else None for need in needs]
 
 
@@ -241,8 +253,9 @@ def _pull_back(
     pullback: Pullback,
     tensors: list[Tensor],
     connected: Sequence[bool] = (),
-    *,
     lends: bool = False,
+    passing: Sequence[int] = (),
+    *,
     duals: bool = False,
 ) -> Sequence[Tensor | None]:
     """Run a pullback: as a region, if that may be differentiated; the list is its own."""
@@ -252,6 +265,9 @@ def _pull_back(
         pullback.lends = True
         first = len(pullback.needs) + pullback.n_kept
         tensors[first:] = [lent(c) if can_go(c) else c for c in tensors[first:]]
+        pullback.passing = [i for i in passing if can_go(tensors[i])]
+        for i in pullback.passing:
+            tensors[i] = lent(tensors[i])
     if alone:
         with nested(region.options.name):
             return pullback(*tensors)
@@ -296,6 +312,9 @@ def attach(
     if not differentiable:
         return list(outs)
     region: Region = frame.region
+    if region.outer is not None:
+        for constant in region.constants:
+            tell_of_a_constant(constant.value)
     cut = [t.requires_grad and not r for t, r in zip(tensors, frame.reached())]
     edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
     allowed = _torch.get_single_level_function_allowed()

@@ -66,6 +66,7 @@ class Pullback:
 
     Attributes:
         lends: whether cotangents are aliases that can be let go. ``NOTE [let go]``.
+        passing: inputs that are such aliases, too.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Pullback:
         cut: Sequence[bool],
         wanted: Sequence[int],
         level: int,
-        want: Callable[[Sequence[int], Sequence[Tensor]], list[int]],
+        want: Callable[[Sequence[int], Sequence[Tensor], Sequence[int]], list[int]],
         n_kept: int = 0,
     ) -> None:
         self.n_kept = n_kept
@@ -86,6 +87,7 @@ class Pullback:
         self.wanted = tuple(wanted)
         self.level = level
         self.lends = False
+        self.passing: Sequence[int] = ()
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Gradients of the inputs that need one, in their order."""
@@ -124,10 +126,14 @@ def _plain(
     """On plain autograd, below all transforms."""
     inputs = [
         # A stand-in of the base level is a leaf already; anything else must be cut off.
-        t if not require or (recording and t.requires_grad) else _leaf(t)
-        for t, require in zip(primals, pullback.requires)
+        t
+        if not require or (recording and t.requires_grad)
+        else t.requires_grad_()
+        if i in pullback.passing
+        else _leaf(t)
+        for i, (t, require) in enumerate(zip(primals, pullback.requires))
     ]
-    wanted = pullback.want(pullback.wanted, kept)
+    wanted = pullback.want(pullback.wanted, kept, pullback.passing)
     return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
 
 
@@ -150,7 +156,7 @@ def _fresh_level(
         for t, require in zip(inputs, pullback.requires):
             if require:
                 _torch.require_grad(t)
-        wanted = pullback.want(pullback.wanted, kept)
+        wanted = pullback.want(pullback.wanted, kept, pullback.passing)
         return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
     finally:
         _torch.exit_grad_level()

@@ -37,6 +37,7 @@ from functx._remat._constant import Constant
 from functx._remat._holders import base_of
 from functx._remat._kept_inside import Inside
 from functx._remat._ledger import Ledger
+from functx._remat._letting_go import Passing, may_pass
 from functx._remat._options import Options
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned
@@ -45,6 +46,7 @@ from functx._remat._replay import Lenient, Replay
 from functx._remat._tracker import rewrap, tracking
 from functx._remat._watch import watching
 from functx._remat._whole import Whole, replayed
+from functx._remat._writes import to_be_written
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
@@ -82,6 +84,7 @@ class Region:
         kept: results of operations that the policy keeps, until nodes hold them.
         inner_keeps: what regions inside keep, in the order in which they began.
         connected: inputs that a pullback needs, read or not: what was kept depends on them.
+        passing: for each input, whether a replay reads it but no tape of it. ``NOTE [let go]``.
     """
 
     __slots__ = (
@@ -112,6 +115,7 @@ class Region:
         "overwritten",
         "owners",
         "passed_on",
+        "passing",
         "reached",
         "reaches",
         "rewritten",
@@ -152,6 +156,7 @@ class Region:
         self.grad_mode = True
         self.ledger: Ledger | None = None
         self.needed: list[bool] = []
+        self.passing: list[bool] = []
         self.kept: list[Tensor] = []
         self.inner_keeps: list[Any] = []
         # For each result of the body: its place among the distinct tensors it computed, or the
@@ -162,19 +167,22 @@ class Region:
         """Run the body: the first time to find out what it needs, later to do the same again."""
         if self.first_run is not None:
             return self._find_out(tensors)
-        pruned = self._pruned()
+        pruned, going = self._pruned()
         if pruned is None or _torch.tracing():
             return self._again(tensors)
-        return replayed(self._again, tensors, pruned, self.needed, self.options.name)
+        passing = Passing(self.entries, self.origins, tensors, going) if going else None
+        return replayed(self._again, tensors, pruned, passing, self.needed, self.options.name)
 
-    def _again(self, tensors: Any, pruned: Pruned | Whole | None = None) -> list[Tensor | None]:
+    def _again(
+        self, tensors: Any, pruned: Pruned | Whole | None = None, passing: Passing | None = None
+    ) -> list[Tensor | None]:
         n_explicit = len(tensors) - self._n_captured()
         if self.rewritten:
             tensors = [*tensors]
             for position in self.rewritten:
                 kind, i = self.origins[position]
                 i += n_explicit if kind == "capture" else 0
-                tensors[i] = _copy(tensors[i])
+                tensors[i] = to_be_written(tensors[i])
         explicit, late = tensors[:n_explicit], tensors[n_explicit:]
         name = self.options.name
         given = {
@@ -196,6 +204,7 @@ class Region:
                 )
             else:
                 replay = Replay(self.entries, externals, name, self.left, self.passed_on)
+                replay.passing = passing
         replay.inside = Inside(None, self.inner_keeps)
         by_section = isinstance(pruned, Pruned) and pruned.sections is not None
         if by_section and isinstance(replay, Replay):
@@ -233,25 +242,20 @@ class Region:
         """A checksum of everything that the first run gave, if that is recorded."""
         return hash(tuple(result.bits for entry in self.entries for result in entry.results or ()))
 
-    def want(self, wanted: Sequence[int], kept: Sequence[Tensor]) -> None:
-        """What the next replay on this thread is for, and what it need not run for.
+    def want(
+        self, wanted: Sequence[int], kept: Sequence[Tensor], passing: Sequence[int] = ()
+    ) -> None:
+        """For the next replay: results that are read, kept values, inputs that it may let go of."""
+        _wanted.of = (self, tuple(wanted), kept, passing)
 
-        Args:
-            wanted: which of the distinct results are read.
-            kept: the values that the region kept.
-        """
-        _wanted.of = (self, tuple(wanted), kept)
-
-    def _pruned(self) -> Pruned | None:
+    def _pruned(self) -> tuple[Pruned | None, Sequence[int]]:
         of, _wanted.of = _wanted.of, None
-        wanted, kept = of[1:] if of is not None and of[0] is self else (None, ())
-        if self.ledger is None:
-            return None
-        keys = self.ledger.kept
-        runs, given = self.ledger.replay_of(wanted, have_kept=len(kept) == len(keys))
-        values = {key: base_of(t) for key, t in zip(keys, kept) if key in given}
-        ledger = self.ledger
-        return Pruned(ledger.steps, runs, values, ledger.fetcher, ledger.sections())
+        wanted, kept, passing = of[1:] if of is not None and of[0] is self else (None, (), ())
+        if (ledger := self.ledger) is None:
+            return None, ()
+        runs, given = ledger.replay_of(wanted, have_kept=len(kept) == len(ledger.kept))
+        values = {key: base_of(t) for key, t in zip(ledger.kept, kept) if key in given}
+        return Pruned(ledger.steps, runs, values, ledger.fetcher, ledger.sections()), passing
 
     def _n_captured(self) -> int:
         return sum(kind == "capture" for kind, _ in self.origins)
@@ -287,7 +291,10 @@ class Region:
         if ledger is not None and ledger.settle(outs):
             self.ledger = ledger
             if not lenient:
-                self.needed = [h.grown(leaves) or ledger.needs(h.storage) for h in first.holders]
+                held = [h.grown(leaves) for h in first.holders]
+                self.needed = [h or ledger.needs(o.storage) for h, o in zip(held, first.holders)]
+                if may_pass(ledger, self.environment, first) and not self.options.records:
+                    self.passing = [n and not h for n, h in zip(self.needed, held)]
                 for kind, i in (first.origins[p] for p in self.rewritten):
                     self.needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
         for i, connected in enumerate(self.connected):
@@ -296,8 +303,7 @@ class Region:
             with watching(True):  # a copy to host memory is an operation for regions around this
                 self.kept = ledger.take_kept()
         first.says_what_is_kept()
-        if lenient:
-            self.originals = first.captured_originals()
+        self.originals = first.captured_originals() if lenient else None
         # Stand-ins are numbered from -1 down.
         self.births = [*first.births, *first.standin_births()]
         return outs
@@ -376,12 +382,6 @@ class Region:
         self.frames = []  # frames know their region; knowing them too would be a cycle
 
 
-def _copy(t: Tensor) -> Tensor:
-    """A copy with the same history, made by every level: each lets it be written to."""
-    with watching(True):
-        return t.clone()
-
-
 _BY_SIGHT: list[Any] = []
 
 
@@ -392,7 +392,7 @@ def by_sight_replay(tracker: Any) -> Any:
 
 
 class _Wanted(threading.local):
-    of: tuple[Region, tuple[int, ...], Sequence[Tensor]] | None = None
+    of: Any = None  # a region, and what `Region.want` was told
 
 
 _wanted = _Wanted()

@@ -18,6 +18,7 @@ from functx._places import where
 from functx._remat._arguments import same
 from functx._remat._departure import departed
 from functx._remat._entry import REWRAPPED, Entry, describe, nested_values
+from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
 from functx._remat._tracker import Tracker, rewrap
@@ -48,6 +49,7 @@ class Replay(Tracker):
         "_slot",
         "_start",
         "left",
+        "passing",
         "pruned",
     )
 
@@ -75,14 +77,20 @@ class Replay(Tracker):
         self._made = 0
         self.left: dict[int, Any] = dict.fromkeys(left)
         self.pruned: Pruned | None = None
+        self.passing: Passing | None = None
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation, or what of it a pullback reads."""
-        forward = self._entries[self._at - 1].parts
+        operation = self._at - 1
+        forward = self._entries[operation].parts
         run = func if forward is None else Parts(func, self._name, forward)
         if self.pruned is None:
-            return run(*args, **kwargs)
-        return self.pruned.run(self._at - 1, run, args, kwargs)
+            out = run(*args, **kwargs)
+        else:
+            out = self.pruned.run(operation, run, args, kwargs)
+        if self.passing is not None:
+            self.passing.after(operation)
+        return out
 
     def made(self, t: Tensor) -> None:
         """Keep what left the region in its forward."""

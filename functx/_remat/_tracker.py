@@ -45,6 +45,14 @@ _PASSIVE = frozenset(
     }
 )
 
+# Those that tell how a tensor lies in memory, and where.
+_LOOKS = frozenset(
+    {
+        *("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"),
+        *("is_set_to", "is_shared", "is_pinned"),
+    }
+)
+
 
 def _is_bookkeeping(setter: Any) -> bool:
     """Whether an attribute is set by torch itself, which may hold a lock meanwhile.
@@ -75,7 +83,7 @@ class Tracker:
     is given. So `aliases` has, by the id of a stand-in, what was handed in as it is in the forward.
     """
 
-    __slots__ = ("_scalars", "_sources", "aliases", "inside", "modes", "pulls_back")
+    __slots__ = ("_scalars", "_sources", "aliases", "inside", "looks", "modes", "pulls_back")
 
     def __init__(self) -> None:
         # What the regions inside keep.
@@ -85,6 +93,8 @@ class Tracker:
         self.modes = _torch.dispatch_mode_depth()
         # Whether a node's tape is pulled back, for none of the functions that users wrote.
         self.pulls_back = False
+        # Whether the body asked how a tensor lies in memory.
+        self.looks = False
         self._sources: list[int] = []
         self._scalars: list[Any] = []
 
@@ -171,6 +181,7 @@ class Tracker:
         elif name == "register_hook" or isinstance(func, _torch.HigherOrderOperator):
             python_on_tape()
         elif name in _PASSIVE or (name == "__set__" and _is_bookkeeping(func)):
+            self.looks = self.looks or name in _LOOKS
             return func(*args, **kwargs)
         given = args
         args = [self.swap(a) for a in args]

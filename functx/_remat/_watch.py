@@ -50,6 +50,9 @@ class Watcher(_torch.TorchDispatchMode):
     def copied_unseen(self, source: Tensor, copy: Tensor) -> None:
         """The engine, which nobody watches, copied memory for a region inside this one."""
 
+    def held_unseen(self, t: Tensor) -> None:
+        """The node of a region inside this one reads a tensor that it does not hold on its tape."""
+
 
 def watchers() -> Iterator[Watcher]:
     """The modes of the regions around this point that watch."""
@@ -65,6 +68,14 @@ def tell_of_a_copy(source: Tensor, copy: Tensor) -> None:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher):
             mode.copied_unseen(source, copy)
+
+
+def tell_of_a_constant(t: Tensor) -> None:
+    """The node of a region reads it: for all regions around, it is no tape that holds it."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.held_unseen(t)
 
 
 def python_on_tape() -> None:

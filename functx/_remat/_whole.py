@@ -26,6 +26,7 @@ from functx import _torch, _torch_fake, _torch_operators
 from functx._errors import ReplayError
 from functx._remat._holders import Holders
 from functx._remat._ledger import Ledger
+from functx._remat._letting_go import Passing
 from functx._remat._prune import Departed, Pruned
 from functx._remat._saving import StoodIn, standing_in
 from functx._remat._step import Layout, empty, kind_of, layout_of
@@ -120,6 +121,7 @@ def replayed(
     again: Callable[..., list[Tensor | None]],
     tensors: Sequence[Tensor],
     pruned: Pruned,
+    passing: Passing | None,
     needed: Sequence[bool],
     name: str,
 ) -> list[Tensor | None]:
@@ -129,6 +131,7 @@ def replayed(
         again: runs the body, under a mode.
         tensors: its inputs.
         pruned: leaves something out.
+        passing: inputs that go with their last use.
         needed: which inputs were kept.
         name: of the region.
 
@@ -136,11 +139,13 @@ def replayed(
         ReplayError: what was kept is not enough.
     """
     try:
-        return again(tensors, pruned)
+        return again(tensors, pruned, passing)
     except Departed as departure:
         if departure.replay is not pruned:
             raise  # of a region around this one
         how = str(departure)
+        if passing is not None and passing.gone:
+            raise _error(name, how) from None
     # By now nothing holds what the first try made.
     whole = None if all(needed) else Whole(tensors, needed)
     try:
@@ -148,7 +153,11 @@ def replayed(
     except Departed as again_departed:
         if again_departed.replay is not whole:
             raise
-    raise ReplayError(
+    raise _error(name, how)
+
+
+def _error(name: str, how: str) -> ReplayError:
+    return ReplayError(
         f"remat: the replay of the region {name!r} departed from its forward: {how}. A region must "
         "do the same each time it runs."
     )

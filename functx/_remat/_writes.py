@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
+from torch import Tensor
+
 from functx import _torch_operators
+from functx._remat._watch import watching
 
 # Where kernels and their Python wrappers take running statistics.
 _STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
@@ -52,3 +55,9 @@ def _renormalizes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         return False  # the wrapper has done it before the kernel runs
     given = args[3] if len(args) > 3 else kwargs.get("max_norm")
     return given is not None
+
+
+def to_be_written(t: Tensor) -> Tensor:
+    """A copy with the same history, made by every level: each lets it be written to."""
+    with watching(True):
+        return t.clone()
