@@ -10,6 +10,7 @@ from programs import identity
 from references import assert_same
 from right import X, right_or_raises
 from torch import nn
+from torch.autograd import forward_ad
 
 import functx
 
@@ -31,6 +32,13 @@ def program_of(way, build):
             gradients = [functx.grad(f)(x)]
         elif way == "hessian":
             gradients = [functx.jacrev(functx.grad(f))(x)]
+        elif way == "jvp":
+            gradients = list(functx.jvp(f, (x,), (x.cos(),)))
+        elif way == "jacfwd":
+            gradients = [functx.jacfwd(functx.vmap(f))(numbers(3, 4))]
+        elif way == "dual level":
+            with forward_ad.dual_level():
+                gradients = list(forward_ad.unpack_dual(f(forward_ad.make_dual(x, x.cos()))))
         else:
             gradients = [functx.vmap(functx.grad(f))(numbers(3, 4))]
         return [g for g in gradients if g is not None]
@@ -61,6 +69,22 @@ def appended(remat):
         return out.sum() + (aux[0] * X).sum()
 
     return f, [w]
+
+
+def appended_detached(remat):
+    """Off all tapes; its tangent stays."""
+
+    def f(x):
+        aux = []
+
+        def block(x):
+            h = x.sin()
+            aux.append(h.detach())
+            return h.exp()
+
+        return remat(block)(x).sum() + (aux[0] * X).sum()
+
+    return f, []
 
 
 def appended_twice(remat):
@@ -230,10 +254,17 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.parametrize("way", ["backward", "grad", "vmap", "hessian"])
+@pytest.mark.parametrize(
+    "way", ["backward", "grad", "vmap", "hessian", "jvp", "jacfwd", "dual level"]
+)
 @pytest.mark.parametrize("build", ESCAPES, ids=lambda f: f.__name__)
 def test_never_a_constant(build, way):
     check(way, build)
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "vmap", "jvp", "jacfwd", "dual level"])
+def test_what_is_off_all_tapes_has_its_tangent(way):
+    check(way, appended_detached)
 
 
 class TestHarmless:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from torch import Tensor
 
@@ -26,21 +26,48 @@ Birth = tuple[int, "weakref.ref[Tensor]", Place]
 """A number, the tensor, and where it was made."""
 
 
-def find(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """What a body made (by its number) that is on some tape and alive, though not returned."""
-    if not any(_alive(births, returned)):
+def find(
+    births: Sequence[Birth], returned: Sequence[Tensor | None], duals: Set[int] = frozenset()
+) -> dict[int, Tensor]:
+    """What a body made (by its number) that a derivative flows through and that is alive.
+
+    Args:
+        births: what the body made.
+        returned: what it returned of that.
+        duals: numbers of tensors that had a tangent.
+    """
+    if not any(_alive(births, returned, duals)):
         return {}
     for generation in (0, 1, 2):  # garbage in cycles is held by nobody; most of it is young
         gc.collect(generation)
-        if not any(_alive(births, returned)):
+        if not any(_alive(births, returned, duals)):
             return {}
     # A tensor written in place was made more than once; its last number counts.
-    last = {id(t): (number, t) for number, t in _alive(births, returned)}
+    last = {id(t): (number, t) for number, t in _alive(births, returned, duals)}
     return dict(last.values())
 
 
+def with_tangents(
+    births: Sequence[Birth],
+    returned: Sequence[Tensor | None],
+    tangent_of: Callable[[Tensor], Tensor | None],
+    level: int,
+) -> set[int]:
+    """Numbers of tensors that are held, and have a tangent at ``level``, which now still lives."""
+    found = set()
+    for number, ref, _ in births:
+        t = ref()
+        if t is not None and sys.getrefcount(t) > 2 and not any(t is out for out in returned):
+            t = _torch.unwrap_if_dead(t)
+            while _torch.is_wrapped(t) and _torch.wrapper_level(t) > level:
+                t = _torch.unwrap_if_dead(_torch.get_unwrapped(t))
+            if not t.is_inference() and tangent_of(t) is not None:
+                found.add(number)
+    return found
+
+
 def _alive(
-    births: Sequence[Birth], returned: Sequence[Tensor | None]
+    births: Sequence[Birth], returned: Sequence[Tensor | None], duals: Set[int]
 ) -> Iterator[tuple[int, Tensor]]:
     own = {id(t) for t in returned if t is not None}
     for number, ref, _ in births:
@@ -51,7 +78,7 @@ def _alive(
             t is not None
             and id(t) not in own
             and sys.getrefcount(t) > (3 if _torch.use_count(t) > 1 else 2)
-            and (number < 0 or _taped(t))
+            and (number < 0 or number in duals or _taped(t))
         ):
             yield number, t
 
@@ -76,5 +103,6 @@ def refuse(name: str, births: Sequence[Birth], escaped: dict[int, Tensor]) -> No
     raise RematError(
         f"remat: the region {name!r} leaves behind, otherwise than by return, "
         f"{'; '.join(places)}. It is still held (in a list, an attribute, by a hook) but its "
-        "gradient would be lost. Return it from the region, or store its .detach()."
+        "derivative would be lost. Return it from the region, or store its .detach() (which has a "
+        "tangent, under jvp)."
     )

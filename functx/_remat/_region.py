@@ -312,7 +312,8 @@ class Region:
         """Tensors of the first run that are held though its tape is gone, by their number."""
         births, self.births = self.births, []
         views = [r[1] for r in self._results if isinstance(r, tuple)]
-        found = _escape.find(births, [*returned, *views])
+        duals = set[int]().union(*(frame.duals for frame in self.frames))
+        found = _escape.find(births, [*returned, *views], duals)
         written = any(n < 0 and t.grad_fn is not None for n, t in found.items())
         lenient = self.originals is not None or self.options.by_sight
         convertible = len(self.frames) == 1 and not lenient and not written

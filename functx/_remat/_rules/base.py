@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -27,11 +27,13 @@ class Frame(ABC):
         slots: how each input of this level is taken apart (and put together again).
         inside: the number of the level that `__call__` entered last.
         batch_size: of a batched level.
+        duals: numbers of tensors that the first run made, had a tangent here, and are held.
         leaves: for each input, the id of the leaf of the throw-away tape that stands for it in the
             first run, where there is a tape.
     """
 
     batch_size: int | None = None
+    duals: Set[int] = frozenset()
 
     def __init__(self, level: int, fn: Flat, region: Region) -> None:
         self.region = region

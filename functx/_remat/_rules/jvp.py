@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
+from functx._remat._escape import with_tangents
 from functx._remat._holders import base_of
 from functx._remat._operator import rule
 from functx._remat._region import Flat, Region
@@ -108,6 +109,9 @@ class DualFrame(Frame):
     def _parts(self, outs: Sequence[Tensor | None], level: int) -> list[Tensor | None]:
         results: list[Tensor | None] = []
         slots: list[bool] = []
+        if self.region.first_run is not None:
+            births = self.region.births
+            self.duals = with_tangents(births, outs, lambda t: unpack(t)[1], level)
         for out in outs:
             if out is None:
                 results.append(None)
