@@ -39,8 +39,7 @@ def bits(
         Unsigned integers of that shape and dtype, uniform over all values.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, or the dtype is not unsigned.
+        ValueError: the dtype is not unsigned.
 
     Example:
         >>> from functx.compat import random
@@ -84,8 +83,7 @@ def uniform(
         Numbers of that shape and dtype.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, the dtype is not real, or a bound does not broadcast.
+        ValueError: the dtype is not real, or a bound does not broadcast.
 
     Example:
         >>> import torch
@@ -138,8 +136,8 @@ def bernoulli(
         A ``bool`` tensor.
 
     Raises:
-        TypeError: the key is no key, the shape no shape, or ``p`` no float.
-        ValueError: there are several keys, ``p`` does not broadcast, or there is no such mode.
+        TypeError: ``p`` is no float.
+        ValueError: ``p`` does not broadcast, or there is no such mode.
 
     Example:
         >>> from functx.compat import random
@@ -174,10 +172,6 @@ def rademacher(
 
     Returns:
         Signs of that shape and dtype.
-
-    Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys.
     """
     check_key("rademacher", key)
     heads = uniform(key, check_shape("rademacher", shape), torch.float32) < 0.5
@@ -207,8 +201,7 @@ def dropout(
         A tensor of the shape and dtype of ``x``, on its device.
 
     Raises:
-        TypeError: the key is no key.
-        ValueError: ``p`` is not in [0, 1], or there are several keys.
+        ValueError: ``p`` is not in [0, 1].
 
     Example:
         >>> import torch
@@ -245,8 +238,7 @@ def normal(
         Numbers of that shape and dtype.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, or the dtype is not real.
+        ValueError: the dtype is not real.
 
     Example:
         >>> from functx.compat import random
@@ -282,8 +274,7 @@ def truncated_normal(
         Numbers of that shape and dtype, in the open interval.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, the dtype is not real, or a bound does not broadcast.
+        ValueError: the dtype is not real, or a bound does not broadcast.
     """
     check_key("truncated_normal", key)
     dtype = _real("truncated_normal", dtype)
@@ -313,8 +304,7 @@ def exponential(
         Numbers of that shape and dtype, in ``[0, inf)``.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, or the dtype is not real.
+        ValueError: the dtype is not real.
     """
     check_key("exponential", key)
     return -log1p(-uniform(key, shape, _real("exponential", dtype)))
@@ -338,8 +328,7 @@ def gumbel(
         Numbers of that shape and dtype.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, the dtype is not real, or there is no such mode.
+        ValueError: the dtype is not real, or there is no such mode.
     """
     check_key("gumbel", key)
     shape = check_shape("gumbel", shape)

@@ -40,8 +40,8 @@ def randint(
         Integers of that shape and dtype.
 
     Raises:
-        TypeError: the key is no key, the shape no shape, or the dtype or a bound not integer.
-        ValueError: there are several keys, or a bound does not broadcast.
+        TypeError: the dtype or a bound is not integer.
+        ValueError: a bound does not broadcast.
 
     Example:
         >>> from functx.compat import random
@@ -120,7 +120,6 @@ def permutation(
 
     Raises:
         TypeError: the key is no key, or ``x`` a float or a tensor without axes.
-        ValueError: there are several keys.
         IndexError: there is no such axis.
 
     Example:
@@ -173,8 +172,7 @@ def categorical(
         ``int64`` indices of that shape.
 
     Raises:
-        TypeError: the key is no key, or the shape no shape.
-        ValueError: there are several keys, the shape does not end as said, or there are fewer
+        ValueError: the shape does not end as said, or there are fewer
             categories than draws without replacement.
         IndexError: there is no such axis.
 

@@ -8,7 +8,8 @@ each example draws what its key says.  JAX is not needed, except by `from_jax` a
 A key is an ``int64`` tensor of shape ``(2,)`` whose entries are the unsigned 32-bit words of a JAX
 key, and so in ``[0, 2**32)``; the functions also take the words as ``uint32`` (as
 ``jax.random.key_data`` gives them, slower when compiled) or as ``int32``, and give new keys in the
-dtype of the old.  Generator: ``threefry2x32``, JAX's default, with ``jax_threefry_partitionable``
+dtype of the old.  What is no key is a TypeError, an array of keys where one is taken a ValueError
+that says to use ``vmap``; a shape is a sequence, or a TypeError.  Generator: ``threefry2x32``, JAX's default, with ``jax_threefry_partitionable``
 on, which is JAX's default as well.
 
 | function | compared with JAX |

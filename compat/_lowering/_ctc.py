@@ -29,7 +29,9 @@ Lengths = Tensor | Sequence[int]
 _REDUCTIONS = ("none", "mean", "sum")
 
 _library = torch.library.Library("functx", "FRAGMENT")
-_SAYS = "Tensor log_probs, Tensor targets, Tensor ours, Tensor theirs, int blank"
+_SAYS = (
+    "Tensor log_probs, Tensor targets, Tensor ours, Tensor theirs, int blank, bool zero_infinity"
+)
 _library.define(f"ctc_loss({_SAYS}) -> Tensor")
 _library.define(f"ctc_loss_backward(Tensor cotangent, {_SAYS}) -> Tensor")
 
@@ -39,10 +41,10 @@ def _in_torch(log_probs: Tensor, targets: Tensor, *rest: Any) -> Tensor:
 
 
 def _backward_in_torch(cotangent: Tensor, log_probs: Tensor, targets: Tensor, *rest: Any) -> Tensor:
-    *lengths, blank = rest
+    *lengths, blank, zero_infinity = rest
     loss, alpha = CTC_LOSS(log_probs, targets, *lengths, blank)
     arguments = (cotangent, log_probs, targets, *lengths, loss, alpha, blank)
-    return CTC_LOSS_BACKWARD(*arguments)
+    return CTC_LOSS_BACKWARD(*arguments, zero_infinity)
 
 
 _library.impl("ctc_loss", _in_torch, "CPU")
@@ -54,7 +56,7 @@ torch.library.register_fake(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of each example: ``(log_probs, targets, lengths, lengths, blank)``."""
+    """The loss of each example, of the arguments that the operator takes."""
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
@@ -62,19 +64,19 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        *tensors, ctx.blank = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*inputs[:4])
+        ctx.rest = inputs[4:]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        return _Pullback.apply(cotangent, *tensors, ctx.blank), None, None, None, None
+        gradient = _Pullback.apply(cotangent, *ctx.saved_tensors, *ctx.rest)
+        return gradient, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         size = info.batch_size
         merged = [_merged(x, d, size, n) for n, x, d in zip((1, 0, 0, 0), args, in_dims)]
-        return _Loss.apply(*merged, args[-1]).unflatten(0, (size, -1)), 0
+        return _Loss.apply(*merged, *args[4:]).unflatten(0, (size, -1)), 0
 
 
 class _Pullback(torch.autograd.Function):
@@ -96,7 +98,7 @@ class _Pullback(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         size = info.batch_size
         merged = [_merged(x, d, size, n) for n, x, d in zip((0, 1, 0, 0, 0), args, in_dims)]
-        return _Pullback.apply(*merged, args[-1]).unflatten(1, (size, -1)), 1
+        return _Pullback.apply(*merged, *args[5:]).unflatten(1, (size, -1)), 1
 
 
 def _merged(x: Tensor, dim: int | None, size: int, at: int) -> Tensor:
@@ -123,7 +125,7 @@ def ctc_loss(
     ours = _lengths(input_lengths, batch, log_probs.device)
     theirs = _lengths(target_lengths, batch, log_probs.device)
     labels = _padded(targets, theirs, target_lengths)
-    loss = _Loss.apply(log_probs, labels, ours, theirs, blank)
+    loss = _Loss.apply(log_probs, labels, ours, theirs, blank, zero_infinity)
     if zero_infinity:
         loss = torch.where(loss == math.inf, 0.0, loss)
     kind = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
@@ -154,7 +156,9 @@ def _padded(targets: Tensor, lengths: Tensor, given: Lengths) -> Tensor:
 
 
 @rule("functx::ctc_loss")
-def _loss(log_probs: Any, targets: Any, ours: Any, theirs: Any, blank: int) -> Any:
+def _loss(
+    log_probs: Any, targets: Any, ours: Any, theirs: Any, blank: int, zero_infinity: bool = False
+) -> Any:
     """By the forward recursion over the targets with blanks around each."""
     batch, longest = targets.shape
     labels = jnp.full((batch, 2 * longest + 1), blank, targets.dtype).at[:, 1::2].set(targets)
@@ -193,7 +197,10 @@ def _log_sum(x: Any) -> Any:
 
 
 @rule("functx::ctc_loss_backward")
-def _loss_backward(g: Any, log_probs: Any, targets: Any, ours: Any, theirs: Any, blank: int) -> Any:
-    _, pull = jax.vjp(lambda x: _loss(x, targets, ours, theirs, blank), log_probs)
-    inside = jnp.arange(len(log_probs))[:, None, None] < ours[:, None]
-    return pull(g)[0] + jnp.where(inside, jnp.exp(log_probs) * g[:, None], 0.0)
+def _loss_backward(g: Any, log_probs: Any, *rest: Any) -> Any:
+    """As in torch, where what is impossible has no derivative unless it counts as nothing."""
+    _, ours, *_, zero_infinity = rest
+    loss, pull = jax.vjp(lambda x: _loss(x, *rest), log_probs)
+    gradient = pull(g)[0] + jnp.exp(log_probs) * g[:, None]
+    gradient = jnp.where(loss[:, None] < jnp.inf, gradient, 0.0 if zero_infinity else jnp.nan)
+    return jnp.where(jnp.arange(len(log_probs))[:, None, None] < ours[:, None], gradient, 0.0)

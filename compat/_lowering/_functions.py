@@ -133,6 +133,14 @@ def _fresh() -> Iterator[None]:
         yield
 
 
+def _without_frames(error: Exception) -> Exception:
+    """An error to keep with a program: its traceback would keep all that the trace had."""
+    part: BaseException | None = error
+    while part is not None:
+        part.__traceback__, part = None, part.__cause__ or part.__context__
+    return error
+
+
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
@@ -190,7 +198,7 @@ class _Tracer:
             back = self._trace(lambda *t: self._joint(n_cotangents, *t), cotangents)
             to = list(self._to)
         except _FAILURES as err:
-            failed = err
+            failed = _without_frames(err)
             back = self._trace(self._forward_only, [])
             to = []
         traces = [back]

@@ -3,8 +3,8 @@
 A ``functx.grad`` inside a lowered function leaves two regions in the graph: the forward, and
 "replay, then pull back".  JAX does not differentiate the pair, so no policy of ``jax.checkpoint``
 carries anything from one to the other.  Here the forward gives what its policy keeps as further
-results, and the replay takes it in place of computing it again; in place, also where a policy asks
-for host memory.
+results, and the replay takes it in place of computing it again.  It stays on the device also where
+a policy asks for host memory, since JAX can't differentiate such moves any further; that warns.
 
 Which of a replay's operations compute it is found by value numbering: equal operations of equal
 operands are one value, through the boundaries of regions.  So nothing is assumed about how a replay
@@ -18,18 +18,25 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from functx._policies import Decision
 from functx.compat._lowering._draws import draws
 from functx.compat._lowering._graph import body_of, is_region, placeholders
 from functx.compat._lowering._saved import kept_values
 from functx.compat._torch import OpOverload, is_mutable
 
 _ALIASES = (torch.ops.aten.alias.default,)
+STAYS = (
+    "to_jax: what the policy of a region offloads stays on the device where the gradient is taken"
+    " inside the lowered function; to have it in host memory take the gradient in JAX:"
+    " jax.grad(to_jax(f))"
+)
 AGAIN = "functx_again"
 """In the ``meta`` of a replay's nodes that compute what a region before it computed."""
 
@@ -49,6 +56,7 @@ class _Numbering:
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
         self._ran: set[int] = set()  # in regions, forward
+        self._offloaded: set[int] = set()
         self._count = itertools.count()
 
     def fresh(self) -> int:
@@ -83,13 +91,19 @@ class _Numbering:
             for n, number in inner.items():
                 if n.op == "call_function" and isinstance(number, int):
                     n.meta[AGAIN] = number in self._ran
-            _take(node, body, inner, kept)
+            taken = _take(node, body, inner, kept)
+            if not self._offloaded.isdisjoint(taken):
+                warnings.warn(STAYS, stacklevel=2)
+                self._offloaded.clear()
             return results
         self._ran.update(number for number in inner.values() if isinstance(number, int))
         if (policy := getattr(region, "policy", None)) is not None:
-            for value in kept_values(body, policy, region.per_example):  # type: ignore[union-attr]
+            values = kept_values(body, policy, region.per_example)  # type: ignore[union-attr]
+            for value, decision in values.items():
                 for part in _parts(value):
                     kept.setdefault(inner[part], (node, part))
+                    if decision is Decision.OFFLOAD:
+                        self._offloaded.add(inner[part])
         return results
 
     def _operation(self, node: Node, numbers: dict[Node, Any]) -> Any:
@@ -135,8 +149,13 @@ def _parts(node: Node) -> Iterator[Node]:
         yield from (u for u in node.users if u.target is operator.getitem)
 
 
-def _take(replay: Node, body: GraphModule, inner: dict[Node, Any], kept: Kept) -> None:
-    """Let a replay take what is kept as operands; what it then need not compute, goes."""
+def _take(replay: Node, body: GraphModule, inner: dict[Node, Any], kept: Kept) -> list[int]:
+    """Let a replay take what is kept as operands; what it then need not compute, goes.
+
+    Returns:
+        The numbers of what it takes.
+    """
+    taken: list[int] = []
     standins: dict[int, Node] = {}
     last = placeholders(body)[-1]
     for node in list(body.graph.nodes):
@@ -151,14 +170,16 @@ def _take(replay: Node, body: GraphModule, inner: dict[Node, Any], kept: Kept) -
             standins[number] = last  # type: ignore[index]
         node.replace_all_uses_with(standins[number])  # type: ignore[index]
     if not standins:
-        return
+        return taken
     body.graph.eliminate_dead_code()
     for number, standin in standins.items():
         if standin.users:
+            taken.append(number)
             replay.args = (*replay.args, _result(*kept[number]))
         else:
             body.graph.erase_node(standin)
     body.recompile()
+    return taken
 
 
 def _result(region: Node, value: Node) -> Node:

@@ -1,17 +1,17 @@
 """Sweep torch's own operator database: is each operation lowered, with torch's values?
 
-Run as a program it prints a table and can write JSON; ``make sweep`` runs the test on top of it.
+Run as a program (``python -m compat.opinfo``, in ``tests``) it prints what does not match and can
+write every verdict; started again it goes on where it was. ``make sweep`` runs it in parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import json
-import sys
-import types
-import unittest
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from opinfo.database import entries, name_of
 
+from functx import compat
 from functx._errors import LoweringError
 from functx.compat import to_jax
 from functx.compat._dlpack import array_from_torch
@@ -45,23 +47,6 @@ class Verdict:
     def gradient_matches(self) -> bool:
         """Whether nothing is wrong with the gradient."""
         return not self.gradient or self.gradient.startswith("match")
-
-
-def entries() -> list[Any]:
-    """The entries that can run in float32 on a CPU."""
-    # torch's test utilities import a package that only their own assertions need.
-    stand_in = types.ModuleType("expecttest")
-    stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-    sys.modules.setdefault("expecttest", stand_in)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    return [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
-
-
-def name_of(op: Any) -> str:
-    """The name of an entry, with that of its variant."""
-    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
 def judge(op: Any, most: int = 4) -> Verdict:
@@ -299,34 +284,57 @@ def _line(err: BaseException) -> str:
     return " ".join(str(err).split())[:300]
 
 
+def sources() -> str:
+    """What verdicts depend on: the versions of both frameworks, and these files."""
+    files = [*Path(compat.__file__).parent.rglob("*.py"), Path(__file__)]
+    text = b"".join(file.read_bytes() for file in sorted(files))
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    return f"torch {torch.__version__.split('+')[0]}, JAX {jax.__version__}, {digest}"
+
+
+def read(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """What a file says its verdicts are of, and the verdicts."""
+    head, *lines = path.read_text().splitlines() if path.exists() else [""]
+    return head, [json.loads(line) for line in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", nargs="*", help="only entries that start so")
     parser.add_argument("--exact", nargs="*", help="only entries that are called so")
+    parser.add_argument("--part", default="0/1", help="2/8: the third of eight parts")
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, help="a verdict a line; what it has is not run again")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     jax.config.update("jax_enable_x64", True)
-    verdicts = []
-    for op in entries():
-        if options.names and not any(op.name.startswith(n) for n in options.names):
-            continue
-        if options.exact and name_of(op) not in options.exact:
-            continue
+    # Half of the time is XLA's, and what is compared are its results, not its optimizations.
+    jax.config.update("jax_disable_most_optimizations", True)
+    part, parts = map(int, options.part.split("/"))
+    chosen = [
+        op
+        for op in sorted(entries(torch.float32), key=name_of)[part::parts]
+        if not options.names or any(op.name.startswith(n) for n in options.names)
+        if not options.exact or name_of(op) in options.exact
+    ]
+    head, found = read(options.out) if options.out else ("", [])
+    if options.out and head != (now := f"{len(chosen)} entries, {sources()}"):
+        found = []
+        options.out.write_text(now + "\n")
+    known = {v["name"] for v in found}
+    for count, op in enumerate(op for op in chosen if name_of(op) not in known):
+        start = time.process_time()
         verdict = judge(op, options.samples)
-        verdicts.append(verdict)
+        found.append(asdict(verdict))
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(asdict(verdict)) + "\n")
         if verdict.outcome != "match" or not verdict.gradient_matches:
-            print(verdict.name, "|", verdict.outcome, "|", verdict.detail, "|", verdict.gradient)
-            sys.stdout.flush()
-        jax.clear_caches()
-    print(len(verdicts), Counter(v.outcome for v in verdicts))
-    print(
-        "gradients",
-        Counter(v.gradient if v.gradient_matches else "wrong" for v in verdicts),
-    )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
+            seconds = f"{time.process_time() - start:.0f} s"
+            print(*asdict(verdict).values(), seconds, sep=" | ", flush=True)
+        if count % 16 == 15:
+            jax.clear_caches()
+    print(len(found), Counter(v["outcome"] for v in found))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """Entries of torch's operator database that do not match in JAX, each with its reason.
 
-And what writes ``docs/opinfo_jax.md`` from the verdicts of a sweep:
-``python tests/compat/opinfo.py --json verdicts.json``, then
-``python tests/compat/opinfo_exceptions.py verdicts.json``.
+And what writes ``docs/opinfo_jax.md`` from the verdicts of a sweep.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,7 +77,7 @@ def _gradient(verdict: dict[str, Any]) -> str:
     )
 
 
-def page(verdicts: list[dict[str, Any]]) -> str:
+def page(verdicts: list[dict[str, Any]], versions: str) -> str:
     """The documentation page."""
     found = runnable(verdicts)
     outcomes = Counter(v["outcome"] for v in found.values())
@@ -93,8 +89,8 @@ def page(verdicts: list[dict[str, Any]]) -> str:
         "Every entry that runs in float32 on a CPU, lowered by `to_jax` and compared with torch:"
         " values, gradients of the first sample that has one, both by distribution where an entry"
         " draws random numbers."
-        " Written from a sweep's verdicts by `tests/compat/opinfo_exceptions.py`; `make sweep` runs"
-        " it again and holds it to the exceptions named here.",
+        f" {versions}. Written by `make sweep`, which runs it again and holds it to the exceptions"
+        " named here.",
         "",
         "| | entries |",
         "|---|---:|",
@@ -125,7 +121,3 @@ def page(verdicts: list[dict[str, Any]]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    TABLE.write_text(page(json.loads(Path(sys.argv[1]).read_text())))

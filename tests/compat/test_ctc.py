@@ -1,8 +1,10 @@
 """`ctc_loss` and fractional pooling, whose operators in torch read values, and draws."""
 
 import functools
+import gc
 
 import jax
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -27,7 +29,7 @@ CASES = {
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
     "no targets": {"target_lengths": (0, 2, 2)},
-    "impossible": {"input_lengths": (2, 4, 5), "zero_infinity": True},
+    "impossible counts as nothing": {"input_lengths": (2, 4, 5), "zero_infinity": True},
     "one behind the other": {"targets": TARGETS.reshape(-1)[:8]},
 }
 
@@ -46,6 +48,35 @@ def test_values_and_gradients(case, log_probs):
     value, got = jax.jit(jax.value_and_grad(to_jax(f)))(arrays(log_probs))
     assert_close(value, f(log_probs), rtol=1e-5)
     assert_close(got, gradient, rtol=1e-4)
+
+
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_what_is_impossible_has_no_derivative(zero_infinity, log_probs):
+    def f(x):
+        case = options(input_lengths=(2, 4, 5), zero_infinity=zero_infinity, reduction="none")
+        return (F.ctc_loss(x, **case) * torch.tensor([2.0, 3.0, 4.0])).sum()
+
+    x = log_probs.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(f(x), x)
+    for gradient in (jax.grad(to_jax(f)), to_jax(functx.grad(f))):
+        np.testing.assert_allclose(gradient(arrays(log_probs)), expected, rtol=1e-4, atol=1e-6)
+    assert expected.isnan().any() != zero_infinity
+
+
+def test_a_program_keeps_nothing_of_its_trace(log_probs):
+    """The second derivative can't be traced; the error that says so is kept, its frames aren't."""
+
+    def traced():
+        before = {id(x) for x in gc.get_objects()}
+        h = to_jax(lambda x: F.ctc_loss(x, **options()))
+        h(arrays(log_probs))
+        gc.collect()
+        states = torch.get_rng_state().shape
+        found = [x for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in before]
+        return h, [x for x in found if x.shape == states]
+
+    _, states = traced()
+    assert states == []
 
 
 @pytest.mark.parametrize("targets", [TARGETS, TARGETS.reshape(-1)[:8]], ids=["rows", "one row"])
@@ -71,10 +102,10 @@ def test_the_operation_in_torch(log_probs):
     """Where a graph is run operation by operation, as `crosscheck` does to find a difference."""
     args = (log_probs, TARGETS, torch.tensor(INPUTS), torch.tensor(LENGTHS))
     expected = F.ctc_loss(*args, reduction="none")
-    assert torch.equal(torch.ops.functx.ctc_loss(*args, 0), expected)
+    assert torch.equal(torch.ops.functx.ctc_loss(*args, 0, False), expected)
     leaf = log_probs.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(F.ctc_loss(leaf, *args[1:], reduction="sum"), leaf)
-    assert torch.equal(torch.ops.functx.ctc_loss_backward(torch.ones(3), *args, 0), gradient)
+    assert torch.equal(torch.ops.functx.ctc_loss_backward(torch.ones(3), *args, 0, False), gradient)
 
 
 def test_one_example(log_probs):

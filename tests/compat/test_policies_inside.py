@@ -35,6 +35,7 @@ def batched(args):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.filterwarnings("ignore:to_jax. what the policy of a region offloads")
 def test_products_that_run_again(name, args):
     policy, again = POLICIES[name]
     gradient = functx.grad(net(policy))
@@ -44,6 +45,14 @@ def test_products_that_run_again(name, args):
     assert products(per_example, *batched(args)) == PLAIN + again
     counts = functx.memory.count(per_example, *batched(args))
     assert counts["mm"] + counts["bmm"] == PLAIN + again
+
+
+def test_what_stays_on_the_device_is_told(args):
+    """Host memory is for gradients that JAX takes: there the values are its residuals."""
+    f = to_jax(net(POLICIES["offload"][0]))
+    with pytest.warns(UserWarning, match=r"stays on the device.*jax\.grad\(to_jax\(f\)\)"):
+        to_jax(functx.grad(net(POLICIES["offload"][0]))).program(*arrays(args))
+    assert "<host>" in str(jax.make_jaxpr(jax.grad(f))(*arrays(args)))
 
 
 @pytest.mark.parametrize("name", ["names", "dots"])

@@ -8,9 +8,6 @@ is missing) is no case.
 from __future__ import annotations
 
 import itertools
-import sys
-import types
-import unittest
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -22,6 +19,9 @@ from cases import numbers
 from torch.utils import _pytree as pytree
 
 import functx
+
+from . import database
+from .database import name_of
 
 TRANSFORMS = ("value", "backward", "grad", "vmap(grad)", "jvp", "grad(grad)")
 ROUNDINGS = 16
@@ -60,20 +60,7 @@ class Verdict:
 
 def entries() -> list[Any]:
     """The entries with samples in float64 or float32 on a CPU."""
-    # torch's test utilities import a package that only their own assertions need.
-    stand_in = types.ModuleType("expecttest")
-    stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-    sys.modules.setdefault("expecttest", stand_in)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    floats = {torch.float64, torch.float32}
-    return [op for op in op_db if floats & set(op.supported_dtypes("cpu"))]
-
-
-def name_of(op: Any) -> str:
-    """The name of an entry, with its variant."""
-    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+    return database.entries(torch.float64, torch.float32)
 
 
 def judge(op: Any, samples: int = 8) -> list[Verdict]:

@@ -8,7 +8,8 @@ import torch
 import functx
 
 from . import sweep
-from .sweep import Verdict, entries, judge, name_of, table
+from .database import name_of
+from .sweep import Verdict, entries, judge, table
 
 # (entry, transform) -> why remat of it is not what it is without; none may be silently wrong.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
