@@ -5,11 +5,12 @@ torch.autograd runs it for ``is_grads_batched`` and ``vectorize=True``. It is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch._C import _functorch
+from torch._functorch import vmap as _vmap
 
 # Levels entered and left; tensors of one, put together and taken apart.
 enter_legacy_vmap = torch._C._vmapmode_increment_nesting
@@ -42,3 +43,21 @@ def outside_legacy_vmap() -> Iterator[None]:
     finally:
         for _ in levels:
             enter_legacy_vmap()
+
+
+_remove_batch_dim = _vmap._remove_batch_dim
+
+
+def observe_results(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """From now on, ask ``resolve`` what vmap is to expand: results that are no batch of its level.
+
+    It does so in C++, where no mode sees it.
+    """
+    if _vmap._remove_batch_dim is not _remove_batch_dim:
+        return
+
+    def remove(t: torch.Tensor, level: int, size: int, dim: int) -> torch.Tensor:
+        batch = _functorch.is_batchedtensor(t) and _functorch.maybe_get_level(t) == level
+        return _remove_batch_dim(t if batch else resolve(t), level, size, dim)
+
+    _vmap._remove_batch_dim = remove  # type: ignore[assignment]

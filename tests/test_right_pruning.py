@@ -242,6 +242,31 @@ def test_a_leaf_that_a_transform_passes_on_was_not_made_by_it():
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("library", [functx, torch.func])
+@pytest.mark.parametrize("outer", ["none", "jvp", "vjp"])
+def test_a_leaf_that_vmap_expands_inside_vjp_was_not_made_there(library, outer):
+    """The results of vjp were; what vmap expanded to be one of them, in C++, was not seen."""
+    leaf = numbers(3, 3, start=2.0).requires_grad_()
+    x = numbers(2, 3).requires_grad_()
+
+    def f(x):
+        y, pullback = library.vjp(library.vmap(lambda x: (x.sin(), leaf)), x)
+        return y, pullback((y[0].cos(), y[1]))[0]
+
+    def gradients(f):
+        if outer == "none":
+            out = f(x)
+        elif outer == "jvp":
+            out = library.jvp(f, (x,), (x,))
+        else:
+            out, pullback = library.vjp(f, x)
+            out = out, pullback(out)[0]
+        total = sum(t.sin().sum() for t in torch.utils._pytree.tree_leaves(out))
+        return torch.autograd.grad(total, [x, leaf])
+
+    assert_same(gradients(functx.remat(f)), gradients(f), eps=8)
+
+
 @pytest.mark.parametrize("write", ["mul_", "squeeze_"])
 @pytest.mark.parametrize("used", [False, True])
 def test_what_an_inner_policy_may_keep_is_written_to(write, used):

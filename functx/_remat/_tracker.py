@@ -8,7 +8,7 @@ a single operation.
 NOTE [transforms of torch.func]
 A transform that is called inside a region wraps its arguments in C++. While a region runs, the one
 function it wraps them with asks for stand-ins first; other threads, and code outside of regions,
-get the plain function.
+get the plain function. So does the one that ``vmap`` expands results with.
 
 NOTE [custom functions]
 ``Function.apply`` does not pass through torch-function modes. ``SingleLevelFunction``, the Python
@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_compiler, _tree
+from functx import _torch, _torch_compiler, _torch_vmap, _tree
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
 from functx._remat._entry import custom_function, nested_transform, results
 from functx._remat._watch import python_on_tape, watching
+from functx._torch_edges import requires_grad_anywhere
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
 _TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
@@ -321,6 +322,7 @@ class tracking:
             lower.tracker = self._tracker if on_top else SILENT
         if not on_top and not silent:
             observe_custom_functions()
+            _torch_vmap.observe_results(_expanded)
             self._pushed = RegionMode()
             self._pushed.tracker = self._tracker
             self._pushed.__enter__()
@@ -341,6 +343,11 @@ def _wrapped(t: Any) -> Any:
     """What a transform of torch.func wraps for its level: never a foreign tensor itself."""
     tracker = active_tracker()
     return t if tracker is None else tracker.operands(nested_transform, [t])[0]
+
+
+def _expanded(t: Tensor) -> Tensor:
+    """What ``vmap`` expands, as no example differs in it: never a foreign tensor itself."""
+    return _wrapped(t) if requires_grad_anywhere(t) else t
 
 
 def observe_custom_functions() -> None:
