@@ -100,10 +100,12 @@ def _peaks_under(
             state = walk(tree, *blocks, dict(enumerate(tensors[:takes])))
             return [t for t in _tree.leaves(program.finish(state)) if isinstance(t, Tensor)]
 
+        run = around.under(body, slots)
+
         def there_and_back() -> Any:
             leaves = [t.detach().requires_grad_(t.requires_grad) for t in own]
-            outs = list(around.under(body, slots)(*leaves))
-            if around.differentiates(slots):
+            outs = list(run(*leaves))
+            if around.differentiates(slots) and any(t.requires_grad for t in outs):
                 outs = [number_of(outs)]
             return pull_back(outs, leaves)
 

@@ -200,17 +200,30 @@ def record(
 @contextmanager
 def _unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
     """Refuse what rebinds attributes of modules; they are put back."""
-    places = [d for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
-    before = [(d, dict(d)) for d in places]
+    places = [(d, m) for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
+    before = [(d, m, dict(d)) for d, m in places]
     try:
         yield
     finally:
-        changed = [k for d, b in before for k in b.keys() | d.keys() if d.get(k) is not b.get(k)]
-        for d, b in before:
+        changed = [
+            name
+            for d, m, old in before
+            for name in old.keys() | d.keys()
+            if d.get(name) is not old.get(name) and not _of_parameters(d.get(name), m)
+        ]
+        for d, _, old in before:
             d.clear()
-            d.update(b)
+            d.update(old)
     if changed:
         raise RematError(
             f"remat: a budget for {name!r} can't be kept, because it rebinds {changed[0]!r} of a "
             "module. Write to it in place, or plan its parts: functx.plan takes a list of blocks."
         )
+
+
+def _of_parameters(value: Any, module: Any) -> bool:
+    """Whether it lists the module's own parameters, or refers to them, as recurrent layers do."""
+    own = {id(p) for p in module.__dict__.get("_parameters", {}).values()}
+    return isinstance(value, list) and all(
+        id(x() if isinstance(x, weakref.ref) else x) in own for x in value
+    )

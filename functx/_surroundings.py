@@ -15,6 +15,7 @@ gradients of that one, and it makes a number of them before it pulls back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ def _batched(
         return tuple(body(*tensors))
 
     batched = vmap(one, in_dims=(0, *dims), randomness=level.randomness)
-    return lambda *tensors: batched(torch.zeros(level.batch_size), *tensors)
+    return functools.partial(batched, torch.zeros(level.batch_size))  # made before it is measured
 
 
 def _pulled_back(body: Body, wanted: Sequence[bool], how: str, read: bool) -> Body:

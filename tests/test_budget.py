@@ -325,3 +325,42 @@ class TestRefused:
             ValueError, match=r"no plan fits in .* the least possible is [\d,]+ bytes"
         ):
             functx.grad(functx.remat(mlp, budget=0.1))(WEIGHTS, X)
+
+
+class TestModulesCalledWithOtherParameters:
+    """`functional_call` puts parameters in place of a module's own while it runs."""
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    @pytest.mark.parametrize("kind", ["lstm", "experts"])
+    def test_per_example(self, kind):
+        torch.manual_seed(0)
+        module = nn.LSTM(6, 6, 2, batch_first=True) if kind == "lstm" else Experts(6)
+        x = torch.randn(8, 10, 6)
+
+        def gradients(module):
+            def loss(params, x):
+                out = torch.func.functional_call(module, params, (x[None],))
+                return (out[0] if kind == "lstm" else out).square().sum()
+
+            params = {name: p.detach() for name, p in module.named_parameters()}
+            return functx.vmap(functx.grad(loss), (None, 0))(params, x)
+
+        most = peak(gradients, module)
+        planned = functx.remat(module, budget=most)
+        expected = gradients(module)
+        assert_same(list(gradients(planned).values()), list(expected.values()), 64)
+        assert peak(gradients, planned) <= most
+
+
+class Experts(nn.Module):
+    """A mixture: each expert sees everything, two of them count."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        shares, chosen = torch.softmax(self.gate(x), -1).topk(2, -1)
+        shares = torch.zeros_like(x[..., :3]).scatter(-1, chosen, shares)
+        return x + sum(shares[..., i : i + 1] * e(x) for i, e in enumerate(self.experts))
