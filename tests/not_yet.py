@@ -9,7 +9,4 @@ NOT_YET = {
         "a dispatch mode entered around the backward alone acts on the replay too: it can't be "
         "told from one that counts operations, which has to see them"
     ),
-    "TestCaches::test_written_by_one_region_and_read_by_another": (
-        "raises ReplayError: a constant that one region reads is written by the next"
-    ),
 }

@@ -5,7 +5,7 @@ import torch
 from cases import DTYPE, numbers
 from nets import seeded
 from programs import identity
-from references import assert_same
+from references import Operations, assert_same
 from right import X, check, right_or_raises
 from torch import nn
 
@@ -342,3 +342,42 @@ class TestCaches:
             return f
 
         check(build, ways=["backward"])
+
+    @pytest.mark.parametrize("by_view", [False, True])
+    @pytest.mark.parametrize("when", ["before the writer", "after the writer", "only"])
+    def test_written_outside_of_regions_after_it_was_read(self, by_view, when):
+        """Nobody sees that beforehand; a region that writes later copies what is no longer it."""
+        buffer = torch.zeros(4, dtype=DTYPE)
+        x = X.clone().requires_grad_()
+        y = functx.remat(lambda x: x.sin() * buffer.clone())(x)
+
+        def outside():
+            (buffer[1:] if by_view else buffer).add_(1)
+
+        if when == "before the writer":
+            outside()
+        if when != "only":
+            y = functx.remat(lambda y: (buffer.mul_(2), y * buffer.clone())[1])(y)
+        if when != "before the writer":
+            outside()
+        if when == "after the writer":  # the reader has its copy, and so has the writer
+            expected = torch.zeros_like(x)
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        else:
+            with pytest.raises(functx.ReplayError, match="modified in place"):
+                y.sum().backward()
+
+    def test_readers_and_the_writer_share_a_copy(self):
+        """One more region that reads costs no bytes when the next one writes."""
+
+        def gained(readers):
+            buffer = torch.zeros(1000, dtype=DTYPE)
+            y = numbers(1000).requires_grad_()
+            read = functx.remat(lambda y: y * buffer.sum())
+            for _ in range(readers):
+                y = read(y)
+            with Operations() as operations:
+                out = functx.remat(lambda y: (buffer.add_(1), y * buffer.sum())[1])(y)
+                return operations.live - out.nbytes
+
+        assert gained(3) == gained(1) == gained(0)

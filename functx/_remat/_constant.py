@@ -1,6 +1,14 @@
-"""What a body reads that no derivative flows to: a replay must find what the forward found."""
+"""What a body reads that no derivative flows to: a replay must find what the forward found.
+
+NOTE [readers]
+A region that writes to a constant keeps what it found there. So do, then, the regions that read it
+before and did not write (a key-value cache, a step counter), at no cost: it is the same copy. What
+is written outside of regions nobody sees beforehand.
+"""
 
 from __future__ import annotations
+
+import weakref
 
 from torch import Tensor
 
@@ -15,23 +23,32 @@ class Constant:
     forward found and must not write again: it gets a copy of the value from before.
     """
 
-    __slots__ = ("before", "value", "version")
+    __slots__ = ("__weakref__", "_readers", "before", "value", "version")
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.version = _torch.version(value)
         self.before: Tensor | None = None
+        # Held by constants that hold the tensor, so that its id stays its.
+        self._readers = _readers.get(id(value))
+        if self._readers is None:
+            self._readers = _readers[id(value)] = _Readers()
+        self._readers.add(self)
 
     def about_to_be_written(self) -> None:
-        """Keep the value that a replay must start from."""
+        """Keep the value that a replay must start from. ``NOTE [readers]``."""
         if self.before is None:
             with _torch.cleared_interpreter_stack():
                 self.before = self.value.detach().clone()
+            for reader in [*(self._readers or ())]:
+                if reader.before is None and reader.version == _torch.version(self.value):
+                    reader.before = self.before
 
     def seal(self, name: str) -> None:
         """The first run ended: a write nobody announced can't be undone for a replay."""
         if self.before is not None:
             self.value = self.before
+            self._readers = None
         elif _torch.version(self.value) != self.version:
             raise RematError(
                 f"remat: the region {name!r} wrote to a tensor of shape {tuple(self.value.shape)} "
@@ -51,3 +68,10 @@ class Constant:
                 "the backward, or pass a clone."
             )
         return self.value
+
+
+class _Readers(weakref.WeakSet["Constant"]):
+    """The constants of all regions that are one tensor."""
+
+
+_readers: weakref.WeakValueDictionary[int, _Readers] = weakref.WeakValueDictionary()
