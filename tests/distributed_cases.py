@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -190,6 +190,47 @@ def fsdp_per_example():
     ours = functx.vmap(functx.grad(lambda x: model(x).sum()))(mine())
     expected = net()
     return torch.allclose(ours, functx.vmap(functx.grad(lambda x: expected(x).sum()))(mine()))
+
+
+def criterion(out):
+    return out.square().sum()
+
+
+def clipped(model, x, **options):
+    return functx.per_sample.clipped_sum((model, criterion), max_norm=0.5, **options)(x)
+
+
+@case
+def clipped_sum_of_split_layers():
+    ours = clipped(split(functx.apply_remat(net(), "*")), batch(), chunk_size=1)
+    expected = clipped(net(), batch())
+    return all(torch.allclose(ours[k], expected[k]) for k in expected)
+
+
+@case
+def clipped_sum_needs_whole_parameters():
+    wrapped = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    spread = split(net())
+
+    def of_function():
+        def loss(params, x):
+            return functx.functional_call(spread, params, (x,)).sum()
+
+        functx.per_sample.norms(loss)(dict(spread.named_parameters()), mine())
+
+    for run, words in (
+        (lambda: clipped(shard(net()), mine(), chunk_size=1), "sharded by FSDP"),
+        (lambda: clipped(wrapped, mine(), chunk_size=1), "sharded by FSDP"),
+        (lambda: clipped(spread, mine()), "chunk_size=1"),
+        (of_function, r"a pair (module, criterion) and chunk_size=1"),
+    ):
+        try:
+            run()
+            return False
+        except ValueError as error:
+            if words not in str(error):
+                raise
+    return True
 
 
 def refused(run):

@@ -43,7 +43,10 @@ def main(path):
     total, extras = f(params, own)
     same = {"w": params["w"], "v": params["v"].double()}
     alike, _ = per_sample.clipped_sum(
-        loss, max_norm=0.5, return_norms=True, process_group=dist.group.WORLD
+        loss,
+        max_norm=0.5,
+        return_norms=True,
+        process_group=dist.device_mesh.init_device_mesh("cpu", (size,)),
     )(same, own)
     torch.save(
         {"total": total, "norms": extras.norms, "alike": alike, "reduced": reduced},

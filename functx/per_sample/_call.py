@@ -29,6 +29,7 @@ class Call:
         shared: Positions that hold no examples if ``in_dims`` is ``None``; may count from the end.
         chunking: How to cut batches.
         api: The name for error messages.
+        of_module: Whether `func` was made of a module, which was checked.
     """
 
     func: Any
@@ -36,6 +37,7 @@ class Call:
     shared: tuple[int, ...]
     chunking: Chunking
     api: str
+    of_module: bool = False
 
     def run(self, make_job: MakeJob, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the job that ``make_job`` makes for the first batch."""
@@ -57,6 +59,9 @@ class Call:
                 batch = batch.take(kept)
             make = functools.partial(make_job, batch)
             job = job or make()
+            one_by_one = batch.size == 1 or self.chunking.chunk_size == 1
+            if not (one_by_one and self.of_module):
+                self._check_whole(batch)
             if batch.size:
                 self.chunking.run(replace(batch, start=seen), job, make)
             seen += batch.size
@@ -65,6 +70,15 @@ class Call:
         if not seen:  # what the loss returns has a shape also where there is no example
             job.run(invented(batch))
         return job.result(kept, total, empty=not seen)
+
+    def _check_whole(self, batch: Batch) -> None:
+        """Raises ``ValueError`` for parameters that are spread over processes."""
+        if any(type(leaf).__name__ == "DTensor" for leaf in batch.leaves):
+            raise ValueError(
+                f"{self.api}: parameters are DTensors, which vmap can't run. Of a module in tensor "
+                "parallelism give a pair (module, criterion) and chunk_size=1; or keep the whole "
+                "module in every process, and add up with process_group"
+            )
 
     def _positions(self, count: int) -> tuple[int, ...]:
         return _validate.resolve_argnums(self.shared, count, self.api) if self.shared else ()

@@ -204,9 +204,9 @@ def clipped_sum(
         chunk_size: As for `grads`.
         memory_budget: As for `grads`.
         randomness: As for `grads`.
-        process_group: Add up over the ranks of a :mod:`torch.distributed` group (``True`` for the
-            default one), in one all-reduce, a second one only where leaves differ in dtype. Every
-            rank has to call, also without examples.
+        process_group: Add up over the ranks of a :mod:`torch.distributed` group (or a
+            ``DeviceMesh`` of one dimension; ``True`` for the default group), in one all-reduce.
+            Every rank has to call, also without examples.
 
     Returns:
         A function of the same arguments as that of `grads`, that returns the sum, a pytree like the
@@ -271,7 +271,7 @@ def _transform(
     in_dims = dims_of(module, in_dims, argnums, api)
     shared = (argnums,) if isinstance(argnums, int) else argnums
     chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(loss_of_one, in_dims, shared, chunking, api)
+    call = Call(loss_of_one, in_dims, shared, chunking, api, module is not None)
 
     hints: dict[Any, bool] = {}
 

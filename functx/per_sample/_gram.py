@@ -76,7 +76,8 @@ def gram(
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
     dims = dims_of(module, in_dims, argnums, api)
     shared = (argnums,) if isinstance(argnums, int) else argnums
-    call = Call(of_one, dims, shared, Chunking(chunk_size, memory_budget, randomness, api), api)
+    chunking = Chunking(chunk_size, memory_budget, randomness, api)
+    call = Call(of_one, dims, shared, chunking, api, module is not None)
 
     def with_output(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         output = of_one(*args, **kwargs)

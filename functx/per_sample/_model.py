@@ -62,7 +62,7 @@ def functional(
         )
 
     def loss(params: Params, inputs: Any, *targets: Any) -> torch.Tensor:
-        check_no_batch_statistics(module)
+        check_module(module)
         inputs, targets = _tree.map_(_batch_of_one, (inputs, targets))
         if isinstance(inputs, Mapping):
             output = functional_call(module, params, (), dict(inputs))
@@ -75,7 +75,7 @@ def functional(
             return value.reshape(())
         return value
 
-    check_no_batch_statistics(module)
+    check_module(module)
     return loss, trainable(module)
 
 
@@ -111,9 +111,20 @@ def trainable(module: nn.Module) -> Params:
     return params
 
 
-def check_no_batch_statistics(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a module mixes the examples of a batch, see NOTE [batch norm]."""
+def check_module(module: nn.Module) -> None:
+    """Raises ``ValueError`` if a module mixes the examples of a batch, see NOTE [batch norm].
+
+    Or if it averages the gradients of several processes, each of an example of its own.
+    """
     for name, part in module.named_modules():
+        kinds = {cls.__name__ for cls in type(part).__mro__}
+        if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+            raise ValueError(
+                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which takes the "
+                "parameters from its own store and adds up the gradients of all processes: there "
+                "is none of one example. Keep the whole module in every process, and add up with "
+                "process_group"
+            )
         # Also the synchronised and lazy ones; instance normalisation is no subclass.
         if not isinstance(part, _torch.BatchNorm):
             continue

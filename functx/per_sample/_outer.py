@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from functx import _torch, _torch_operators
+from functx._remat._tapes import PLAIN
 from functx._remat._tracker import active_tracker
 from functx.per_sample._factors import Dense, OneHot, Term, product, without, worth
 
@@ -262,7 +263,7 @@ def _plain(*tensors: torch.Tensor) -> bool:
     tracker = active_tracker()
     if tracker is not None and not tracker.pulls_back:
         return False  # activations, which more than a norm is wanted of
-    return all(t.is_floating_point() and not t.requires_grad for t in tensors)
+    return all(type(t) in PLAIN and t.is_floating_point() and not t.requires_grad for t in tensors)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

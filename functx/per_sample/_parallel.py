@@ -14,8 +14,8 @@ def all_reduced(tree: Any, process_group: Any) -> Any:
 
     Args:
         tree: Tensors, of the same shapes on every rank.
-        process_group: A group of :mod:`torch.distributed`; ``True`` for the default one; ``None``
-            for no sum at all.
+        process_group: A group of :mod:`torch.distributed`, or a ``DeviceMesh`` of one dimension;
+            ``True`` for the default group; ``None`` for no sum at all.
 
     Returns:
         The pytree, equal on every rank.
@@ -33,12 +33,17 @@ def all_reduced(tree: Any, process_group: Any) -> Any:
             "torch.distributed.init_process_group first"
         )
     group = None if process_group is True else process_group
+    if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
+        group = group.get_group()
     leaves, spec = _tree.flatten(tree)
     reduced: dict[int, torch.Tensor] = {}
-    for kind in dict.fromkeys((leaf.dtype, leaf.device) for leaf in leaves):
-        numbers = [i for i, leaf in enumerate(leaves) if (leaf.dtype, leaf.device) == kind]
+    for device in dict.fromkeys(leaf.device for leaf in leaves):
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.device == device]
+        # `cat` makes of several dtypes the one that holds all of them.
         buffer = torch.cat([leaves[i].detach().reshape(-1) for i in numbers])
         dist.all_reduce(buffer, group=group)
         parts = buffer.split([leaves[i].numel() for i in numbers])
-        reduced |= {i: part.view(leaves[i].shape) for i, part in zip(numbers, parts)}
+        for i, part in zip(numbers, parts):
+            of_dtype = part.real if buffer.is_complex() and not leaves[i].is_complex() else part
+            reduced[i] = of_dtype.view(leaves[i].shape).to(leaves[i].dtype)
     return _tree.unflatten(spec, [reduced[i] for i in range(len(leaves))])

@@ -138,9 +138,14 @@ def _pull_one(
             value, aux, pullback = _record(loss, args, batch.kwargs)
         else:
             value, aux, pullback = _record_plain(loss, args, batch.kwargs)
-    _feed(pullback, value, receiver, mode, lambda gradient: gradient.unsqueeze(0))
+    _feed(pullback, value, receiver, mode, lambda gradient: _whole(gradient).unsqueeze(0))
     value, aux = _tree.map_(_stacked, (value, aux if loss.has_aux else ()))
     return value, (aux if loss.has_aux else None)
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that is spread over processes, in one piece: its norm is wanted."""
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def _stacked(leaf: Any) -> torch.Tensor:

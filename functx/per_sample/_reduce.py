@@ -149,7 +149,7 @@ def jacobian(
     of_one = transform(of_module, argnums, has_aux=has_aux)
     shared = (argnums,) if isinstance(argnums, int) else argnums
     chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(of_module, in_dims, shared, chunking, api)
+    call = Call(of_module, in_dims, shared, chunking, api, module is not None)
 
     @functools.wraps(of_module, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
