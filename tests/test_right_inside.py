@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import numbers
+from references import assert_same
 from right import X, check
 
 import functx
@@ -246,6 +247,32 @@ class TestDerivativesInside:
             return remat(f), [w]
 
         check(build, eps=64)
+
+    @pytest.mark.parametrize("inner", ["grad", "jvp", "vjp"])
+    @pytest.mark.parametrize("outer", ["jvp", "vjp", "jacrev", "jacfwd", "grad"])
+    @pytest.mark.parametrize("library", [functx, torch.func], ids=["functx", "torch.func"])
+    def test_a_transform_of_a_transform(self, library, outer, inner):
+        """What one gives goes into the other with no operation between them, which modes see."""
+
+        def cubes(x):
+            return (x * x * x).sum()
+
+        first = {
+            "grad": library.grad(cubes),
+            "jvp": lambda x: library.jvp(cubes, (x,), (x,))[1],
+            "vjp": lambda x: library.vjp(cubes, x)[1](cubes(x))[0],
+        }[inner]
+        f = {
+            "jvp": lambda x: library.jvp(first, (x,), (x,)),
+            "vjp": lambda x: library.vjp(first, x)[1](first(x)),
+            "jacrev": library.jacrev(first),
+            "jacfwd": library.jacfwd(first),
+            "grad": library.grad(lambda x: first(x).sum()),
+        }[outer]
+        check(lambda remat: remat(f), eps=64)
+        x = numbers(2, 3, 4)
+        for stack in (functx.vmap, lambda f: functx.vmap(functx.vmap(f))):
+            assert_same(stack(functx.remat(f))(x), stack(f)(x))
 
 
 SCALE = {"factor": 2.0}

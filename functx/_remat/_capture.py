@@ -35,7 +35,7 @@ from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
 from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
-from functx._remat._tapes import leaves_below, nodes_of, tensors_of, tracked
+from functx._remat._tapes import anonymous, leaves_below, nodes_of, tensors_of, tracked
 from functx._remat._tracker import Tracker, rewrap
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
@@ -153,8 +153,7 @@ class FirstRun(Tracker):
     def close(self, func: Any) -> None:
         """Record the operation."""
         if not self._region.options.by_sight:
-            entry = Entry(func, tuple(self._sources), tuple(self._scalars), where())
-            self.entries.append(entry)
+            self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), where()))
         self._sources.clear()
         self._scalars.clear()
 
@@ -226,11 +225,14 @@ class FirstRun(Tracker):
 
     def _meet(self, t: Tensor) -> Tensor:
         alive = _torch.unwrap_if_dead(t)
+        in_engine = _torch.current_graph_task_id() != self._engine
         if alive is not t:
+            if t.requires_grad and self._made_here(t, in_engine):
+                self._sources.append(MADE_HERE)
+                return t
             # What is only passed on need not be known; so it is where the level is alive.
             passed_on = self._returning and not requires_grad_anywhere(t)
-            value = None if passed_on else self._stood_for(t, alive)
-            if value is not None:
+            if not passed_on and (value := self._stood_for(t, alive)) is not None:
                 return self._capture(t, value)
             resolved = self.resolve(alive)
             if resolved is not alive:
@@ -240,7 +242,7 @@ class FirstRun(Tracker):
             return t
         if _torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth:
             return self._meet_wrapper(t)
-        return self._meet_foreign(t, _torch.current_graph_task_id() != self._engine)
+        return self._meet_foreign(t, in_engine)
 
     def _meet_foreign(self, t: Tensor, in_engine: bool) -> Tensor:
         region = self._region
@@ -272,10 +274,7 @@ class FirstRun(Tracker):
         return standin
 
     def _stood_for(self, t: Tensor, alive: Tensor) -> Tensor | None:
-        """What a wrapper of a level that ended is in the replay around this region, if it is.
-
-        Not by its value, which may be somebody else's value too.
-        """
+        """What the wrapper (not its value) is in the replay around this region, if it is there."""
         deeper = _torch.is_wrapped(alive) and _torch.wrapper_level(alive) > self._depth
         if self._region.outer is None or deeper or self.knows(alive):
             return None
@@ -299,8 +298,10 @@ class FirstRun(Tracker):
         inner = t
         while _torch.is_wrapped(inner) and _torch.wrapper_level(inner) > self._depth:
             inner = _torch.get_unwrapped(inner)
-        self.resolve(inner)
-        source = self._sources.pop()
+        source = MADE_HERE
+        if not anonymous(inner):
+            self.resolve(inner)
+            source = self._sources.pop()
         if source == MADE_HERE or self._standins[source] is inner:
             self._known[id(t)] = weakref.ref(t)
             self._sources.append(MADE_HERE)

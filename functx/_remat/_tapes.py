@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._torch_edges import requires_grad_anywhere
 
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types of tensors that hold one piece of memory and hide no other tensors."""
@@ -63,3 +65,13 @@ def tracked(t: Tensor) -> bool:
         _torch.forward_ad_level() >= 0
         and torch.autograd.forward_ad.unpack_dual(t).tangent is not None
     )
+
+
+def anonymous(t: Tensor) -> bool:
+    """Whether nobody but the caller has a name for ``t``, and no tape knows it.
+
+    So it is with the alias that C++ makes of a primal to put it into a dual; a tensor from outside
+    has a name there.
+    """
+    # Held by the caller, by `t`, and by the call; and by C++, if that has it too.
+    return sys.getrefcount(t) <= 3 + (_torch.use_count(t) > 1) and not requires_grad_anywhere(t)
