@@ -6,35 +6,44 @@ to; the line is looked up when somebody asks for it.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import types
 from typing import Any
 
 import torch
 
-from functx import _torch
+from functx import _torch_modules
 
 Place = tuple[types.CodeType, int]
 
 _INTERNAL = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 
 
-@functools.lru_cache(maxsize=4096)
-def _internal(filename: str) -> bool:
-    return filename.startswith(_INTERNAL)
+class _Internal(dict[str, bool]):
+    """Whether a file is of torch or functx, by its name."""
+
+    def __missing__(self, filename: str) -> bool:
+        internal = self[filename] = filename.startswith(_INTERNAL)
+        return internal
 
 
-def where() -> Place:
-    """The line outside of torch and functx that is running, not looked up yet."""
+_internal = _Internal()
+
+
+def where(skipped: int = 0) -> Place:
+    """The line outside of torch and functx that is running, not looked up yet.
+
+    Args:
+        skipped: how many frames, the caller's first, are known to be of functx.
+    """
     # Never this function's own frame: a frame that holds itself is garbage with all it refers to.
-    frame: Any = getattr(inspect.currentframe(), "f_back", None)
+    frame: Any = _torch_modules.frame_above(skipped + 1)
     here = frame
-    while _internal(frame.f_code.co_filename) and frame.f_back is not None:
+    while _internal[frame.f_code.co_filename]:
         frame = frame.f_back
-    if _internal(frame.f_code.co_filename):
-        frame = here
+        if frame is None:
+            frame = here
+            break
     return frame.f_code, frame.f_lasti
 
 
@@ -51,14 +60,14 @@ def describe_place(place: Place) -> str:
 
 
 class ModulePaths:
-    """Where among the modules that are running this is: `_torch.module_path`, many times over."""
+    """Where among the modules that are running this is: `module_path`, many times over."""
 
     def __init__(self) -> None:
         self._paths: dict[int, tuple[torch.nn.Module, dict[int, str]]] = {}
 
     def here(self) -> str:
         """The path from the outermost module that is running; ``""`` outside of modules."""
-        running = _torch.running_modules()
+        running = _torch_modules.running_modules()
         if not running:
             return ""
         root = running[-1]

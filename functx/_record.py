@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_fake, _tree
+from functx import _torch, _torch_fake, _torch_modules, _tree
 from functx._errors import RematError
 from functx._program import Operation, Program, Ref
 from functx._remat._function import recording
+from functx._remat._functions import PASSIVE, TENSOR_GETTERS
 from functx._remat._module_state import reachable
-from functx._remat._tracker import _PASSIVE as PASSIVE
-from functx._remat._tracker import _TENSOR_GETTERS as TENSOR_GETTERS
 from functx._remat._tracker import SILENT, tracking
 from functx._torch_edges import requires_grad_anywhere
 
@@ -200,7 +199,7 @@ def record(
 @contextmanager
 def _unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
     """Refuse what rebinds attributes of modules; they are put back."""
-    places = [(d, m) for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
+    places = [(d, m) for m in modules for d in (m.__dict__, _torch_modules.buffers_of(m))]
     before = [(d, m, dict(d)) for d, m in places]
     try:
         yield

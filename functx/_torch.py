@@ -6,7 +6,6 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -116,11 +115,6 @@ def without_modes() -> Iterator[None]:
 # Dispatch modes alone: counters and the records of regions.
 without_dispatch_modes = _python_dispatch._disable_current_modes
 
-# --- modules -----------------------------------------------------------------------------------
-
-# The one base class of what normalises over the batch: lazy, synchronised and of any rank.
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-
 # --- operators ---------------------------------------------------------------------------------
 
 # What a list of operators may consist of.
@@ -161,11 +155,6 @@ def use_count(t: torch.Tensor) -> int:
 def view_base(t: torch.Tensor) -> torch.Tensor | None:
     """What ``t`` is a view of, if autograd knows it as one."""
     return t._base
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The dict in which a module keeps its own buffers."""
-    return module._buffers
 
 
 def enter_jvp_level() -> int:
@@ -242,13 +231,16 @@ def inside_dispatcher() -> bool:
 
     There tensors are bare values of some level, which only that operator can make sense of.
     """
-    keys = torch._C.DispatchKey
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(keys.AutogradOther):
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
         # Inference mode leaves autograd out as well, and what runs in it is the user's.
         return not torch.is_inference_mode_enabled()
     return peek_interpreter_stack() is not None and not (
-        torch._C._dispatch_tls_is_dispatch_key_included(keys.FuncTorchDynamicLayerFrontMode)
+        torch._C._dispatch_tls_is_dispatch_key_included(_TRANSFORMS)
     )
+
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradOther
+_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 
 
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
@@ -273,28 +265,6 @@ def name_in_graph(t: torch.Tensor, name: str) -> None:
         custom["functx_names"] = (*custom.get("functx_names", ()), name)
 
 
-def running_modules() -> list[torch.nn.Module]:
-    """The modules whose forward is running, innermost first."""
-    running: list[torch.nn.Module] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.nn.Module._call_impl.__code__:
-            running.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return running
-
-
-def module_path() -> str:
-    """Where among the modules that are running this is, from the outermost one: ``"0.attn"``."""
-    running = running_modules()
-    if not running:
-        return ""
-    for path, module in running[-1].named_modules(remove_duplicate=False):
-        if module is running[0]:
-            return path
-    return ""
-
-
 def without_proxies() -> Any:
     """A context in which nothing is traced."""
     return _proxy_tensor.disable_proxy_modes_tracing()
@@ -314,10 +284,6 @@ _wrapping = threading.Lock()
 _observing = 0
 
 
-def _set_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
-
-
 _any_torch_function = torch.overrides.has_torch_function
 _NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None), int, float, bool}
 
@@ -330,13 +296,13 @@ def _has_torch_function(args: Iterable[Any]) -> bool:
     return _any_torch_function(args)
 
 
-def observe_wrapping(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Until `stop_observing_wrapping`, ask ``resolve`` what torch.func is to wrap for a level."""
+def observe_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Until `stop_observing_wrapping`, what torch.func wraps for a level is wrapped by ``wrap``."""
     global _observing
     with _wrapping:
         _observing += 1
         if _observing == 1:
-            _set_wrapping(lambda tensor, level: wrap_for_grad(resolve(tensor), level))
+            _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
             torch.overrides.has_torch_function = _has_torch_function
 
 
@@ -346,7 +312,7 @@ def stop_observing_wrapping() -> None:
     with _wrapping:
         _observing -= 1
         if _observing == 0:
-            _set_wrapping(wrap_for_grad)
+            _eager_transforms._wrap_for_grad = wrap_for_grad  # type: ignore[assignment]
             torch.overrides.has_torch_function = _any_torch_function
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +12,25 @@ from torch.nn.utils import parametrize as _parametrize
 
 from functx import _torch
 
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+def grad_mode(enabled: bool) -> AbstractContextManager[Any]:
+    """Grad mode on or off; setting it where it is so already costs an operation that modes see."""
+    if torch.is_grad_enabled() == enabled:
+        return _AS_IT_IS
+    return torch.set_grad_enabled(enabled)
+
+
+def without_saved_tensors_hooks() -> AbstractContextManager[None]:
+    """Hooks that the user has around this point do not see what tapes in here save."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return _AS_IT_IS
+    return _without_hooks()
+
 
 @contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:
-    """Hooks that the user has around this point do not see what tapes in here save."""
+def _without_hooks() -> Iterator[None]:
     hooks = []
     try:
         while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -42,7 +57,9 @@ def set_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> None:
 def foreign_saved_tensors_hooks() -> bool:
     """Whether hooks see what the tape saves that torch did not make: what it holds is unknown."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and not (getattr(top[0], "__module__", None) or "").startswith("torch.")
+    if top is None:
+        return False
+    return not (getattr(top[0], "__module__", None) or "").startswith("torch.")
 
 
 def fork_generators() -> AbstractContextManager[Any]:

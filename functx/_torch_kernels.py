@@ -6,6 +6,7 @@ that ran forward inside ``sdpa_kernel(MATH)`` has a second derivative, its repla
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,13 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
 )
-_READ = tuple(read for read, _ in _FLAGS)
+_READ = [read for read, _ in _FLAGS]
+_call: Callable[[Callable[[], Any]], Any] = operator.call
 
 
 def kernels() -> list[Any]:
     """What is allowed now."""
-    return [read() for read in _READ]
+    return [*map(_call, _READ)]
 
 
 def allow_kernels(wanted: list[Any]) -> None:

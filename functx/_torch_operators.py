@@ -114,6 +114,16 @@ def takes_tensor_first(func: Any) -> bool:
     return bool(func._schema.arguments[0].type.kind() == "TensorType")
 
 
+def callable_of(func: Any) -> Any:
+    """What an operator does when it is called, without the call of a Python function."""
+    return func._op if type(func) is _torch.OpOverload else func
+
+
+def takes_number(func: Any) -> bool:
+    """Whether an operator is one of a tensor and a number that gives a new tensor."""
+    return func._overloadname == "Scalar" and not is_mutable(func)
+
+
 def callable_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments that a dispatch mode was given, as it can call the operator with them.
 
@@ -124,7 +134,7 @@ def callable_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     number = type(first) in (int, float, bool, complex)
     if number and func.namespace == "aten" and takes_tensor_first(func):
         args = (torch.tensor(first), *args[1:])
-    if _torch.forward_ad_level() < 0 or func._overloadname != "Scalar" or is_mutable(func):
+    if _torch.forward_ad_level() < 0 or not takes_number(func):
         return args, kwargs
     return _real_zeros(args), _real_zeros(kwargs)
 

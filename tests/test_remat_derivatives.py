@@ -99,6 +99,25 @@ class TestDerivatives:
 
         check_call(f, numbers(3))
 
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_a_hook_reads_a_variable_of_plain_autograd(self, batched):
+        """The pullback at a level that has ended is no region; who reads what is recorded."""
+        w = numbers(3, start=1.0).requires_grad_()
+
+        def gradients(region):
+            def f(x):
+                h = x.sin()
+                h.register_hook(lambda gradient: gradient * w)
+                return h.exp().sum()
+
+            x = numbers(2, 3) if batched else numbers(3)
+            g = functx.grad(region(f))
+            g = (functx.vmap(g) if batched else g)(x)
+            assert not functx.grad(region(lambda x: x.sin().exp().sum()))(x).requires_grad
+            return g, *torch.autograd.grad(g.square().sum(), w)
+
+        assert_same(gradients(functx.remat), gradients(lambda f: f))
+
     def test_a_transform_inside_a_region(self):
         check_call(lambda x: functx.grad(lambda x: body(x).sum())(x) * x, numbers(3))
         check_call(lambda x: functx.vmap(functx.grad(torch.sin))(x) * x, numbers(3))

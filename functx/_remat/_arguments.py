@@ -17,6 +17,9 @@ SCALARS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
+NUMBERS = frozenset({int, float, bool, type(None)})
+"""Types of most of them."""
+
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TYPES = (int, float, complex, bool)
 
@@ -25,10 +28,10 @@ def same(recorded: Sequence[Any], now: Sequence[Any]) -> bool:
     """Whether scalars are what they were; one that is not a number is itself."""
     if len(recorded) != len(now):
         return False
-    return all(
-        a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
-        for a, b in zip(recorded, now)
-    )
+    for a, b in zip(recorded, now):
+        if not (a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))):
+            return False
+    return True
 
 
 def token(a: Any) -> Any:

@@ -131,12 +131,16 @@ class Body:
         self._out: Any = None
         # No cell of the user's: the result of this very call may end up in it, as in
         # ``x = remat(lambda: g(x))()``, and nothing could free them.
-        self._function = rebound(f, snapshot(f))
-        self._cells = snapshot(self._function)
+        self._function, self._cells = f, snapshot(f)
+        if self._cells:
+            self._function = rebound(f, self._cells)
+            self._cells = snapshot(self._function)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         first, self._first = self._first, None
-        f = rebound(self._function, self._cells) if first is None else first
+        f = first
+        if f is None:
+            f = rebound(self._function, self._cells) if self._cells else self._function
         leaves = [
             static if place is None else tensors[place]
             for place, static in zip(self._where, self._statics)
@@ -182,6 +186,10 @@ Cells = dict[int, tuple[Any, Any]]
 def snapshot(f: Any) -> Cells:
     """The contents of every cell that ``f`` can read. ``NOTE [late binding]``."""
     cells: Cells = {}
+    if type(f) is types.BuiltinFunctionType or (
+        type(f) is types.FunctionType and f.__closure__ is None
+    ):
+        return cells
     stack = [f]
     while stack:
         f = stack.pop()

@@ -37,7 +37,8 @@ def not_holding(counts: Counter[int]) -> None:
 
 def held_by_the_engine(storage: int) -> int:
     """How many aliases of some memory the engine holds. ``NOTE [alive]``."""
-    return sum(counts[storage] for counts in _own.holds)
+    holds = _own.holds
+    return sum(counts[storage] for counts in holds) if holds else 0
 
 
 class Holders:
@@ -47,9 +48,9 @@ class Holders:
 
     def __init__(self, t: Tensor) -> None:
         self._tensor = t
+        self.storage: int | None
         try:
-            self._before = _holders(t)
-            self.storage: int | None = _torch.storage_key(base_of(t))
+            self._before, self.storage = _holders(t)
         except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
             self.storage = None
 
@@ -62,20 +63,24 @@ class Holders:
         """
         if self.storage is None:
             return True
-        for (key, now), (_, before) in zip(_holders(self._tensor), self._before, strict=True):
+        holders, _ = _holders(self._tensor)
+        if holders == self._before:
+            return False
+        for (key, now), (_, before) in zip(holders, self._before, strict=True):
             if now - before > (1 if key in accumulators else 0):
                 return True
         return False
 
 
-def _holders(t: Tensor) -> list[tuple[int, int]]:
+def _holders(t: Tensor) -> tuple[list[tuple[int, int]], int]:
+    """How many hold a tensor, each that it wraps, and its memory; and the key of that."""
     counts = [(id(t), _torch.use_count(t))]
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
         counts.append((id(t), _torch.use_count(t)))
     storage = _torch.storage_key(t)
     counts.append((0, _torch.storage_use_count(storage) - held_by_the_engine(storage)))
-    return counts
+    return counts, storage
 
 
 def base_of(t: Tensor) -> Tensor:

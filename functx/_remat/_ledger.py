@@ -11,16 +11,18 @@ can't be stale: it is known anew for each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_globals, _torch_operators
+from functx import _torch, _torch_globals, _torch_memory, _torch_operators
 from functx._offload import Fetcher
 from functx._policies import Everything
+from functx._remat._arguments import NUMBERS
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
+from functx._remat._live import needed, with_siblings
 from functx._remat._saving import (
     IN_PLACE,
     Saver,
@@ -31,7 +33,7 @@ from functx._remat._saving import (
     stood_in,
     untouched,
 )
-from functx._remat._step import Kind, Step, has_memory, kind_of, layout_of
+from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_of
 from functx._remat._tapes import PLAIN, tensors_of
 from functx._remat._watch import Watcher
 
@@ -71,7 +73,7 @@ class Ledger(Watcher):
         self.copied: set[int] = set()
         self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
         self._external: dict[int, int] = {}  # storage from outside -> what it is a copy of
-        self._made: list[tuple[Any, int]] = []  # weak reference, storage
+        self._made = _torch_memory.Memories()
         self._roots: set[int] = set()  # keys of what must come about
         self._live: set[int] = set()  # and of what a tape holds
         self._runs: list[bool] = []
@@ -92,24 +94,30 @@ class Ledger(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
-        kind = kind_of(func)
-        args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
-        if self.paused or kind.view:
-            return func(*args, **kwargs)
+        kind = kinds.get(id(func)) or kind_of(func)
+        run = kind.run
+        if kind.view:
+            return run(*args, **kwargs) if kwargs else run(*args)
+        if kind.scalar or (args and type(args[0]) is not Tensor):
+            args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
+        if self.paused:
+            return run(*args, **kwargs) if kwargs else run(*args)
         if self.saver is not None and kind.mutable:
-            self.saver.about_to_write(_torch_operators.arguments_written(func, args, kwargs))
-        out = func(*args, **kwargs)
-        made = self._note(kind, args, kwargs, out)
-        if made:
-            self._offer(kind, args, kwargs, out, made)
+            written = _torch_operators.arguments_written(func, args, kwargs or {})
+            self.saver.about_to_write(written)
+        out = run(*args, **kwargs) if kwargs else run(*args)
+        if made := self._note(kind, args, kwargs, out):
+            number = len(self.steps) - 1
+            if stood_in() is not StoodIn.NOTHING:
+                self._offer_again(number, made)
+            elif self.saver is not None and not kind.unwritten:
+                self.saver.ran(number, func, args, kwargs or {}, out, made)
         return out
 
-    def belong(self, first: int, operation: int) -> None:
-        """The steps from ``first`` on are those of one operation of the body."""
-        end = len(self.steps)
-        if end > first:
-            self._sections[operation] = first, end
-            self._in_sections += end - first
+    def belong(self, operation: int, first: int, end: int) -> None:
+        """The steps from ``first`` to before ``end`` are those of one operation of the body."""
+        self._sections[operation] = first, end
+        self._in_sections += end - first
 
     def sections(self) -> dict[int, tuple[int, int]] | None:
         """The first step of each operation of the body that has steps, and the one after its last.
@@ -125,18 +133,14 @@ class Ledger(Watcher):
         if stood_in() is StoodIn.KEPT and len(self.steps) > before:
             self.steps[-1].handed_out = True
 
-    def _offer(self, kind: Kind, args: Any, kwargs: Any, out: Any, made: list[Any]) -> None:
-        """Whether the policy keeps what an operation made."""
-        number = len(self.steps) - 1
+    def _offer_again(self, number: int, made: list[Any]) -> None:
+        """A replay around this region did not run the operation: whether it keeps the result."""
         if stood_in() is StoodIn.KEPT:
             self.saver = self.saver or Saver(Everything(False))
             for place, t, storage in made:
                 self.saver.given(key_of(number, place), untouched(place, t).detach(), storage)
-        elif stood_in() is StoodIn.UNWRITTEN:
-            if self.saver is not None:
-                self.saver.left_out(number, made)
-        elif self.saver is not None and not kind.unwritten:
-            self.saver.ran(number, kind.func, args, kwargs, out, made)
+        elif self.saver is not None:
+            self.saver.left_out(number, made)
 
     def _note(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
         if self.reliable:
@@ -148,35 +152,62 @@ class Ledger(Watcher):
 
     def _write_down(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
         """Record an operation; place, tensor and storage of each result that could be kept."""
-        number = len(self.steps)
+        steps = self.steps
+        number = len(steps)
         if _torch_globals.foreign_saved_tensors_hooks():
             self.reliable = False
             return []
+        given = []
+        for a in (*args, *kwargs.values()) if kwargs else args:
+            if a.__class__ is Tensor:
+                given.append(a)
+            elif a.__class__ not in NUMBERS:
+                if a.__class__ is list and a and a[0].__class__ is int:
+                    continue  # sizes
+                for t in tensors_of(a):
+                    if type(t) not in PLAIN:
+                        self.reliable = False
+                        return []
+                    given.append(t)
         writers, external = self._writers, self._external
-        read, reads, externals = set[int](), set[int](), set[int]()
-        for t in tensors_of(args, kwargs):
-            if type(t) not in PLAIN:
-                self.reliable = False
-                return []
-            storage = _torch.storage_key(t)
-            read.add(storage)
-            writer = writers.get(storage)
-            if writer is None:
-                external.setdefault(storage, storage)
+        read = _torch_memory.storage_keys(given)
+        reads: list[int] = []
+        externals: list[int] = []
+        for storage in read:
+            if storage in writers:
+                reads.append(writers[storage])
+                if storage in external:
+                    externals.append(external[storage])
             else:
-                reads.add(writer)
-            if storage in external:
-                externals.add(external[storage])
-        step = Step(kind, reads, externals, (len(self._operations), _torch.current_node_number()))
-        self.steps.append(step)
+                externals.append(external.setdefault(storage, storage))
+        node = _torch.current_node_number()
+        step = Step(kind, reads, externals, (len(self._operations), node))
+        steps.append(step)
+        if kind.plain and out.__class__ is Tensor and has_memory(out):
+            memory, storage = _torch_memory.memory_of(out)
+            if storage not in read:  # as nearly all do: one result, in memory of its own
+                writers[storage] = number << 6
+                external.pop(storage, None)
+                self._made.add(memory, storage)
+                step.layouts = [layout_of(out)]
+                return [(0, out, storage)]
+        return self._write_results(number, read, args, kwargs, out)
+
+    def _write_results(
+        self, number: int, read: Collection[int], args: Any, kwargs: Any, out: Any
+    ) -> list[Any]:
+        """Record what an operation gave, and wrote to."""
+        step = self.steps[number]
+        kind, writers, external = step.kind, self._writers, self._external
         parts = out if isinstance(out, (tuple, list)) else (out,)
         dense = all(part is None or isinstance(part, Tensor) for part in parts)
+        read = set(read)
         made = []
         views = False  # of what it reads, or written in place
         for place, t in enumerate(parts if dense else tensors_of(out)):
             if t is None:
                 continue
-            storage = _torch.storage_key(t)
+            memory, storage = _torch_memory.memory_of(t)
             if storage in read:
                 views = True
                 continue
@@ -184,14 +215,14 @@ class Ledger(Watcher):
             made.append((place, t, storage))
             writers[storage] = key_of(number, min(place, IN_PLACE))
             external.pop(storage, None)
-            self._made.append((_torch.StorageWeakRef(t.untyped_storage()), storage))
+            self._made.add(memory, storage)
         alone = kind.writes and kind.in_place and bool(args) and out is args[0]
         if kind.writes:
             func = kind.func
-            targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs))
+            targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs or {}))
             # By what is written silently, nobody knows.
-            for storage in {_torch.storage_key(t) for t in targets} or read:
-                self._wrote(number, storage, reads, alone=alone)
+            for storage in {*_torch_memory.storage_keys(targets)} or read:
+                self._wrote(number, storage, step.reads, alone=alone)
         if kind.changes_view:
             return []
         if alone:
@@ -203,7 +234,7 @@ class Ledger(Watcher):
             return made
         return []
 
-    def _wrote(self, number: int, storage: int, before: set[int], *, alone: bool) -> None:
+    def _wrote(self, number: int, storage: int, before: Sequence[int], *, alone: bool) -> None:
         """An operation wrote to some memory: it read what was there before."""
         for key in before:
             self.steps[key >> 6].rewritten = True
@@ -219,7 +250,7 @@ class Ledger(Watcher):
         old, new = _torch.storage_key(source), _torch.storage_key(copy)
         if (writer := self._writers.get(old)) is not None:
             self._writers[new] = writer
-            self._made.append((_torch.StorageWeakRef(copy.untyped_storage()), new))
+            self._made.add(copy.untyped_storage(), new)
         if writer is None or old in self._external:
             self._external[new] = self._external.setdefault(old, old)
 
@@ -293,8 +324,8 @@ class Ledger(Watcher):
             if not (self.python_on_tape or held_by_a_tape(t)):
                 spared.add(storage)
         live = set(self._roots)
-        for ref, storage in self._made:
-            if storage not in spared and not ref.expired():
+        for storage in self._made.alive():
+            if storage not in spared:
                 own = held_by_the_engine(storage)
                 if not own or _torch.storage_use_count(storage) > own + 1:
                     live.add(self._writers[storage])
@@ -306,58 +337,13 @@ class Ledger(Watcher):
         self.kept = sorted(given)
         runs = self._needed(live)[0] if given else self._runs
         for step, run in zip(self.steps, runs):
-            if run:
-                self._read |= step.externals
+            if run and step.externals:
+                self._read.update(step.externals)
 
     def _needed(
-        self, live: Iterable[int], kept: Iterable[int] = (), draws: bool = True
+        self, live: Iterable[int], kept: Collection[int] = (), draws: bool = True
     ) -> tuple[list[bool], set[int]]:
-        """Which steps must run for some results, and which kept results are handed out.
-
-        Args:
-            live: keys of the results.
-            kept: keys of the results that need no step to run.
-            draws: whether generators matter.
-        """
-        masks = [0] * len(self.steps)  # which results of a step are needed
-        for key in live:
-            masks[key >> 6] |= 1 << (key & 63)
-        stops: dict[int, int] = {}
-        for key in kept:
-            stops[key >> 6] = stops.get(key >> 6, 0) | 1 << (key & 63)
-        runs = [False] * len(self.steps)
-        given: set[int] = set()
-        drawn = self.holds_regions
-        for number in range(len(self.steps) - 1, -1, -1):
-            step, mask = self.steps[number], masks[number]
-            # A later draw must find the generator where it was, and so must a region inside.
-            must = step.draws and draws and (drawn or (step.layouts is None and not step.writes))
-            if mask and not must and stops and not mask & ~stops.get(number, 0):
-                given |= {key_of(number, i) for i in range(64) if mask >> i & 1}
-            elif mask or must:
-                runs[number] = True
-                drawn = drawn or step.draws
-                if mask or not step.kind.draws_blindly:
-                    for key in step.reads:
-                        masks[key >> 6] |= 1 << (key & 63)
-        return runs, given
-
-    def _with_siblings(self, numbers: Iterable[int]) -> set[int]:
-        """Steps, what they read from, and what is part of the same. ``NOTE [siblings]``."""
-        siblings: dict[Any, list[int]] = {}
-        for number, live in enumerate(self._needed(self._live)[0]):
-            if live:
-                siblings.setdefault(self.steps[number].part_of, []).append(number)
-        stack = list(numbers)
-        closed: set[int] = set()
-        while stack:
-            number = stack.pop()
-            if number not in closed:
-                closed.add(number)
-                step = self.steps[number]
-                stack += [key >> 6 for key in step.reads]
-                stack += siblings.pop(step.part_of, ())
-        return closed
+        return needed(self.steps, live, kept, draws=draws, drawn=self.holds_regions)
 
     def replay_of(
         self, wanted: Sequence[int] | None, have_kept: bool
@@ -375,7 +361,9 @@ class Ledger(Watcher):
             # What a tape saved belongs to the results that come after it. What none comes after
             # was made for the tape alone (the value before an in-place operation, say).
             for_some, _ = self._needed(set().union(*self._sources), draws=False)
-            these = self._with_siblings(key >> 6 for i in wanted or () for key in self._sources[i])
+            live_steps, _ = self._needed(self._live)
+            begin = (key >> 6 for i in wanted or () for key in self._sources[i])
+            these = with_siblings(self.steps, live_steps, begin)
             live = {k for k in self._live if not for_some[k >> 6] or k >> 6 in these}
             return self._needed(self._roots | live, kept)
         if len(kept) == len(self.kept):

@@ -19,6 +19,8 @@ class at_level:
 
     def __enter__(self) -> None:
         self._contexts: list[Any] = []
+        if _torch.peek_interpreter_stack() is None:
+            return
         while _torch.interpreter_depth() > self._level:
             context = _torch.current_interpreter().lower()
             context.__enter__()

@@ -8,6 +8,7 @@ there, and puts back what it found.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import types
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from functx import _torch
+from functx import _torch_modules
 
 _MISSING = object()
 _HOLD_NONE = (type(None), types.BuiltinFunctionType, bool, int, float, str)
@@ -44,7 +45,7 @@ def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
             continue
         seen.add(id(part))
         if isinstance(part, nn.Module):
-            for module in part.modules():
+            for module in _torch_modules.modules_of(part):
                 found[id(module)] = module
         elif isinstance(part, functools.partial):
             stack += [part.func, *part.args, *part.keywords.values()]
@@ -87,7 +88,9 @@ class ModuleState:
     __slots__ = ("_before", "changes")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = [(d, dict(d)) for m in modules for d in (m.__dict__, _torch.buffers_of(m))]
+        self._before = [
+            (d, dict(d)) for m in modules for d in (m.__dict__, _torch_modules.buffers_of(m))
+        ]
         self.changes: list[Change] = []
 
     def seal(self, written: set[int]) -> None:
@@ -98,6 +101,11 @@ class ModuleState:
                 binds the result to the name it had; in a replay, that is the replay's own copy.
         """
         for d, before in self._before:
+            # In C, for most: the same names in the same order, bound to the same.
+            if not written and len(d) == len(before):
+                same = map(operator.is_, before.values(), d.values())
+                if all(map(operator.is_, before, d)) and all(same):
+                    continue
             for key in before.keys() | d.keys():
                 was, now = before.get(key, _MISSING), d.get(key, _MISSING)
                 if was is not now or id(now) in written:

@@ -20,7 +20,7 @@ from functx._remat._options import Options
 from functx._remat._prune import placeholder
 from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, tracking
+from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._remat._watch import tell_of_a_constant
 
 
@@ -261,7 +261,12 @@ def _pull_back(
     """Run a pullback: as a region, if that may be differentiated; the list is its own."""
     tensors[:] = [_torch.unwrap_if_dead(t) for t in tensors]
     alone = not (duals or torch.is_grad_enabled()) and _mapped_at_most()
-    if lends and nobody_differentiates(() if alone else tensors):
+    unread = (lends or pullback.level > 0) and nobody_differentiates(() if alone else tensors)
+    if unread and not alone and pullback.level > 0 and not duals:
+        # Its own level has ended when it is pulled back: what is recorded is what it reads beside
+        # these tensors (in a hook), by those whose it is.
+        alone = active_tracker() is None and _mapped_at_most()
+    if lends and unread:
         pullback.lends = True
         first = len(pullback.needs) + pullback.n_kept
         tensors[first:] = [lent(c) if can_go(c) else c for c in tensors[first:]]

@@ -12,7 +12,7 @@ from functx import _torch, _torch_operators
 from functx._offload import Fetcher
 from functx._places import describe_place, where
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
-from functx._remat._step import Step, empty, kind_of, layout_of
+from functx._remat._step import Step, empty, kind_of, kinds, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
 _NOTHING = torch.empty(0)
@@ -84,7 +84,8 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
-        runs = self.paused or kind_of(func).view
+        kind = kinds.get(id(func)) or kind_of(func)
+        runs = self.paused or kind.view
         at = self._at
         if at == 0 and self._fetcher is not None and not runs:
             with watching(False):
@@ -93,10 +94,11 @@ class Pruned(Watcher):
             step = self._next(func)
             runs = self._must_run(at)
         if runs:
-            args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
+            if kind.scalar or (args and type(args[0]) is not Tensor):
+                args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
             if not self.paused:
                 standing_in(StoodIn.NOTHING)
-            return func(*args, **kwargs)
+            return kind.run(*args, **kwargs) if kwargs else kind.run(*args)
         layout = step.layouts[0] if func is _CLONE and step.layouts else None
         if layout is not None and layout[0] != args[0].shape:
             raise Departed(f"it copies {[*args[0].shape]} where the forward {[*layout[0]]}", self)

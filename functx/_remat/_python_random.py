@@ -11,10 +11,12 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from functx import _torch_modules
 
 Generator = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
@@ -25,8 +27,16 @@ def reachable(f: Any, preserve: bool | str) -> list[Generator]:
         named = {"random", "numpy"}
     else:
         named = set()
-        for function in _functions(f, set()):
-            named |= _named(function.__code__, _Globals(function.__globals__))
+        for function in _functions(f):
+            scope = function.__globals__
+            for name in _names(function.__code__):
+                value = scope.get(name)
+                if value is not None and type(value) not in _BUILT_IN:
+                    top = _top_of(value)
+                    if top in ("random", "numpy"):
+                        named.add(top)
+                elif value is None and name in ("random", "numpy"):  # imported inside the function
+                    named.add(name)
     found: list[Generator] = []
     if "random" in named:
         found.append(("random", random.getstate, random.setstate))
@@ -36,71 +46,73 @@ def reachable(f: Any, preserve: bool | str) -> list[Generator]:
     return found
 
 
-class _Globals:
-    """A function's globals, equal to themselves only: a key for a cache."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.names = names
-
-    def __hash__(self) -> int:
-        return id(self.names)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Globals) and other.names is self.names
+_BUILT_IN = (bool, int, float, str, tuple, list, dict, set, frozenset)
 
 
-@functools.lru_cache(maxsize=4096)
-def _named(code: types.CodeType, scope: _Globals) -> frozenset[str]:
-    found = set()
-    for name in _names(code):
-        value = scope.names.get(name)
-        module = value.__name__ if isinstance(value, types.ModuleType) else None
-        module = module or getattr(value, "__module__", None)
-        top = module.partition(".")[0] if isinstance(module, str) else None
-        if value is not None and top in ("random", "numpy"):
-            found.add(top)
-        if value is None and name in ("random", "numpy"):  # imported inside the function
-            found.add(name)
-    return frozenset(found)
+def _top_of(value: Any) -> str | None:
+    """The package that a value is, or is of."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else None
+    module = module or getattr(value, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else None
 
 
-def _functions(f: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+def _functions(f: Any) -> list[types.FunctionType]:
     """Functions that ``f`` reaches through cells, partials, methods, and submodules."""
-    if id(f) in seen:
-        return
-    seen.add(id(f))
-    if isinstance(f, functools.partial):
-        for part in (f.func, *f.args, *f.keywords.values()):
-            yield from _functions(part, seen)
-    elif isinstance(f, types.MethodType):
-        yield from _functions(f.__func__, seen)
-        yield from _functions(f.__self__, seen)
-    elif isinstance(f, nn.Module):
-        for cls in {type(m) for m in f.modules()}:
-            forward = cls.forward
-            if isinstance(forward, types.FunctionType) and id(forward) not in seen:
-                yield from _functions(forward, seen)
-    elif isinstance(f, types.FunctionType):
-        yield f
-        for name in _names(f.__code__):
-            value = f.__globals__.get(name)
-            if isinstance(value, types.FunctionType) and not _of_torch(value):
-                yield from _functions(value, seen)
-        for cell in f.__closure__ or ():
-            try:
-                contents = cell.cell_contents
-            except ValueError:
-                continue
-            if callable(contents):
-                yield from _functions(contents, seen)
+    if isinstance(f, types.BuiltinFunctionType):
+        return []
+    found: list[types.FunctionType] = []
+    seen: set[int] = set()
+    stack = [f]
+    while stack:
+        f = stack.pop()
+        if id(f) in seen:
+            continue
+        seen.add(id(f))
+        if isinstance(f, types.FunctionType):
+            found.append(f)
+            scope = f.__globals__
+            for name in _names(f.__code__):
+                value = scope.get(name)
+                if type(value) is types.FunctionType and not _not_the_users(value):
+                    stack.append(value)
+            for cell in f.__closure__ or ():
+                try:
+                    contents = cell.cell_contents
+                except ValueError:
+                    continue
+                if callable(contents):
+                    stack.append(contents)
+        elif isinstance(f, nn.Module):
+            for cls in {type(m) for m in _torch_modules.modules_of(f)}:
+                forward = cls.forward
+                if isinstance(forward, types.FunctionType) and not _not_the_users(forward):
+                    stack.append(forward)
+        elif isinstance(f, types.MethodType):
+            stack += (f.__func__, f.__self__)
+        elif isinstance(f, functools.partial):
+            stack += (f.func, *f.args, *f.keywords.values())
+    return found
 
 
-def _of_torch(f: types.FunctionType) -> bool:
-    return (f.__module__ or "").partition(".")[0] == "torch"
+_NOT_THE_USERS = ("torch", "functx")
 
 
-@functools.lru_cache(maxsize=4096)
+def _not_the_users(f: types.FunctionType) -> bool:
+    return (f.__module__ or "").partition(".")[0] in _NOT_THE_USERS
+
+
+# By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
+_known: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+_MANY = 4096
+
+
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """The names that code reads, that of nested functions and comprehensions included."""
-    nested = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *(name for names in nested for name in names))))
+    found = _known.get(id(code))
+    if found is None:
+        nested = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
+        names = dict.fromkeys((*code.co_names, *(name for names in nested for name in names)))
+        if len(_known) >= _MANY:
+            _known.clear()
+        found = _known[id(code)] = code, tuple(names)
+    return found[1]

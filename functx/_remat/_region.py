@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_globals
 from functx._errors import ReplayError
 from functx._remat import _escape
 from functx._remat._constant import Constant
@@ -159,8 +159,7 @@ class Region:
         self.passing: list[bool] = []
         self.kept: list[Tensor] = []
         self.inner_keeps: list[Any] = []
-        # For each result of the body: its place among the distinct tensors it computed, or the
-        # foreign tensor that it handed back.
+        # For each result of the body: its place among those it computed, or what it handed back.
         self._results: list[int | Tensor | tuple[Tensor, Tensor] | None] = []
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
@@ -184,26 +183,22 @@ class Region:
                 i += n_explicit if kind == "capture" else 0
                 tensors[i] = to_be_written(tensors[i])
         explicit, late = tensors[:n_explicit], tensors[n_explicit:]
-        name = self.options.name
-        given = {
-            "input": explicit.__getitem__,
-            "capture": late.__getitem__,
-            "constant": lambda i: self.constants[i].for_replay(name),
-        }
+        name, known = self.options.name, (self.left, self.passed_on)
         externals: list[Tensor] = []
-        replay: Any
-        if self.originals is not None:
-            replay = Lenient(self.originals, late)
-        else:
-            externals = [given[kind](i) for kind, i in self.origins]
+        replay: Any = None if self.originals is None else Lenient(self.originals, late)
+        if replay is None:
+            externals = [
+                self.constants[i].for_replay(name)
+                if kind == "constant"
+                else tensors[i if kind == "input" else i + n_explicit]
+                for kind, i in self.origins
+            ]
             if self.options.by_sight:
                 replay = _BY_SIGHT[0](self, externals, len(explicit))
             elif self.options.records:
-                replay = RecordingReplay(
-                    self.entries, externals, self.options, self.left, self.passed_on
-                )
+                replay = RecordingReplay(self.entries, externals, self.options, *known)
             else:
-                replay = Replay(self.entries, externals, name, self.left, self.passed_on)
+                replay = Replay(self.entries, externals, name, *known)
                 replay.passing = passing
         replay.inside = Inside(None, self.inner_keeps)
         by_section = isinstance(pruned, Pruned) and pruned.sections is not None
@@ -215,7 +210,7 @@ class Region:
                 tracking(replay),
                 shown(self.options, replay=True),
                 pruned or nullcontext(),
-                torch.set_grad_enabled(self.grad_mode),
+                _torch_globals.grad_mode(self.grad_mode),
             ):
                 replay.modes = _torch.dispatch_mode_depth()
                 outs = self.body(*explicit)
@@ -228,9 +223,12 @@ class Region:
         except Exception as error:
             error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
             raise
-        outs = [*outs, *(self._external(p, tensors, externals) for p in self.overwritten)]
-        left = [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
-        return [*self._distinct(outs), *left]
+        if self.overwritten:
+            outs = [*outs, *(self._external(p, tensors, externals) for p in self.overwritten)]
+        results = self._distinct(outs)
+        if replay.left:
+            results += [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
+        return results
 
     def _external(self, position: int, tensors: Sequence[Tensor], externals: Any) -> Tensor:
         kind, i = self.origins[position]
@@ -258,7 +256,7 @@ class Region:
         return Pruned(ledger.steps, runs, values, ledger.fetcher, ledger.sections()), passing
 
     def _n_captured(self) -> int:
-        return sum(kind == "capture" for kind, _ in self.origins)
+        return [kind for kind, _ in self.origins].count("capture")
 
     def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         first = self.first_run
@@ -281,9 +279,10 @@ class Region:
             self._results.append(
                 places.setdefault(id(out), len(places)) if foreign is None else foreign
             )
-        extra = first.further_results()
-        self._results += range(len(places), len(places) + len(extra))
-        outs = self._distinct([*outs, *extra])
+        if extra := first.further_results():
+            self._results += range(len(places), len(places) + len(extra))
+            outs = [*outs, *extra]
+        outs = self._distinct(outs)
         self.reached = leaves = first.check_tape(outs)
         if any(frame.holds_duals() for frame in self.frames) and self.frames[0].differentiates():
             first.must_run_whole()  # NOTE [gradients with tangents] in `_dual_level`
@@ -295,11 +294,12 @@ class Region:
                 self.needed = [h or ledger.needs(o.storage) for h, o in zip(held, first.holders)]
                 if may_pass(ledger, self.environment, first) and not self.options.records:
                     self.passing = [n and not h for n, h in zip(self.needed, held)]
-                for kind, i in (first.origins[p] for p in self.rewritten):
+                for position in self.rewritten:
+                    kind, i = first.origins[position]
                     self.needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
         for i, connected in enumerate(self.connected):
             self.needed[i] = self.needed[i] or connected
-        if ledger is not None:
+        if ledger is not None and ledger.saver is not None:
             with watching(True):  # a copy to host memory is an operation for regions around this
                 self.kept = ledger.take_kept()
         first.says_what_is_kept()

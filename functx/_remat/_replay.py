@@ -15,7 +15,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._places import where
-from functx._remat._arguments import same
+from functx._remat._arguments import NUMBERS, same
 from functx._remat._departure import departed
 from functx._remat._entry import REWRAPPED, Entry, describe, nested_values
 from functx._remat._letting_go import Passing
@@ -99,13 +99,34 @@ class Replay(Tracker):
                 self.left[self._made] = t
             self._made += 1
 
+    def swap_all(self, values: Sequence[Any]) -> list[Any]:
+        """What every operation comes by: as `resolve` for each tensor, in one loop."""
+        swapped = []
+        at = self._at
+        sources = self._entries[at].sources if at < len(self._entries) else ()
+        for a in values:
+            if isinstance(a, Tensor):
+                slot = self._slot
+                if slot < len(sources) and (source := sources[slot]) >= 0:
+                    self._slot = slot + 1
+                    a = self._externals[source]
+                else:
+                    a = self.resolve(a)
+            elif a.__class__ in NUMBERS:
+                self._scalars.append(a)
+            else:
+                a = self.swap(a)
+            swapped.append(a)
+        return swapped
+
     def resolve(self, t: Tensor) -> Tensor:
         """What the forward saw at this position."""
         slot = self._slot
         self._slot = slot + 1
-        if self._at >= len(self._entries):
+        try:
+            sources = self._entries[self._at].sources
+        except IndexError:
             self._depart("it runs more operations than the forward did")
-        sources = self._entries[self._at].sources
         if slot >= len(sources):
             return t  # `close` names the operation
         source = sources[slot]
@@ -133,9 +154,10 @@ class Replay(Tracker):
     def close(self, func: Any) -> None:
         """Compare the operation with the record."""
         at = self._at
-        if at >= len(self._entries):
+        try:
+            entry = self._entries[at]
+        except IndexError:
             self._depart(f"it runs {describe(func)} after the forward had ended")
-        entry = self._entries[at]
         if entry.func is not func and entry.func != func:
             self._depart(f"operation {at} was {describe(entry.func)} and is {describe(func)}")
         if self._slot != len(entry.sources):
@@ -143,7 +165,8 @@ class Replay(Tracker):
                 f"operation {at} ({describe(func)}) had {len(entry.sources)} tensor arguments and "
                 f"has {self._slot}"
             )
-        if not same(entry.scalars, self._scalars):
+        scalars = self._scalars
+        if (scalars or entry.scalars) and not same(entry.scalars, scalars):
             if func is nested_values:
                 self._depart(f"operation {at}, a region inside it, gives other values than it gave")
             self._depart(
@@ -152,7 +175,8 @@ class Replay(Tracker):
             )
         self._at = at + 1
         self._slot = 0
-        self._scalars = []
+        if scalars:
+            self._scalars = []
 
     def comes_next(self, func: Any) -> bool:
         """Whether the forward ran this operation here."""

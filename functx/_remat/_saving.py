@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_modules
 from functx._offload import to_host
 from functx._policies import Decision, Everything, Policy, Value
 from functx._policy_kinds import is_dot
@@ -306,7 +306,8 @@ def alias(t: Tensor) -> Tensor:
 
 def watched_per_example() -> bool:
     """Whether a policy has to be asked about one example of what runs. ``NOTE [one example]``."""
-    return any(saver.per_example for saver in _now.savers)
+    savers = _now.savers
+    return any(saver.per_example for saver in savers) if savers else False
 
 
 def kept_around() -> dict[int, Tensor]:
@@ -369,4 +370,4 @@ def _meta(tree: Any) -> Any:
 
 
 def _modules_running() -> str:
-    return _torch.module_path()
+    return _torch_modules.module_path()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class Kind:
         unwritten: whether what it gives is memory nobody wrote to.
         skippable: whether memory can be handed out in place of its results, whatever their values.
         changes_view: whether it makes another view of the tensor that it is given.
+        scalar: whether it takes a number, with which forward mode's zeros crash the process.
+        plain: whether it only makes tensors, for which memory can be handed out.
+        run: what runs it.
     """
 
     __slots__ = (
@@ -59,6 +63,9 @@ class Kind:
         "func",
         "in_place",
         "mutable",
+        "plain",
+        "run",
+        "scalar",
         "skippable",
         "unwritten",
         "view",
@@ -70,6 +77,8 @@ class Kind:
         self.func = func
         # What is written in place by some is shape and strides alone: they are views as well.
         self.view = _torch_operators.is_view(func) or packet in _RESHAPES
+        # By its schema it makes a tensor of its own; it has the memory of what it is given.
+        self.view = self.view or func is _torch_operators.unsafe_view
         self.mutable = _torch_operators.is_mutable(func) and not self.view
         self.writes = self.mutable or packet in _WRITES_SILENTLY
         self.in_place = packet.__name__.endswith("_")
@@ -80,16 +89,19 @@ class Kind:
             torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         )
         self.changes_view = torch.Tag.inplace_view in tags
+        self.scalar = _torch_operators.takes_number(func)
+        self.plain = self.skippable and not (self.writes or self.changes_view)
+        self.run = _torch_operators.callable_of(func)
 
 
-_kinds: dict[int, Kind] = {}
+kinds: dict[int, Kind] = {}
 
 
 def kind_of(func: Any) -> Kind:
     """What is known of an operator; found out once, as its tags and schema take microseconds."""
-    kind = _kinds.get(id(func))
+    kind = kinds.get(id(func))
     if kind is None:
-        kind = _kinds[id(func)] = Kind(func)  # which holds the operator, so that its id stays its
+        kind = kinds[id(func)] = Kind(func)  # which holds the operator, so that its id stays its
     return kind
 
 
@@ -115,29 +127,19 @@ class Step:
         part_of: what it is a part of: an operation of the body, a node of a tape.
     """
 
-    __slots__ = (
-        "draws",
-        "externals",
-        "func",
-        "handed_out",
-        "kind",
-        "layouts",
-        "part_of",
-        "reads",
-        "rewritten",
-        "writes",
-    )
+    layouts: list[Layout | None] | None = None
+    writes = False
+    rewritten = False
+    handed_out = False
 
-    def __init__(self, kind: Kind, reads: set[int], externals: set[int], part_of: Any) -> None:
+    def __init__(
+        self, kind: Kind, reads: Sequence[int], externals: Sequence[int], part_of: Any
+    ) -> None:
         self.kind = kind
         self.func = kind.func
         self.reads = reads
         self.externals = externals
-        self.layouts: list[Layout | None] | None = None
-        self.writes = False
         self.draws = kind.draws
-        self.rewritten = False
-        self.handed_out = False
         self.part_of = part_of
 
 

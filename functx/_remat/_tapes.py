@@ -29,17 +29,18 @@ def nodes_of(tensors: Iterable[Tensor | None]) -> list[Any]:
 
 def leaves_below(*nodes: Any) -> list[Tensor]:
     """The leaf tensors that the tape below some nodes ends in."""
-    seen, stack, found = set(nodes), list(nodes), []
-    while stack:
-        current = stack.pop()
-        if type(current).__name__ == "AccumulateGrad":
-            if current.variable is not None:  # a leaf that has been given a history since
-                found.append(current.variable)
-            continue
-        for following, _ in current.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
+    found: list[Tensor] = []
+    stack = list(dict.fromkeys(nodes))
+    seen = set(stack)
+    for current in stack:  # which grows
+        following = current.next_functions
+        if following:
+            for node, _ in following:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        elif type(current).__name__ == "AccumulateGrad" and current.variable is not None:
+            found.append(current.variable)  # not a leaf that has been given a history since
     return found
 
 

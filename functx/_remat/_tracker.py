@@ -26,42 +26,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_compiler, _torch_vmap, _tree
+from functx import _torch, _torch_compiler, _torch_modes, _torch_vmap, _tree
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
 from functx._remat._entry import custom_function, nested_transform, results
+from functx._remat._functions import known_of
 from functx._remat._watch import python_on_tape, watching
 from functx._torch_edges import requires_grad_anywhere
-
-# Attribute reads that give a tensor; every other attribute read is no operation.
-_TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
-
-# Functions that neither compute nor return tensors, or act on modes: passed through unrecorded.
-_PASSIVE = frozenset(
-    {
-        *("_set_grad_enabled", "size", "dim", "stride", "numel", "nelement", "ndimension"),
-        *("element_size", "is_floating_point", "is_complex", "is_contiguous", "is_signed"),
-        *("storage_offset", "get_device", "has_names", "__len__", "__hash__", "__repr__"),
-        *("__format__", "untyped_storage", "data_ptr", "is_set_to", "is_shared", "is_pinned"),
-    }
-)
-
-# Those that tell how a tensor lies in memory, and where.
-_LOOKS = frozenset(
-    {
-        *("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"),
-        *("is_set_to", "is_shared", "is_pinned"),
-    }
-)
-
-
-def _is_bookkeeping(setter: Any) -> bool:
-    """Whether an attribute is set by torch itself, which may hold a lock meanwhile.
-
-    When a tensor gets a new ``grad_fn``, its hooks are taken off through Python, under a lock that
-    asking for its ``grad_fn`` would wait for, for ever.
-    """
-    return bool(setter.__self__.__name__ == "_backward_hooks")
 
 
 def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
@@ -170,31 +141,35 @@ class Tracker:
         self.close(results)
         return swapped
 
+    def swap_all(self, values: Sequence[Any]) -> list[Any]:
+        """``values`` with every tensor resolved."""
+        return [self.swap(a) for a in values]
+
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One operation."""
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            attribute = func.__self__.__name__  # type: ignore[attr-defined]
-            if attribute not in _TENSOR_GETTERS:
-                if attribute == "grad_fn":  # to hang a hook on, perhaps
-                    python_on_tape()
-                return func(*args, **kwargs)
-        elif name == "register_hook" or isinstance(func, _torch.HigherOrderOperator):
+        known = known_of(func)
+        if known.python:
             python_on_tape()
-        elif name in _PASSIVE or (name == "__set__" and _is_bookkeeping(func)):
-            self.looks = self.looks or name in _LOOKS
+        if known.passive:
+            self.looks = self.looks or known.looks
             return func(*args, **kwargs)
+        if known.label:
+            self.labelled(str(args[0]))
         given = args
-        args = [self.swap(a) for a in args]
+        args = self.swap_all(args)
         if kwargs:
             kwargs = {k: self.swap(v) for k, v in kwargs.items()}
         self.close(func)
-        self.before(func, args, kwargs)
-        if func is torch.autograd.grad:
+        if kwargs or known.writes:
+            self.before(func, args, kwargs)
+        if known.differentiates:
             args, kwargs, func = _on_the_tape(given, args, kwargs)
         out = self.execute(func, args, kwargs)
         self.note(out)
         return out
+
+    def labelled(self, label: str) -> None:
+        """What begins is called so in profiles."""
 
     def execute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An operation that was recorded, on resolved arguments."""
@@ -237,6 +212,9 @@ class _Silent(Tracker):
 SILENT = _Silent()
 
 
+_NOTHING: dict[str, Any] = {}
+
+
 class RegionMode(TorchFunctionMode):
     """Shows every operation of this thread to the region that is running."""
 
@@ -256,11 +234,12 @@ class RegionMode(TorchFunctionMode):
         Dispatch modes, and operators written in Python that the engine runs, come by here with
         what they work on; only their callers' operations count.
         """
-        if _torch.dispatch_mode_depth() < self.tracker.modes or (
+        tracker = self.tracker
+        if _torch.dispatch_mode_depth() < tracker.modes or (
             _torch.current_graph_task_id() != -1 and _torch.inside_dispatcher()
         ):
             return func(*args, **(kwargs or {}))
-        return self.tracker.run(func, args, kwargs or {})
+        return tracker.run(func, args, kwargs or _NOTHING)
 
 
 def _active_mode() -> RegionMode | None:
@@ -302,36 +281,44 @@ class tracking:
 
     __slots__ = ("_engine", "_lower", "_outer", "_pushed", "_tracker", "_watching")
 
+    _lower: RegionMode | None
+    _watching: watching | None
+
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
     def __enter__(self) -> None:
-        silent = self._tracker is SILENT
-        self._watching = watching(not silent) if _torch.dispatch_mode_depth() else None
-        if self._watching is not None:
-            self._watching.__enter__()
+        tracker = self._tracker
+        silent = tracker is SILENT
         self._engine, running.engine = running.engine, silent
+        self._watching = self._lower = None
+        self._pushed = False
+        if _torch.dispatch_mode_depth():
+            self._watching = watching(not silent)
+            self._watching.__enter__()
         depth = _torch.function_mode_depth()
-        lower = _active_mode() if depth else None
-        on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
-        self._pushed: RegionMode | None = None
-        self._lower = lower
-        if lower is not None:
-            self._outer = lower.tracker
-            # Under a mode of the user's, which works on what it is shown: that is not for `lower`.
-            lower.tracker = self._tracker if on_top else SILENT
-        if not on_top and not silent:
+        if depth:
+            lower = _active_mode()
+            on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
+            if lower is not None:
+                self._lower, self._outer = lower, lower.tracker
+                # Under a mode of the user's, which works on what it is shown: that is not for it.
+                lower.tracker = tracker if on_top else SILENT
+            if on_top:
+                return
+        if not silent:
             observe_custom_functions()
             _torch_vmap.observe_results(_expanded)
-            self._pushed = RegionMode()
-            self._pushed.tracker = self._tracker
-            self._pushed.__enter__()
-            _torch.observe_wrapping(_wrapped)
+            mode = RegionMode.__new__(RegionMode)
+            mode.tracker = tracker
+            _torch_modes.push_function_mode(mode)
+            self._pushed = True
+            _torch.observe_wrapping(_wrap)
 
     def __exit__(self, *exc: Any) -> None:
-        if self._pushed is not None:
+        if self._pushed:
             _torch.stop_observing_wrapping()
-            self._pushed.__exit__(*exc)
+            _torch_modes.pop_function_mode()
         if self._lower is not None:
             self._lower.tracker = self._outer
         running.engine = self._engine
@@ -340,9 +327,14 @@ class tracking:
 
 
 def _wrapped(t: Any) -> Any:
-    """What a transform of torch.func wraps for its level: never a foreign tensor itself."""
+    """What stands for something that a transform of torch.func takes, where a region is running."""
     tracker = active_tracker()
     return t if tracker is None else tracker.operands(nested_transform, [t])[0]
+
+
+def _wrap(t: Any, level: int) -> Any:
+    """What a transform of torch.func wraps for its level: never a foreign tensor itself."""
+    return _torch.wrap_for_grad(_wrapped(t), level)
 
 
 def _expanded(t: Tensor) -> Tensor:

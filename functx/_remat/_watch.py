@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functx import _torch, _torch_compiler
+from functx import _torch, _torch_compiler, _torch_modes
 
 
 class Watcher(_torch.TorchDispatchMode):
@@ -38,10 +38,24 @@ class Watcher(_torch.TorchDispatchMode):
         _torch_compiler.uncompiled(cls.__torch_dispatch__)
 
     def __init__(self) -> None:
-        super().__init__()
+        if not _torch_modes.LEAN:
+            super().__init__()
+        self._flags: list[_torch_modes.Flags] = []
         self.paused = False
         self.python_on_tape = False
         self.reliable = True
+
+    def __enter__(self) -> Any:
+        if not _torch_modes.LEAN:
+            return super().__enter__()
+        self._flags.append(_torch_modes.enter_dispatch_mode(self))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if not _torch_modes.LEAN:
+            super().__exit__(*exc)
+        else:
+            _torch_modes.leave_dispatch_mode(self._flags.pop())
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A region inside this one left an operation out, and took ``out`` for its result."""
@@ -105,7 +119,10 @@ class watching:
 
     def __enter__(self) -> None:
         self._found: list[tuple[Watcher, bool]] = []
-        for i in range(_torch.dispatch_mode_depth()):
+        depth = _torch.dispatch_mode_depth()
+        if not depth:
+            return
+        for i in range(depth):
             mode = _torch.get_dispatch_mode_at(i)
             if isinstance(mode, Watcher):
                 self._found.append((mode, mode.paused))

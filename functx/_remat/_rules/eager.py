@@ -55,6 +55,15 @@ class EagerFrame(Frame):
             self.region.first_run.leaves[id(leaf)] = leaf
         return leaf
 
+    def admit_one(self, t: Tensor) -> Tensor:
+        """`capture` and `admit`, of one tensor, where there is no other level and none is active.
+
+        What it runs is a view, which no record has.
+        """
+        self.captured.append(t)
+        self.slots.append(t.requires_grad)
+        return self.lift((t,), t.requires_grad, 0)
+
     def cut(self, t: Tensor) -> Tensor:
         """The value alone."""
         return t.detach()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_globals
 from functx._remat._node import attach
 from functx._remat._operator import rule
 from functx._remat._region import Flat, Region
@@ -59,7 +59,7 @@ class GradFrame(Frame):
         """The function on a throw-away tape."""
         self.inside = level = _torch.enter_grad_level()
         try:
-            with torch.set_grad_enabled(self.grad_mode):
+            with _torch_globals.grad_mode(self.grad_mode):
                 outs = self.fn(*self.lift_all(values, self.slots, level))
             self.out_requires = [o is not None and o.requires_grad for o in outs]
             outs = [None if o is None else _torch.unwrap_if_dead(o) for o in outs]

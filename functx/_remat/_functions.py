@@ -1,0 +1,101 @@
+"""What is known of the functions that torch-function modes see; found out once for each."""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+import torch
+
+from functx import _torch
+
+# Attribute reads that give a tensor; every other attribute read is no operation.
+TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
+
+# Functions that neither compute nor return tensors, or act on modes: passed through unrecorded.
+PASSIVE = frozenset(
+    {
+        *("_set_grad_enabled", "size", "dim", "stride", "numel", "nelement", "ndimension"),
+        *("element_size", "is_floating_point", "is_complex", "is_contiguous", "is_signed"),
+        *("storage_offset", "get_device", "has_names", "__len__", "__hash__", "__repr__"),
+        *("__format__", "untyped_storage", "data_ptr", "is_set_to", "is_shared", "is_pinned"),
+    }
+)
+
+# Those that tell how a tensor lies in memory, and where.
+_LOOKS = frozenset(
+    {
+        *("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"),
+        *("is_set_to", "is_shared", "is_pinned"),
+    }
+)
+
+IN_C = frozenset({BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType})
+"""Types of functions written in C, whose names say what they write to."""
+
+_MANY = 8192
+
+
+class Known:
+    """What is known of a function.
+
+    Attributes:
+        passive: whether it is no operation: passed through, unrecorded.
+        python: whether it puts Python code on a tape, or may.
+        writes: whether it may write to what it is given, as far as can be told without keywords.
+        label: whether it names in a profile what runs next.
+        looks: whether it tells how a tensor lies in memory, or where.
+        differentiates: whether it is `torch.autograd.grad`.
+    """
+
+    __slots__ = ("differentiates", "label", "looks", "passive", "python", "writes")
+
+    def __init__(self, func: Any) -> None:
+        name = getattr(func, "__name__", "")
+        attribute = func.__self__.__name__ if name in ("__get__", "__set__") else None
+        self.python = name == "register_hook" or isinstance(func, _torch.HigherOrderOperator)
+        if name == "__get__":
+            self.passive = attribute not in TENSOR_GETTERS
+            self.python = attribute == "grad_fn"  # to hang a hook on, perhaps
+        elif name == "__set__":
+            # Set by torch itself, which may hold a lock meanwhile: when a tensor gets a new
+            # ``grad_fn``, its hooks are taken off through Python, under a lock that asking for its
+            # ``grad_fn`` would wait for, for ever.
+            self.passive = attribute == "_backward_hooks"
+        else:
+            self.passive = name in PASSIVE
+        self.looks = self.passive and name in _LOOKS
+        self.writes = name == "__set__" or not (type(func) in IN_C and _only_reads(name))
+        self.label = name == "_record_function_enter_new"
+        self.differentiates = func is torch.autograd.grad
+
+
+def _only_reads(name: str) -> bool:
+    """Whether what is written in C and called so writes to no argument that is given by position.
+
+    As `_writes.written_by` tells by names and schemas.
+    """
+    if name == "requires_grad_":
+        return True
+    if name.endswith("_") and not name.startswith("_"):
+        return False
+    if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
+        return False
+    statistics = name in ("batch_norm", "instance_norm", "embedding", "embedding_bag")
+    return not statistics and not name.startswith(("_foreach", "_fused"))
+
+
+known: dict[Any, Known] = {}
+
+
+def known_of(func: Any) -> Known:
+    """What is known of a function."""
+    try:
+        found = known.get(func)
+    except TypeError:  # not hashable
+        return Known(func)
+    if found is None:
+        if len(known) >= _MANY:  # made anew at every step, perhaps
+            known.clear()
+        found = known[func] = Known(func)
+    return found

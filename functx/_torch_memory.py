@@ -1,0 +1,45 @@
+"""Private names of memory, for many tensors at a time: beside `_torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`_torch.storage_key` of each."""
+    return [t.untyped_storage()._cdata for t in tensors]
+
+
+def memory_of(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
+    """The memory behind a plain tensor, and its key."""
+    memory = t.untyped_storage()
+    return memory, memory._cdata
+
+
+class Memories:
+    """Weak references to pieces of memory: `_torch.StorageWeakRef`, many at a time."""
+
+    __slots__ = ("_refs",)
+
+    def __init__(self) -> None:
+        self._refs: list[tuple[int, int]] = []
+
+    def add(self, memory: torch.UntypedStorage, key: int) -> None:
+        """Refer to a piece of memory."""
+        self._refs.append((memory._weak_ref(), key))
+
+    def alive(self) -> list[int]:
+        """The keys of those that are still there, in the order in which they were added."""
+        expired = torch.UntypedStorage._expired
+        return [key for ref, key in self._refs if not expired(ref)]
+
+    def clear(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
+        """Refer to none."""
+        refs, self._refs = self._refs, []
+        for ref, _ in refs:
+            free(ref)
+
+    __del__ = clear

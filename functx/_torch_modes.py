@@ -1,0 +1,50 @@
+"""Private names of modes: entering and leaving them with little Python; beside `_torch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch as _dispatch
+
+# What a mode of functions does when it is entered and left.
+push_function_mode = torch._C._push_on_torch_function_stack
+pop_function_mode = torch._C._pop_torch_function_stack
+
+# What torch knows of the dispatch modes that are active: it is all that entering one changes
+# beside the stack. Where a torch has other such flags, its own way is taken.
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+LEAN = tuple(name for name in vars(_dispatch) if name.startswith("_is_in_")) == _FLAGS
+
+Flags = tuple[bool, bool, bool]
+
+
+def enter_dispatch_mode(mode: Any) -> Flags:
+    """Enter a mode that is no part of torch's own; what `leave_dispatch_mode` puts back."""
+    d: Any = _dispatch
+    before = (
+        d._is_in_torch_dispatch_mode,
+        d._is_in_non_infra_torch_dispatch_mode,
+        d._is_in_any_mode_without_ignore_compile_internals,
+    )
+    d._is_in_torch_dispatch_mode = d._is_in_non_infra_torch_dispatch_mode = True
+    d._is_in_any_mode_without_ignore_compile_internals = True
+    d.set_is_in_mode_without_ignore_compile_internals(True)
+    d._push_on_torch_dispatch_stack(mode)
+    return before
+
+
+def leave_dispatch_mode(before: Flags) -> None:
+    """Leave the mode that was entered last."""
+    d: Any = _dispatch
+    (
+        d._is_in_torch_dispatch_mode,
+        d._is_in_non_infra_torch_dispatch_mode,
+        d._is_in_any_mode_without_ignore_compile_internals,
+    ) = before
+    d.set_is_in_mode_without_ignore_compile_internals(before[2])
+    d._pop_torch_dispatch_stack(None)

@@ -1,0 +1,53 @@
+"""Private names of modules, and of the frames that they run in: beside `_torch`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+# The one base class of what normalises over the batch: lazy, synchronised and of any rank.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+# A frame further up than that of the caller; `inspect` has it by way of the caller's own.
+frame_above = sys._getframe
+
+
+def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and all below it: ``modules()``, which takes three times as long to find names."""
+    found = {module: None}
+    stack = [module]
+    while stack:
+        for child in stack.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                stack.append(child)
+    return [*found]
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The dict in which a module keeps its own buffers."""
+    return module._buffers
+
+
+def running_modules() -> list[torch.nn.Module]:
+    """The modules whose forward is running, innermost first."""
+    running: list[torch.nn.Module] = []
+    frame: Any = frame_above(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return running
+
+
+def module_path() -> str:
+    """Where among the modules that are running this is, from the outermost one: ``"0.attn"``."""
+    running = running_modules()
+    if not running:
+        return ""
+    for path, module in running[-1].named_modules(remove_duplicate=False):
+        if module is running[0]:
+            return path
+    return ""

@@ -1,0 +1,54 @@
+"""Private names of modes, modules and memory still exist, and mean what they are used for."""
+
+import torch
+from torch import nn
+
+from functx import _torch, _torch_memory, _torch_modes, _torch_modules
+
+
+def test_modes_are_entered_and_left_as_torch_does():
+    class Observer(_torch.TorchDispatchMode):
+        ran = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ran += 1
+            return func(*args, **(kwargs or {}))
+
+    def flags():
+        python_dispatch = torch.utils._python_dispatch
+        return [value for name, value in vars(python_dispatch).items() if name.startswith("_is_in")]
+
+    assert _torch_modes.LEAN
+    outside, mode = flags(), Observer()
+    with mode:
+        inside = flags()
+    before = _torch_modes.enter_dispatch_mode(mode)
+    assert flags() == inside != outside
+    torch.ones(2)
+    _torch_modes.leave_dispatch_mode(before)
+    assert flags() == outside
+    torch.ones(2)
+    assert mode.ran == 1
+
+
+def test_modules_of_a_module():
+    inner = nn.Linear(2, 2)
+    module = nn.Sequential(nn.Sequential(inner), inner)
+    assert set(_torch_modules.modules_of(module)) == set(module.modules())
+
+
+def test_weak_references_to_memory():
+    refs, first, second = _torch_memory.Memories(), torch.ones(2), torch.ones(2)
+    for t in (first, second):
+        memory, key = _torch_memory.memory_of(t)
+        assert key == _torch.storage_key(t) == _torch_memory.storage_keys([t])[0]
+        refs.add(memory, key)
+    del t, memory, first
+    assert refs.alive() == [_torch.storage_key(second)]
+    refs.clear()
+    assert not refs.alive()
+
+
+def test_buffers_of_a_module():
+    module = nn.BatchNorm1d(2)
+    assert _torch_modules.buffers_of(module)["running_mean"] is module.running_mean
