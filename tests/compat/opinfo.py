@@ -271,8 +271,9 @@ def _gradients_drawn(call: Any, leaves: list[torch.Tensor], wants: list[bool]) -
         )
         return np.round((np.asarray(total) - along) / scale, 1)
 
-    # What is nothing next to the others is rounded off, in either framework to something else.
-    grain = max(float(np.abs(e).max(initial=0)) for e in expected) * 1e-5 or 1.0
+    # What is nothing next to the others is rounded off, in either framework to something else,
+    # and more than their rounding, which depends on how XLA optimizes.
+    grain = max(float(np.abs(e).max(initial=0)) for e in expected) * 1e-3 or 1.0
     coarse = [[np.round(np.asarray(g) / grain) for g in side] for side in (got, expected)]
     apart = max(map(_apart, *coarse))
     tied = _apart(beyond_linear(drawn, got), beyond_linear(values, expected))

@@ -70,7 +70,7 @@ def test_products_are_counted_in_both(segment):
     """Forward, weights, activations, and each region once more."""
     ws, x = weights()
     net = chain(range(0, LAYERS, segment)) if segment else lambda ws, x: plain(ws, x)
-    products = crosscheck(net, ws, x, peak=False).runs["grad"].products
+    products = crosscheck(net, ws, x, transforms="grad", peak=False).runs["grad"].products
     recomputed = LAYERS if segment else 0
     assert products.torch == products.jax == 3 * LAYERS - 1 + recomputed
     assert products.torch_recomputed == products.jax_recomputed == recomputed
@@ -85,7 +85,7 @@ def plain(ws, x):
 def test_remat_lowers_both_peaks():
     torch.manual_seed(0)
     args = [torch.randn(64, 64) / 8 for _ in range(LAYERS)], torch.randn(256, 64)
-    whole, cut = (crosscheck(chain(c), *args) for c in ([0], [0, 4, 8, 12]))
+    whole, cut = (crosscheck(chain(c), *args, transforms="grad") for c in ([0], [0, 4, 8, 12]))
     assert cut.runs["grad"].xla_temp < whole.runs["grad"].xla_temp
     assert cut.runs["grad"].torch_peak < whole.runs["grad"].torch_peak
 
@@ -233,7 +233,8 @@ def test_dropout_by_key():
         return functx.remat(lambda w, key, x: random.dropout(key, x @ w, 0.4))(w, key, x)
 
     keys = random.split(random.key(0), 5)
-    report = crosscheck(f, torch.randn(3, 3), keys, torch.randn(5, 3), in_dims=(None, 0, 0))
+    args = torch.randn(3, 3), keys, torch.randn(5, 3)
+    report = crosscheck(f, *args, in_dims=(None, 0, 0), peak=False)
     report.assert_agrees()
 
 

@@ -25,7 +25,8 @@ ACTIVATION = WIDTH * BATCH * 4
 @pytest.mark.parametrize("segment", [1, 2, 4, 8, 16])
 def test_kept_bytes_are_equal_and_as_expected(segment):
     """Each region keeps its input; that of the first is an argument."""
-    report = crosscheck(chain(range(0, LAYERS, segment)), *weights(), peak=False)
+    net = chain(range(0, LAYERS, segment))
+    report = crosscheck(net, *weights(), transforms="grad", peak=False)
     report.assert_agrees()
     assert report.kept_torch == report.kept_jax
     assert report.kept_torch.regions == LAYERS // segment
@@ -75,7 +76,7 @@ def test_a_moved_cut_fails_the_assertion_and_names_the_region():
 
         return f, [torch.randn(a, b) for a, b in itertools.pairwise(sizes)], torch.randn(7, 2)
 
-    report = crosscheck(*net([1, 3]), peak=False)
+    report = crosscheck(*net([1, 3]), transforms="grad", peak=False)
     report.assert_agrees()
     f, ws, x = net([1, 3])
     moved = kept(f, net([2, 3])[0], ws, x)[1]
@@ -150,8 +151,8 @@ def test_kept_bytes_agree_for_any_segmentation(data):
         return x.square().sum()
 
     ws = [torch.randn(4, 4, dtype=torch.float64) / 2 for _ in names]
-    in_dims = (None, 0) if batched else None
-    report = crosscheck(f, ws, torch.randn(3, 4, dtype=torch.float64), in_dims=in_dims, peak=False)
+    how = {"in_dims": (None, 0), "transforms": "vmap(grad)"} if batched else {"transforms": "grad"}
+    report = crosscheck(f, ws, torch.randn(3, 4, dtype=torch.float64), peak=False, **how)
     report.assert_agrees(rtol=1e-4)
     assert report.kept_equal
     assert report.kept_torch.regions == sum(kind != "none" for (a, b), kind in zip(spans, regions))
@@ -182,7 +183,8 @@ def test_regions_with_policies_keep_the_same_at_their_boundaries(policy):
             x = region(x, w)
         return (x * x).sum()
 
-    report = crosscheck(f, [torch.randn(4, 4) for _ in range(3)], torch.randn(3, 4), peak=False)
+    ws = [torch.randn(4, 4) for _ in range(3)]
+    report = crosscheck(f, ws, torch.randn(3, 4), transforms="grad", peak=False)
     report.assert_agrees()
     products = report.runs["grad"].products
     assert products.torch == products.jax == 17 + (policy == "nothing_saveable") * 6

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from functx.compat import random
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
-quick = settings(max_examples=12, deadline=None)
+quick = settings(max_examples=8, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
-shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+# Few, since JAX compiles a draw of each.
+shapes = st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 1, 6)])
 
 
 def torch_dtype(name):
@@ -79,7 +80,7 @@ def test_key_of_a_tensor(dtype):
 
 
 @quick
-@given(seeds, st.one_of(st.integers(0, 9), shapes))
+@given(seeds, st.one_of(st.sampled_from([0, 1, 9]), shapes))
 def test_split(seed, num):
     keys_same(random.split(random.key(seed), num), jax.random.split(jax.random.key(seed), num))
 
@@ -303,7 +304,7 @@ def test_randint_default_dtype():
 
 
 @quick
-@given(seeds, st.integers(0, 40))
+@given(seeds, st.sampled_from([0, 1, 2, 40]))
 def test_permutation_of_a_range(seed, n):
     with jax.enable_x64(True):
         expected = jax.random.permutation(jax.random.key(seed), n)

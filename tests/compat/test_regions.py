@@ -58,10 +58,13 @@ def test_products_of_the_gradient_taken_inside(segment):
 
 
 def test_the_count_can_fail():
-    """Without the option XLA's CPU compiler merges the recompute; the counter sees it."""
+    """Without the option XLA's CPU compiler merges the recompute, up to JAX 0.11.0; it is seen."""
     args = arrays(weights())
     f = jax.grad(to_jax(chain(2)))
-    assert count_dots(f, *args, barriers=False) == PLAIN < count_dots(f, *args)
+    merged = count_dots(f, *args, barriers=False)
+    assert merged == PLAIN + (LAYERS if jax.__version_info__ >= (0, 11, 1) else 0)
+    assert count_dots(f, *args) == PLAIN + LAYERS
+    assert count_dots(jax.jit(jax.grad(to_jax(chain(0)))), *args) == PLAIN
 
 
 @pytest.mark.parametrize("segment", [1, 2, 6])
