@@ -26,7 +26,7 @@ LAYERS = [
         "functx._torch_nodes",
     ),
     ("functx._torch_norms", "functx._statistics"),
-    ("functx._tree", "functx._validate", "functx._policies", "functx._where"),
+    ("functx._tree", "functx._validate", "functx._policies", "functx._where", "functx._unwritten"),
     ("functx._policy_kinds", "functx._offload"),
     ("functx.checkpoint_policies",),
     ("functx._places", "functx._pictures"),

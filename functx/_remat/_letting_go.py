@@ -30,7 +30,7 @@ from functx._remat._tracker import Tracker, rewrap
 from functx._torch_edges import requires_grad_anywhere
 from functx._torch_operators import is_zero_tensor
 
-_WORTH = 512
+_WORTH = 128
 """Bytes; for less than that it is not worth the time."""
 
 

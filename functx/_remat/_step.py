@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch_operators
+from functx._unwritten import unwritten
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -156,4 +157,4 @@ def layout_of(t: Tensor) -> Layout:
 def empty(layout: Layout) -> Tensor:
     """Memory nobody wrote to."""
     shape, stride, dtype, device = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return unwritten(shape, stride, dtype, device)
