@@ -177,6 +177,30 @@ def inner_transform(x, region):
     return region(lambda x: functx.vmap(functx.grad(one))(x.tanh()) + functx.grad(one)(x[0]))(x)
 
 
+def mapped_later(x, region):
+    """After its last use by itself, the input is read inside a transform."""
+
+    def body(x):
+        y = torch.tanh(torch.sin(x @ W) @ V)
+        z = torch.func.vmap(lambda r: torch.sin(torch.cos(torch.sin(r) @ W) @ V))(x)
+        return y + torch.func.vmap(torch.sin)(z)
+
+    return region(body)(x)
+
+
+def transform(x, region):
+    """Of a region around transforms, no wrapper is its input."""
+
+    def loss(x):
+        for w in (W, V):
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    return region(functx.grad(lambda x: functx.vmap(functx.vmap(loss))(x).sum()))(
+        x.unflatten(0, (2, 2, 4))
+    ).flatten(0, 2)
+
+
 def strides(x, region):
     """The body looks at the layout of an argument that is gone."""
 
@@ -221,6 +245,7 @@ ANYWHERE = {
     f.__name__: f
     for f in (
         *(nested_constant, nested_input, view, hook, in_place, result, inner_transform, strides),
+        *(mapped_later, transform),
     )
 }
 EAGER = {f.__name__: f for f in (array, pointer, left)}

@@ -188,6 +188,7 @@ class Standins(Tracker):
 
     def _meet_wrapper(self, t: Tensor) -> Tensor:
         """A wrapper of a transform inside the region: what it wraps may be foreign."""
+        self.looks = True
         inner = t
         while _torch.is_wrapped(inner) and _torch.wrapper_level(inner) > self._depth:
             inner = _torch.get_unwrapped(inner)

@@ -169,7 +169,8 @@ def may_pass(ledger: Ledger, environment: Any, first: Tracker) -> bool:
     than the forward did: that writes in place, or under autocast, whose casts are cached. A region
     inside holds constants that nobody counts, and so does Python on the tape; and some of what runs
     may not be on the record that says which operation is the last. Nor may the body look at how
-    tensors lie in memory: what is gone lies otherwise.
+    tensors lie in memory, as what is gone lies otherwise; or wrap them in a transform of its own,
+    as the record is of the wrappers then.
     """
     return not (
         first.looks

@@ -65,7 +65,7 @@ class Tracker:
         self.modes = _torch.dispatch_mode_depth()
         # Whether a node's tape is pulled back, for none of the functions that users wrote.
         self.pulls_back = False
-        # Whether the body asked how a tensor lies in memory.
+        # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
         self.looks = False
         self._sources: list[int] = []
         self._scalars: list[Any] = []
