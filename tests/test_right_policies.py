@@ -9,7 +9,9 @@ from references import assert_same
 from torch import nn
 
 import functx
-from functx._remat import _prune
+from functx._policies import Everything
+from functx._remat import _holders, _prune, _whole
+from functx._remat._saving import Saver
 from functx._remat._step import empty
 from functx._remat._watch import watching
 
@@ -167,3 +169,17 @@ def poisoned(monkeypatch):
 )
 def test_as_without_remat(program, poisoned):
     assert_same(program(functx.remat), program(identity), eps=32)
+
+
+def test_a_replay_that_begins_again_lets_go_of_what_it_counts():
+    """What is left in the count is missed later, wherever memory has the same address."""
+    pruned = _prune.Pruned([], [], {})
+
+    def again(tensors, mode, passing=None):
+        if mode is pruned:
+            raise _prune.Departed("it differs", pruned)
+        mode.saver = Saver(Everything(False))  # for what regions around keep
+        return [None]
+
+    _whole.replayed(again, [X], pruned, None, [False], "f")
+    assert not _holders._own.holds

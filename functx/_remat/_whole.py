@@ -153,6 +153,9 @@ def replayed(
     except Departed as again_departed:
         if again_departed.replay is not whole:
             raise
+    finally:
+        if whole is not None:
+            whole.let_go()  # else what it counts as the engine's is missed later, by address
     raise _error(name, how)
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
-from functx._remat import _prune, _step, _whole
+from functx._remat import _holders, _prune, _step, _whole
 
 from .env import Env
 from .program import Program
@@ -143,6 +143,8 @@ def check(program: Program, expected: Result) -> Result:
                 raise Refused(message) from error
         raise Difference(f"raises {type(error).__name__}: {error}") from error
     compare(program, ours, expected)
+    if _holders._own.holds:
+        raise Difference("counts what it holds no more")
     return ours
 
 
