@@ -1,4 +1,4 @@
-"""Modules that a region reaches through objects of the user's: what they count, they count once."""
+"""State that a region reaches: modules count once; what is written to too early raises."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -115,3 +115,29 @@ def test_buffers_made_below_transforms_advance(library, way, around):
         return g(x) if way == "grad" else outer(g)(x)
 
     assert_same(program(functx.remat), program(identity), eps=64)
+
+
+class TestWrittenBeforeThePullback:
+    """Under a transform torch compares no versions: it is the region that does."""
+
+    @pytest.mark.parametrize("stack", [lambda f: f, functx.vmap], ids=["vjp", "vjp of vmap"])
+    @pytest.mark.parametrize("who", ["a parameter", "a tensor", "an argument", "one in a list"])
+    def test_raises(self, who, stack):
+        weight = numbers(4, 4, start=1.0)
+        if who == "a parameter":
+            weight.requires_grad_()
+
+        def f(x, given=None, *, rows=None):
+            own = weight if given is None else given
+            return (x @ (own if rows is None else rows[0])).sin()
+
+        g = functx.remat(f)
+        calls = {
+            "an argument": lambda x: g(x, weight),
+            "one in a list": lambda x: g(x, rows=[weight]),
+        }
+        _, pullback = functx.vjp(stack(calls.get(who, g)), numbers(3, 4))
+        with torch.no_grad():
+            weight.mul_(2)
+        with pytest.raises(functx.ReplayError, match=r"modified in place.*[Mm]odify it after"):
+            pullback(numbers(3, 4))

@@ -13,6 +13,7 @@ from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
+from functx._remat._holders import base_of
 from functx._remat._letting_go import can_go, hand_over, lent, nobody_differentiates, take
 from functx._remat._observers import notify, observing
 from functx._remat._operator import call
@@ -42,6 +43,7 @@ class _Payload:
         "places",
         "region",
         "tensors",
+        "versions",
         "watched",
     )
 
@@ -74,6 +76,8 @@ class _Payload:
         self.cut = cut
         self.places = places
         self.watched = False
+        # Of the memory that is kept; at levels of transforms torch does not compare them.
+        self.versions: list[int] = []
 
     def lets_go(self) -> bool:
         """Whether the memory of cotangents goes when it has been read. ``NOTE [let go]``."""
@@ -118,6 +122,8 @@ class RegionNode(_torch.SingleLevelFunction):
                 # Its tape at this level is no matter: here it gets no gradient that is not zero.
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
+        if payload.level:
+            payload.versions = [_torch.version(base_of(t)) for t in kept]
         values = payload.region.kept
         if values and any(t.is_inference() for t in values):
             payload.apart, values = values, []
@@ -145,11 +151,10 @@ class RegionNode(_torch.SingleLevelFunction):
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise ReplayError(
-                f"remat: an input of the region {region.options.name!r} was modified in place "
-                f"between its forward and its replay ({error}). Modify it after the backward, or "
-                "give the region a clone."
-            ) from error
+            raise _modified(region, str(error)) from error
+        for t, version in zip(saved, payload.versions):
+            if _torch.version(base_of(t)) != version:
+                raise _modified(region, f"one of shape {tuple(t.shape)}, under a transform")
         duals = payload.duals
         if duals is not None:
             n = len(saved) - len(duals.inputs())
@@ -167,6 +172,14 @@ class RegionNode(_torch.SingleLevelFunction):
         if payload.passing:
             ctx.maybe_clear_saved_tensors()
         return (None, *_gradients(payload, saved, asked, wanted, those, cut))
+
+
+def _modified(region: Region, what: str) -> ReplayError:
+    return ReplayError(
+        f"remat: an input of the region {region.options.name!r} was modified in place between its "
+        f"forward and its replay ({what}). Modify it after the backward, or give the region a "
+        "clone."
+    )
 
 
 def _watched(register: Any) -> Any:
