@@ -159,7 +159,7 @@ class TestSettings:
     def test_autocast_with_shared_weights(self, cache):
         """One cast of a weight serves two regions, and the code between them."""
 
-        def program(remat):
+        def program(remat, cache=cache):
             w = numbers(8, 8, start=1.0).float().requires_grad_()
             x = numbers(8, 8).float().requires_grad_()
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
@@ -174,6 +174,7 @@ class TestSettings:
         # A cast that is shared sums up gradients in bfloat16, casts of each region in float32.
         rounding = torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
         assert_same(ours[1:], plain[1:], eps=rounding if cache else 4)
+        assert_same(ours[1:], program(identity, cache=False)[1:], eps=4)
 
     @pytest.mark.parametrize("way", ["grad", "vmap"])
     def test_autocast_under_transforms(self, way):
