@@ -112,6 +112,8 @@ class Pullback:
         def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
             def hook(gradient: torch.Tensor) -> torch.Tensor:
                 receive(*leave_transform([_torch.unwrap_if_dead(gradient)]))
+                if gradient.layout is not torch.strided:
+                    return torch.zeros_like(gradient)
                 # What the engine keeps to the end in its place has no memory to speak of.
                 nothing = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
                 return nothing.expand(gradient.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from typing import Any
 
 import torch.utils._pytree as _torch_pytree
@@ -27,6 +28,9 @@ if _optree is not None:
     _known = 0  # how many classes torch had when it was last looked
     _BUILT_IN = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
 
+    def _unflatten(node: Any, context: Any, leaves: Any) -> Any:
+        return node.unflatten_fn(list(leaves), context)
+
     def _learn() -> None:
         """Classes that torch knows, and has not told optree of (``register_dataclass``)."""
         global _known
@@ -38,7 +42,7 @@ if _optree is not None:
                 _optree.register_pytree_node(
                     cls,
                     node.flatten_fn,
-                    lambda context, leaves, node=node: node.unflatten_fn(list(leaves), context),
+                    functools.partial(_unflatten, node),
                     namespace="torch",
                 )
 

@@ -55,7 +55,7 @@ class _Flat:
 
     def __init__(self, func: Callable[..., Any], out_dims: Any) -> None:
         self._func, self._out_dims = func, out_dims
-        self.dims: list[Any] = []
+        self.dims: Any = []
         self.spec: Any = None
         functools.update_wrapper(self, func)
 

@@ -1,5 +1,9 @@
 """Per-example gradients of a module: a pair of module and criterion in place of a function."""
 
+import concurrent.futures
+import contextlib
+import threading
+
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -131,3 +135,47 @@ def test_a_second_pass_computes_only_what_has_no_factors():
     with torch.no_grad():
         f(params, x)
         assert memory.peak(f, params, x) < 1.5 * params["matrix"].nbytes
+
+
+class Meets(nn.Module):
+    """Waits for other threads between its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.barrier = threading.Barrier(1)
+
+    def forward(self, x):
+        x = torch.tanh(self.one(x))
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.barrier.wait(1.0)
+        return self.other(x)
+
+
+def test_threads_that_share_a_module_take_turns():
+    """While one runs it, its parameters are in the place of the module's."""
+    torch.manual_seed(0)
+    pair = (Meets().to(DTYPE), lambda out: out.square().sum())
+    batches = [numbers(3, 4), numbers(3, 4, start=5.0)]
+    expected = [per_sample.grads(pair)(x) for x in batches]
+    pair[0].barrier = threading.Barrier(2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda x: per_sample.grads(pair)(x), batches))
+    assert_same(found, expected, eps=8)
+
+
+def test_sparse_gradients():
+    torch.manual_seed(0)
+    dense = nn.Embedding(9, 4).to(DTYPE)
+    sparse = nn.Embedding(9, 4, sparse=True, _weight=dense.weight.detach())
+    tokens = torch.tensor([[0, 3], [3, 3], [8, 1]])
+
+    def results(module, **options):
+        pair = (module, lambda out: out.sin().sum())
+        total = per_sample.clipped_sum(pair, max_norm=1.0, **options)(tokens)
+        return total, per_sample.grads(pair, **options)(tokens)
+
+    assert_same(results(sparse, chunk_size=1), results(dense), eps=64)
+    with pytest.raises(NotImplementedError) as caught:
+        results(sparse)
+    assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]

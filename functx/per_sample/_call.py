@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,12 +131,21 @@ def dims_of(
 def module_arguments(
     module: torch.nn.Module | None, args: tuple[Any, ...]
 ) -> Iterator[tuple[Any, ...]]:
-    """The arguments with the module's parameters in front; nothing of it is recorded outside."""
+    """The arguments with the module's parameters in front; nothing of it is recorded outside.
+
+    One thread at a time: while the module runs, others' parameters are in the place of its own.
+    """
     if module is None:
         yield args
         return
-    with torch.no_grad():
+    with _LOCK:
+        lock = _LOCKS.setdefault(module, threading.RLock())
+    with lock, torch.no_grad():
         yield (_model.trainable(module), *args)
+
+
+_LOCK = threading.Lock()
+_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 def invented(batch: Batch) -> Batch:

@@ -20,7 +20,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 # What torch says where an operation has no rule for vmap, or none that fits.
-_LIMITS = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
+_LIMITS = (
+    *("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent"),
+    *("sparse", "scalar type"),  # of autocast, which comes by where vmap takes operations apart
+)
 
 
 def is_of_vmap(error: BaseException) -> bool:

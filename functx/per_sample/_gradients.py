@@ -52,7 +52,8 @@ def grads(
             ``vmap``, and is free of its limitations. If memory runs out the chunk is halved, with a
             warning.
         memory_budget: The largest peak allowed, in bytes, above what is live at the call; the chunk
-            size follows, from measurements at the first call. The result counts too.
+            size follows, from measurements at the first call with a shape (of up to eight examples,
+            which may take more than that). The result counts too.
         randomness: ``"error"``, ``"different"`` or ``"same"``, as for :func:`torch.func.vmap`.
 
     Returns:

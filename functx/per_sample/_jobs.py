@@ -148,7 +148,12 @@ class _Job:
         counting = [
             self._stacks[name].adding(rows) for name, rows in found.items() if name in self._stacks
         ]
-        return lambda: [count() for count in counting] and None
+
+        def count() -> None:
+            for one in counting:
+                one()
+
+        return count
 
     def _close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
         found = {name: stack.close(kept, size, empty) for name, stack in self._stacks.items()}

@@ -32,7 +32,7 @@ def all_reduced(tree: Any, process_group: Any) -> Any:
             "per_sample: process_group was given, but torch.distributed has no process group; call "
             "torch.distributed.init_process_group first"
         )
-    group = None if process_group is True else process_group
+    group: Any = None if process_group is True else process_group
     if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
         group = group.get_group()
     leaves, spec = _tree.flatten(tree)

@@ -144,7 +144,9 @@ def _pull_one(
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that is spread over processes, in one piece: its norm is wanted."""
+    """A gradient that is sparse, or spread over processes, in one piece: its norm is wanted."""
+    if gradient.layout is not torch.strided:
+        return gradient.to_dense()
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from functx import _torch
-from functx.per_sample._factors import Factored, product, weighted
+from functx.per_sample._factors import Factor, Factored, product, weighted
 from functx.per_sample._failure import in_halves
 from functx.per_sample._rows import flat_rows, memory_order
 
@@ -82,16 +82,13 @@ class Sums:
             dense = rows
             self.in_halves(lambda a, b: total.add(dense[a:b], weights[a:b]), len(weights))
             return
-        left, right = rows.terms[0]
-        for term in rows.terms:
-            self.in_halves(
-                lambda a, b, term=term: weighted(
-                    [(term[0].part(a, b), term[1].part(a, b))],
-                    weights[a:b],
-                    total.matrix(left.size, right.size),
-                ),
-                len(weights),
-            )
+        for left, right in rows.terms:
+
+            def add(a: int, b: int, left: Factor = left, right: Factor = right) -> None:
+                matrix = total.matrix(left.size, right.size)
+                weighted([(left.part(a, b), right.part(a, b))], weights[a:b], matrix)
+
+            self.in_halves(add, len(weights))
 
     def in_halves(self, run: Callable[[int, int], Any], size: int, *take: Any) -> None:
         """As `_failure.in_halves`; it is noted whether memory ran out."""
