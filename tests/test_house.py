@@ -33,6 +33,7 @@ LAYERS = [
     ("functx._storages", "functx._traced", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
     (
+        "functx._remat._apart",
         "functx._remat._arguments",
         "functx._remat._constant",
         "functx._remat._depth",

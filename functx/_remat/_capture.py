@@ -13,6 +13,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._places import Place, where
 from functx._remat import _wrappers
+from functx._remat._apart import Reached
 from functx._remat._entry import Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
@@ -194,7 +195,7 @@ class FirstRun(Standins):
         for t in reached:
             if not (id(t) in self.leaves or self.knows(t) or is_unread(t)):
                 refuse_unseen(self._region.options.name, t)
-        return set(map(id, reached))
+        return Reached(reached, outs, self._region.frames)
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""

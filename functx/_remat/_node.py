@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
+from functx._remat._apart import hooked, nodes_apart
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
 from functx._remat._holders import base_of
@@ -35,6 +36,7 @@ class _Payload:
         "duals",
         "fn",
         "frames",
+        "hooked",
         "level",
         "n_kept",
         "needed",
@@ -78,6 +80,8 @@ class _Payload:
         self.watched = False
         # Of the memory that is kept; at levels of transforms torch does not compare them.
         self.versions: list[int] = []
+        # Whether an input that a result depends on has a hook, as far as it can be known.
+        self.hooked = any(hooked(t) and not c for t, c in zip(tensors, cut))
 
     def lets_go(self) -> bool:
         """Whether the memory of cotangents goes when it has been read. ``NOTE [let go]``."""
@@ -318,7 +322,8 @@ def attach(
 
     NOTE [edges]
     The node has an edge to an input only if a result depends on it. Otherwise the engine would come
-    by, with nothing, where without remat it never does, and hooks would be handed ``None``.
+    by, with nothing, where without remat it never does, and hooks would be handed ``None``. See
+    also ``NOTE [nodes apart]`` in `_apart`.
 
     Args:
         frame: the level of the node: its function, of ``tensors``, is what is replayed.
@@ -326,31 +331,38 @@ def attach(
         outs: the results, not on the tape yet.
         requires: which of them require grad.
     """
-    differentiable = [o for o, r in zip(outs, requires) if r and o is not None]
-    if not differentiable:
+    if not any(requires):
         return list(outs)
     region: Region = frame.region
     if region.outer is not None:
         for constant in region.constants:
             tell_of_a_constant(constant.value)
-    cut = [t.requires_grad and not r for t, r in zip(tensors, frame.reached())]
-    edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
+    reached = frame.reached()
+    taped: dict[int, Tensor] = {}
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
     try:
-        places = [i for i, r in enumerate(requires) if r]
-        payload = _Payload(frame, tensors, cut, differentiable, places)
-        # Past the `apply` that regions observe: this node is the engine's own.
-        apply = super(_torch.SingleLevelFunction, RegionNode).apply  # type: ignore[misc]
-        if torch.is_grad_enabled():
-            results = apply(payload, *edges)
-        else:
-            with torch.enable_grad():  # the body has turned it on
-                results = apply(payload, *edges)
+        for places, beyond in nodes_apart(frame, tensors, [i for i, r in enumerate(requires) if r]):
+            cut = [
+                t.requires_grad and (not r or i in beyond)
+                for i, (t, r) in enumerate(zip(tensors, reached))
+            ]
+            edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
+            results = [o for p in places if (o := outs[p]) is not None]
+            payload = _Payload(frame, tensors, cut, results, places)
+            taped.update(zip(places, _apply(payload, edges), strict=True))
     finally:
         _torch.set_single_level_function_allowed(allowed)
     if region.outer is None and observing():
         kept = [t for t, need in zip(tensors, frame.needed()) if need]
         notify(kept, region.options.name, frame.level)
-    taped = iter(results)
-    return [next(taped) if r else o for o, r in zip(outs, requires)]
+    return [taped.get(i, o) for i, o in enumerate(outs)]
+
+
+def _apply(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # Past the `apply` that regions observe: this node is the engine's own.
+    apply = super(_torch.SingleLevelFunction, RegionNode).apply  # type: ignore[misc]
+    if torch.is_grad_enabled():
+        return tuple(apply(payload, *edges))
+    with torch.enable_grad():  # the body has turned it on
+        return tuple(apply(payload, *edges))

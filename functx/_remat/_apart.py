@@ -1,0 +1,81 @@
+"""Which results of a region get nodes of their own.
+
+NOTE [nodes apart]
+torch's engine comes by each edge of a node that has run, with nothing where there is no gradient,
+and calls hooks with ``None``. Without remat a hook is not called where no result that is pulled
+back depends on its tensor. So where an input has a hook, results that depend on it and results that
+do not are behind different nodes. Where both are pulled back, the region runs again for each. An
+input that comes right from another region counts as one with a hook if that has one. Hooks further
+up the tape can't be seen from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx._remat._tapes import leaves_below, nodes_of
+
+
+class Reached(set[int]):
+    """Ids of the leaves that the tapes of results end in.
+
+    Args:
+        leaves: those of all.
+        results: of the body.
+        frames: of the region.
+
+    Attributes:
+        by: those of each result, if an input has a hook.
+    """
+
+    def __init__(
+        self, leaves: Iterable[Tensor], results: Sequence[Tensor | None], frames: Sequence[Any]
+    ) -> None:
+        super().__init__(map(id, leaves))
+        self.by: list[set[int]] = []
+        if len(results) > 1 and any(
+            hooked(t) for frame in frames for t in (*frame.inputs, *frame.captured)
+        ):
+            self.by = [{id(leaf) for leaf in leaves_below(*nodes_of([r]))} for r in results]
+
+
+def hooked(t: Tensor) -> bool:
+    """Whether ``t`` has a hook, or is the result of a region that has an input with one."""
+    if not t.requires_grad:
+        return False
+    return bool(t._backward_hooks) or getattr(getattr(t.grad_fn, "payload", None), "hooked", False)
+
+
+def nodes_apart(
+    frame: Any, tensors: Sequence[Tensor], places: Sequence[int]
+) -> list[tuple[list[int], set[int]]]:
+    """The results that share a node, with the inputs that none of them depends on.
+
+    Args:
+        frame: the level of the nodes.
+        tensors: its inputs.
+        places: the results that require grad.
+
+    Returns:
+        Places of results, and of inputs with hooks. ``NOTE [nodes apart]``.
+    """
+    region = frame.region
+    by = getattr(region.reached, "by", ())
+    unknown = region.connected or region.rewritten or region.overwritten or region.options.by_sight
+    if len(places) < 2 or not by or unknown or any(f.dual() for f in region.frames):
+        return [([*places], set())]
+    inside = region.frames[region.frames.index(frame) + 1 :]
+    those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i])}
+    groups: dict[frozenset[int], list[int]] = {}
+    for place in places:
+        own = [place]
+        for inner in inside:
+            own = inner.wanted_above(own)
+        known = all(i < len(by) for i in own)  # what left otherwise than by return is not
+        reached = {leaf for i in own if known for leaf in by[i]}
+        beyond = frozenset(i for i, leaf in those.items() if known and leaf not in reached)
+        groups.setdefault(beyond, []).append(place)
+    return [(group, {*beyond}) for beyond, group in groups.items()]

@@ -1,0 +1,84 @@
+"""Hooks on what regions read: called when and with what they are without remat."""
+
+import pytest
+import torch
+from cases import numbers
+from programs import identity
+from references import assert_same
+
+import functx
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+
+def program(remat, how, pulled, nested=False):
+    """Two results, of which one depends on a tensor with a hook; what the hook was called with."""
+    x, w = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
+    seen = []
+
+    def loss(x, w):
+        h, other = x.sin(), w.cos()
+        h.register_hook(lambda g: seen.append(g.detach().clone()) or g * 1.5)
+        if how == "argument":
+            region = remat(lambda h, other: (h.exp() * other, other.tanh(), h))
+            outs = region(h, other)
+        elif how == "capture":
+            outs = remat(lambda: (h.exp() * other, other.tanh(), h))()
+        else:
+            outs = remat(lambda: (remat(lambda: h.exp() * other)(), remat(other.tanh)(), h))()
+        if nested:
+            outs = remat(lambda a, b: (a * 2, b.sin()))(*outs[:2])
+        return sum(outs[i].sin().sum() for i in pulled)
+
+    return x, w, seen, loss
+
+
+@pytest.mark.parametrize("how", ["argument", "capture", "nested"])
+@pytest.mark.parametrize("pulled", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", ["plain", "retained", "grad", "vmap(grad)", "grad(grad)"])
+def test_a_hook_is_called_where_a_gradient_comes_by(how, pulled, nested, way):
+    """Not where only results are pulled back that do not depend on its tensor."""
+
+    def run(remat):
+        x, w, seen, loss = program(remat, how, pulled, nested)
+        if way == "plain":
+            grads = torch.autograd.grad(loss(x, w), (x, w), allow_unused=True)
+        elif way == "retained":
+            y = loss(x, w)
+            grads = torch.autograd.grad(y, (x, w), allow_unused=True, retain_graph=True)
+            grads += torch.autograd.grad(y, (x, w), allow_unused=True)
+        else:
+            x, w = x.detach(), w.detach()
+            f = functx.grad(loss, argnums=(0, 1))
+            if way == "vmap(grad)":
+                grads = functx.vmap(f)(torch.stack([x, x]), torch.stack([w, w * 2]))
+                return len(seen), grads
+            if way == "grad(grad)":
+                grads = functx.grad(lambda x, w: sum(g.sin().sum() for g in f(x, w)), (0, 1))(x, w)
+            else:
+                grads = f(x, w)
+            return len(seen), grads
+        return seen, [torch.zeros(()) if g is None else g for g in grads]
+
+    (seen, grads), (expected, gradients) = run(functx.remat), run(identity)
+    if isinstance(seen, list):
+        assert_same(seen, expected, eps=8)
+    elif way != "grad(grad)":  # where a replay has its own
+        assert seen == expected
+    assert_same(list(grads), list(gradients), eps=16)
+
+
+def test_results_share_a_node_where_no_hook_tells_them_apart():
+    """A second node is a second replay."""
+    x, w = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
+    body = functx.remat(lambda h, other: (h.exp() * other, other.tanh()))
+    a, b = body(x * 1.0, w)
+    assert a.grad_fn is b.grad_fn
+    hooked = x * 1.0
+    hooked.register_hook(lambda g: g)
+    a, b = body(hooked, w)
+    assert a.grad_fn is not b.grad_fn
+    both = functx.remat(lambda h, other: (h.exp() * other, (other * h).tanh()))
+    a, b = both(hooked, w)
+    assert a.grad_fn is b.grad_fn
