@@ -16,6 +16,7 @@ from functx import _torch
 from functx._remat import (
     _capture,
     _environment,
+    _foreign,
     _function,
     _ledger,
     _node,
@@ -31,7 +32,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 def _captures(patch: pytest.MonkeyPatch) -> None:
     """Closed-over tensors stay what they are."""
-    patch.setattr(_capture, "tracked", lambda t: False)
+    patch.setattr(_foreign, "tracked", lambda t: False)
 
 
 def _nested_captures(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,8 @@ def _saved_results(patch: pytest.MonkeyPatch) -> None:
 
 def _what_draws_runs(patch: pytest.MonkeyPatch) -> None:
     """Draws that no pullback reads are left out of replays."""
-    patch.setattr(_ledger.Step, "draws", property(lambda self: False, lambda self, value: None))
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(_ledger.Step, "draws", never, raising=False)
 
 
 def _python_on_the_tape(patch: pytest.MonkeyPatch) -> None:
