@@ -16,3 +16,8 @@ def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None
     node = function._backward_cls
     for name in ("register_hook", "register_prehook"):
         setattr(node, name, wrapper(getattr(node, name)))
+
+
+def has_hooks(t: torch.Tensor) -> bool:
+    """Whether a tensor has a hook on its gradient; no public way tells."""
+    return bool(t._backward_hooks)

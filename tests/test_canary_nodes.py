@@ -64,3 +64,13 @@ def test_a_tensor_can_be_taken_off_its_memory():
     alias.data = torch.zeros(()).expand(3)
     assert _torch.storage_use_count(_torch.storage_key(t)) == count - 1
     assert torch.equal(torch.autograd.grad(doubled.sum(), alias)[0], torch.full((3,), 2.0))
+
+
+def test_hooks_of_a_tensor_are_known():
+    x = torch.ones(2, requires_grad=True)
+    for t in (x, x * 2):
+        assert not _torch_nodes.has_hooks(t)
+        handle = t.register_hook(lambda g: g)
+        assert _torch_nodes.has_hooks(t)
+        handle.remove()
+        assert not _torch_nodes.has_hooks(t)

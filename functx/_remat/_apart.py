@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functx import _torch_nodes
 from functx._remat._tapes import leaves_below, nodes_of
 
 
@@ -46,7 +47,9 @@ def hooked(t: Tensor) -> bool:
     """Whether ``t`` has a hook, or is the result of a region that has an input with one."""
     if not t.requires_grad:
         return False
-    return bool(t._backward_hooks) or getattr(getattr(t.grad_fn, "payload", None), "hooked", False)
+    return _torch_nodes.has_hooks(t) or getattr(
+        getattr(t.grad_fn, "payload", None), "hooked", False
+    )
 
 
 def nodes_apart(

@@ -183,7 +183,8 @@ def _layouts(func: Any, args: Any, kwargs: Any) -> tuple[list[Layout | None], bo
 
 def _like(tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return empty(layout_of(tree))
+        shape, stride, dtype, device = layout_of(tree)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     if isinstance(tree, dict):
         return {key: _like(x) for key, x in tree.items()}
     if type(tree) in (list, tuple):
