@@ -244,9 +244,9 @@ class TestGradModes:
 
     @pytest.mark.parametrize("way", WAYS)
     def test_a_body_that_turns_grad_mode_on(self, way):
-        def build(remat):
-            weight = numbers(4, start=1.0).requires_grad_()
+        weight = numbers(4, start=1.0).requires_grad_()
 
+        def build(remat):
             def f(x):
                 constant = x.cos() * weight
                 with torch.enable_grad():
@@ -261,6 +261,12 @@ class TestGradModes:
             return without, [weight]
 
         check(build, ways=[way])
+
+        def of_tangents(remat):
+            f, leaves = build(remat)
+            return lambda x: functx.jvp(lambda x: f(x)[:2], (x,), (x.cos(),)), leaves
+
+        check(of_tangents, ways=[way], eps=16)
 
     def test_set_grad_enabled_and_left_so(self):
         def program(remat):

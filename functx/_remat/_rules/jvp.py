@@ -166,9 +166,10 @@ def _dual_level() -> Any:
 
 
 def unpack(t: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The primal, and the tangent if there is one."""
+    """The primal, and the tangent if there is one, with their history."""
     if not _torch_vmap.is_legacy_batched(t):
-        return forward_ad.unpack_dual(t)
+        with torch.enable_grad():  # it gives views
+            return forward_ad.unpack_dual(t)
     level = _torch_vmap.legacy_vmap_level()
     if not level:
         return t, None
@@ -191,7 +192,7 @@ def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
 
     So the primal may be a copy; and torch copies a tangent of another layout.
     """
-    with watching(False):
+    with watching(False), torch.enable_grad():
         given = primal
         if any(s == 0 and n > 1 for s, n in zip(primal.stride(), primal.shape)):
             primal = primal.contiguous()
