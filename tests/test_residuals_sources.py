@@ -1,5 +1,7 @@
 """What `saved_residuals` says of each value: its name, line, module and cost; and its tables."""
 
+import inspect
+
 import pytest
 import torch
 from layered import WEIGHTS, X
@@ -208,3 +210,14 @@ class TestTables:
         policies = {"plain": layers, "dots": functx.remat(layers, policy=cp.dots_saveable)}
         functx.print_saved_residuals(policies, WEIGHTS, X)
         assert capsys.readouterr().out.split()[:5] == ["shape", "dtype", "plain", "dots", "from"]
+
+
+def test_a_region_of_a_module_calls_its_arguments_what_the_module_does():
+    class Masked(torch.nn.Module):
+        def forward(self, x, mask=None):
+            return torch.sin(x)
+
+    for module in (Masked(), functx.remat(Masked())):
+        (kept,) = functx.saved_residuals(module, torch.ones(3))
+        assert kept.source == "argument x"
+        assert list(inspect.signature(module.forward).parameters) == ["x", "mask"]

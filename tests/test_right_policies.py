@@ -183,3 +183,21 @@ def test_a_replay_that_begins_again_lets_go_of_what_it_counts():
 
     _whole.replayed(again, [X], pruned, None, [False], "f")
     assert not _holders._own.holds
+
+
+def test_a_value_from_before_it_was_written_to_is_not_kept_for_the_one_after():
+    """In a replay a draw runs, and what is done to it in place may be left out."""
+
+    def program(remat):
+        noisy = remat(lambda x: nn.functional.dropout(x, 0.5))
+        scaled = remat(lambda x: noisy(x) * 0.5)
+        gradient = functx.grad(lambda x: scaled(x).sum())
+        region = remat(gradient, policy=POLICIES.everything_saveable)
+        return seeded(region, torch.ones(8, dtype=DTYPE).requires_grad_())
+
+    def with_policies(f, policy=None):
+        return functx.remat(f, policy=policy)
+
+    ours, expected = program(with_policies), program(lambda f, policy=None: f)
+    assert expected.abs().sum() > 0
+    assert_same(ours, expected)

@@ -58,8 +58,19 @@ def _derived(original: type) -> type:
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "__slots__": ("_functx_options",),
+            "forward": _forward(original),
         },
     )
+
+
+def _forward(original: Any) -> Any:
+    """A forward that says of itself what the original's says: its signature and documentation."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return RematModule.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _rebuild(original: type, options: Options) -> Any:

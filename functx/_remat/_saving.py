@@ -110,6 +110,7 @@ class Saver:
         self._held: dict[int, tuple[Tensor, Decision]] = {}
         self._free: set[int] = set()  # kept by a region around this one anyway
         self._places: dict[int, int] = {}  # storage -> the key of its newest value
+        self._lost: set[int] = set()  # memory whose newest value is none of these
         self._values: dict[int, Value] = {}  # storage -> what was judged, where names matter
         self._waiting: list[tuple[int, Any, list[tuple[int, Tensor, int]]]] = []
         self._counts: Counter[int] = Counter()
@@ -175,6 +176,7 @@ class Saver:
 
     def _hold(self, key: int, t: Tensor, storage: int, decision: Decision) -> None:
         self._places[storage] = key
+        self._lost.discard(storage)
         if key not in self._held:
             self._counts[storage] += 1
             self._held[key] = (t, decision)
@@ -227,8 +229,9 @@ class Saver:
         self._values.pop(storage, None)
 
     def lost(self, storage: int) -> None:
-        """An operation wrote to several tensors in place: nothing of this one can be kept."""
+        """An operation wrote to several tensors, or would have: nothing of this can be kept."""
         self._places.pop(storage, None)
+        self._lost.add(storage)
         self._values.pop(storage, None)
 
     def keys(self) -> set[int]:
@@ -311,8 +314,14 @@ def watched_per_example() -> bool:
 
 
 def kept_around() -> dict[int, Tensor]:
-    """What the regions around, that are running, may keep, by memory."""
-    return {_torch.storage_key(t): t for saver in _now.savers for t, _ in saver._held.values()}
+    """What the regions around, that are running, may keep, by memory; of it the newest value."""
+    return {
+        storage: t
+        for saver in _now.savers
+        for key, (t, _) in saver._held.items()
+        if (storage := _torch.storage_key(t)) not in saver._lost
+        and saver._places.get(storage, key) == key
+    }
 
 
 def called(func: Any, args: Any, kwargs: Any) -> None:
