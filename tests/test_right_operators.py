@@ -99,9 +99,13 @@ def test_a_replay_that_runs_other_operations_begins_again(operator, way):
     x, w = numbers(3, 3).requires_grad_(), numbers(3, 3, start=1.0).requires_grad_()
 
     def gradients(remat):
+        generator = torch.Generator().manual_seed(5)
+
         def inner(x, w):
-            (w * 3).exp()  # left out of the replay, and what of it can't be
-            return f(x.cos(), w.tanh() + 1).sin()
+            (w * 3).exp()  # left out of the replay
+            torch.empty_like(w).uniform_(generator=generator)  # by a shape alone
+            noise = torch.rand(3, 3, dtype=x.dtype, generator=generator)
+            return f(x.cos() * noise, w.tanh() + 1).sin()
 
         region = remat(inner)
         if way == "inside":

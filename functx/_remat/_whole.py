@@ -34,6 +34,8 @@ from functx._remat._tapes import leaves_below, nodes_of, tensors_of
 from functx._remat._tracker import SILENT, tracking
 from functx._remat._watch import watchers, watching
 
+_DROPOUT = torch.ops.aten.native_dropout.default
+
 
 class Whole(Ledger):
     """Runs what does not read an absent input, and knows what that is. ``NOTE [absent inputs]``.
@@ -52,7 +54,10 @@ class Whole(Ledger):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, if what it reads is there."""
         kind = kind_of(func)
-        if self.paused or kind.view or not self._reads_what_is_missing(args, kwargs or {}):
+        of_shapes = kind.view or kind.unwritten or kind.draws_blindly
+        if self.paused or of_shapes or not self._reads_what_is_missing(args, kwargs or {}):
+            if func is _DROPOUT and self._reads_what_is_missing(args, kwargs or {}):
+                self._unknown.add(len(self.steps))  # it draws by shape alone, and multiplies
             return super().__torch_dispatch__(func, types, args, kwargs)
         args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
         if kind.writes:
