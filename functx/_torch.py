@@ -135,6 +135,11 @@ def unwrap_if_dead(t: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def unwrap_dead(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`unwrap_if_dead` of each."""
+    return [t if (v := _functorch.unwrap_if_dead(t)) is t else unwrap_if_dead(v) for t in tensors]
+
+
 def batch_dim(t: torch.Tensor) -> int:
     """Which dimension of the tensor inside a batched tensor its level maps over."""
     dim = unwrap_batched(t, wrapper_level(t))[1]
@@ -339,6 +344,8 @@ def sync(t: torch.Tensor) -> None:
 
 def user_modes() -> list[Any]:
     """The active function and dispatch modes that may change what operations do."""
+    if not (function_mode_depth() or dispatch_mode_depth()):
+        return []
     return [
         mode
         for depth, mode_at in (

@@ -63,23 +63,28 @@ class Holders:
         """
         if self.storage is None:
             return True
-        holders, _ = _holders(self._tensor)
-        if holders == self._before:
+        now, _ = _holders(self._tensor)
+        if now == self._before:
             return False
-        for (key, now), (_, before) in zip(holders, self._before, strict=True):
-            if now - before > (1 if key in accumulators else 0):
+        t, memory = self._tensor, now.pop()
+        if memory > self._before[-1]:
+            return True
+        for count, before in zip(now, self._before):
+            if count - before > (id(t) in accumulators):
                 return True
+            if _torch.is_wrapped(t):
+                t = _torch.get_unwrapped(t)
         return False
 
 
-def _holders(t: Tensor) -> tuple[list[tuple[int, int]], int]:
+def _holders(t: Tensor) -> tuple[list[int], int]:
     """How many hold a tensor, each that it wraps, and its memory; and the key of that."""
-    counts = [(id(t), _torch.use_count(t))]
+    counts = [_torch.use_count(t)]
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
-        counts.append((id(t), _torch.use_count(t)))
+        counts.append(_torch.use_count(t))
     storage = _torch.storage_key(t)
-    counts.append((0, _torch.storage_use_count(storage) - held_by_the_engine(storage)))
+    counts.append(_torch.storage_use_count(storage) - held_by_the_engine(storage))
     return counts, storage
 
 
@@ -96,6 +101,10 @@ def held_by_a_tape(t: Tensor) -> bool:
     A wrapper holds what it wraps, and a view what it is a view of: the result of a linear layer is
     a view of a product. Those are no tape's.
     """
+    if not _torch.is_wrapped(t) and _torch.view_base(t) is None:
+        storage = _torch.storage_key(t)
+        held = _torch.storage_use_count(storage) - held_by_the_engine(storage)
+        return _torch.use_count(t) > 1 or held > 2  # as below
     edges, found, stack = {id(t): 0}, [t], [t]
     while stack:
         held = stack.pop()

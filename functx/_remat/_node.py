@@ -276,7 +276,7 @@ def _pull_back(
     duals: bool = False,
 ) -> Sequence[Tensor | None]:
     """Run a pullback: as a region, if that may be differentiated; the list is its own."""
-    tensors[:] = [_torch.unwrap_if_dead(t) for t in tensors]
+    tensors[:] = _torch.unwrap_dead(tensors)
     alone = not (duals or torch.is_grad_enabled()) and _mapped_at_most()
     unread = (lends or pullback.level > 0) and nobody_differentiates(() if alone else tensors)
     if unread and not alone and pullback.level > 0 and not duals:

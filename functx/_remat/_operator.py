@@ -56,7 +56,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     outer = active_tracker()
     if outer is not None and not made_here:  # as they are: it knows them by identity
         inputs = outer.operands(nested_region, inputs)
-    inputs = [_torch.unwrap_if_dead(t) for t in inputs]
+    inputs = _torch.unwrap_dead(inputs)
     region.inputs, region.outer = inputs, outer
     if outer is not None or _torch.peek_interpreter_stack() is not None:
         region.outer_levels = saved_levels()

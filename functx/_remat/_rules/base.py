@@ -134,7 +134,7 @@ class Frame(ABC):
 
     def lower_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inputs as values of the level below; a wrapper of a level that ended is its value."""
-        return [_torch.unwrap_if_dead(value) for t in tensors for value in self.lower(t)]
+        return _torch.unwrap_dead([value for t in tensors for value in self.lower(t)])
 
     def admit(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Put the inputs that were captured last together, while the level is entered.

@@ -71,7 +71,7 @@ class GradFrame(Frame):
         """The results on the real tape, behind a node that keeps the inputs."""
         wrapped = [None if o is None else _torch.wrap_for_grad(o, self.level) for o in outs]
         # A tensor of an outer level must not show that level's tape or tangents to this node.
-        tensors = [self._own(_torch.unwrap_if_dead(t)) for t in (*inputs, *self.captured)]
+        tensors = [self._own(t) for t in _torch.unwrap_dead((*inputs, *self.captured))]
         return attach(self, tensors, wrapped, self.out_requires)
 
     def _own(self, t: Tensor) -> Tensor:
