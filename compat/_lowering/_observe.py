@@ -24,6 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
+from functx import _torch_modules
 from functx._errors import LoweringError
 from functx._remat._custom import running
 from functx.compat._lowering._composites import REPLACED, opened
@@ -146,7 +147,7 @@ class Observer(TorchDispatchMode):
         if state is not None:
             for i, node in enumerate(n for n in made if draws(n.target)):
                 node.meta["functx_draw"] = self._draws.number((state, i))
-        if inside and (path := engine.module_path()):
+        if inside and (path := _torch_modules.module_path()):
             for node in made:  # for policies that go by module
                 node.meta.setdefault("custom", {})[MODULE] = path
         return out

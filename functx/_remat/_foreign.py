@@ -210,11 +210,17 @@ class Standins(Tracker):
         self._sources.append(REWRAPPED - source)
         return rewrap(t, self._depth, self._standins[source])
 
+    def _at_base(self) -> bool:
+        """Whether there is but plain autograd: a graph being traced has a frame of its own."""
+        frames = self._region.frames
+        plain = len(frames) == 1 and hasattr(frames[0], "admit_one")
+        return plain and _torch.peek_interpreter_stack() is None
+
     def _lift(self, t: Tensor) -> Tensor:
         """Make ``t`` an input of the region while it runs."""
         region = self._region
         region.captured.append(t)
-        if len(region.frames) == 1 and _torch.peek_interpreter_stack() is None:
+        if self._at_base():
             standin = region.frames[0].admit_one(t)  # parameters of modules, nearly always
             self.holders.append(Holders(standin))
             return standin
