@@ -6,6 +6,9 @@ import pytest
 import torch
 from not_yet import NOT_YET
 
+from functx import _unwritten
+from functx._remat import _letting_go
+
 
 @pytest.fixture(autouse=True)
 def _seed():
@@ -16,12 +19,17 @@ def _seed():
 def hooks(request):
     """Run the test twice: as it is, and where any saved-tensor hook raises.
 
+    There memory of any size is let go as early as it may be, as that of large tensors is.
+
     Engine test files ask for it with ``pytestmark = pytest.mark.usefixtures("hooks")``.
     """
     with contextlib.ExitStack() as stack:
         if request.param == "hooks disabled":
             message = "functx uses no hooks"
             stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for module in (_letting_go, _unwritten):
+                patch.setattr(module, "_WORTH", 0)
         yield
 
 
