@@ -156,9 +156,12 @@ class RegionNode(_torch.SingleLevelFunction):
             if "modified by an inplace operation" not in str(error):
                 raise
             raise _modified(region, str(error)) from error
-        for t, version in zip(saved, payload.versions):
-            if _torch.version(base_of(t)) != version:
-                raise _modified(region, f"one of shape {tuple(t.shape)}, under a transform")
+        # No variable of this frame may hold one of them. ``NOTE [let go]``.
+        written = [
+            t.shape for t, v in zip(saved, payload.versions) if _torch.version(base_of(t)) != v
+        ]
+        if written:
+            raise _modified(region, f"one of shape {tuple(written[0])}, under a transform")
         duals = payload.duals
         if duals is not None:
             n = len(saved) - len(duals.inputs())
