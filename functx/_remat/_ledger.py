@@ -33,7 +33,7 @@ from functx._remat._saving import (
     stood_in,
     untouched,
 )
-from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_of
+from functx._remat._step import Kind, Step, fills, has_memory, kind_of, kinds, layout_of
 from functx._remat._tapes import PLAIN, tensors_of
 from functx._remat._watch import Watcher
 
@@ -267,10 +267,15 @@ class Ledger(Watcher):
         storage = _torch.storage_key(t)
         if not self.reliable or storage in self._external or storage not in self._writers:
             return True
-        if t.numel() * t.element_size() != t.untyped_storage().nbytes():
+        key = self._writers[storage]
+        layouts = self.steps[key >> 6].layouts
+        made = None if layouts is None or key & IN_PLACE == IN_PLACE else layouts[key & IN_PLACE]
+        # What a replay hands out is the operation's result, of which ``t`` may be a view.
+        layout = layout_of(t) if made is None else made
+        if not (fills(t, layout_of(t)) and fills(t, layout)):
             return False
         if self.saver is not None:
-            self.saver.named(t, storage, name)
+            self.saver.named(t, storage, name, layout)
         return True
 
     def settle(self, results: Sequence[Tensor | None]) -> bool:

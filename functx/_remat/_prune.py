@@ -12,7 +12,7 @@ from functx import _torch, _torch_operators
 from functx._offload import Fetcher
 from functx._places import describe_place, where
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
-from functx._remat._step import Step, empty, kind_of, kinds, layout_of
+from functx._remat._step import Step, empty, kind_of, kinds, laid_out, layout_of
 from functx._remat._watch import Watcher, watchers, watching
 
 _NOTHING = torch.empty(0)
@@ -151,7 +151,7 @@ class Pruned(Watcher):
         if step.writes:
             if at in self._giving:
                 value = self._value(step, key_of(at, IN_PLACE))
-                args[0].as_strided(value.shape, value.stride(), 0).copy_(value)
+                laid_out(args[0], layout_of(value)).copy_(value)
             return args[0]
         assert step.layouts is not None
         outs = [

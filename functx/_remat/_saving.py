@@ -28,6 +28,7 @@ from functx._offload import to_host
 from functx._policies import Decision, Everything, Policy, Value
 from functx._policy_kinds import is_dot
 from functx._remat._holders import holding, not_holding
+from functx._remat._step import Layout, laid_out
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import SILENT, tracking
 from functx._torch_operators import argument_names
@@ -187,8 +188,8 @@ class Saver:
         if self._held.pop(key, None) is not None:
             self._counts[storage] -= 1
 
-    def named(self, t: Tensor, storage: int, name: str) -> None:
-        """A value that covers all of its memory was given a name."""
+    def named(self, t: Tensor, storage: int, name: str, layout: Layout) -> None:
+        """A value that covers all of its memory was given a name; it is kept as ``layout`` says."""
         if storage not in self._places or not self._policy.reads_names:
             return
         key = self._places[storage]
@@ -196,7 +197,7 @@ class Saver:
         value.names |= {name}
         decision = self._policy.decide(value)
         if decision:
-            self._hold(key, alias(t), storage, decision)
+            self._hold(key, alias(t, layout), storage, decision)
         elif key not in self._free:
             self._drop(key, storage)
 
@@ -301,10 +302,11 @@ class Saver:
         return all_of_them % one == 0 and self._batch % (all_of_them // one) == 0
 
 
-def alias(t: Tensor) -> Tensor:
-    """Another tensor over the same memory, made where nobody watches."""
+def alias(t: Tensor, layout: Layout | None = None) -> Tensor:
+    """Another tensor over the same memory, made where nobody watches; laid out anew, perhaps."""
     with tracking(SILENT), _torch.cleared_interpreter_stack():
-        return t.detach()
+        t = t.detach()
+        return t if layout is None else laid_out(t, layout)
 
 
 def watched_per_example() -> bool:

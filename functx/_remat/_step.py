@@ -154,6 +154,32 @@ def layout_of(t: Tensor) -> Layout:
     return t.shape, t.stride(), t.dtype, t.device
 
 
+def fills(t: Tensor, layout: Layout) -> bool:
+    """Whether a tensor of this layout is all of the memory of ``t``, each byte once."""
+    shape, stride, dtype, _ = layout
+    count = 1
+    for step, size in sorted((s, n) for n, s in zip(shape, stride) if n != 1):
+        if step != count:
+            return False
+        count *= size
+    return count * dtype.itemsize == t.untyped_storage().nbytes()
+
+
+def laid_out(t: Tensor, layout: Layout) -> Tensor:
+    """All of the memory of ``t`` as a tensor of another layout, which `fills` it; no bit moves."""
+    shape, stride, dtype, _ = layout
+    if t.is_conj():
+        t = t.conj()
+    if t.is_neg():
+        t = _torch_operators.neg_view(t)
+    if t.dtype != dtype:
+        count = t.untyped_storage().nbytes() // t.element_size()
+        t = t.as_strided((count,), (1,), 0).view(dtype)
+    if (t.shape, t.stride()) != (shape, stride):
+        t = t.as_strided(shape, stride, 0)
+    return t.detach()  # a view would hold what it is a view of
+
+
 def empty(layout: Layout) -> Tensor:
     """Memory nobody wrote to."""
     shape, stride, dtype, device = layout
