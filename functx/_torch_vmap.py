@@ -57,6 +57,8 @@ def observe_results(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
         return
 
     def remove(t: torch.Tensor, level: int, size: int, dim: int) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():  # which traces this, and breaks at any region
+            return _remove_batch_dim(t, level, size, dim)
         batch = _functorch.is_batchedtensor(t) and _functorch.maybe_get_level(t) == level
         return _remove_batch_dim(t if batch else resolve(t), level, size, dim)
 

@@ -201,3 +201,38 @@ def test_a_value_from_before_it_was_written_to_is_not_kept_for_the_one_after():
     ours, expected = program(with_policies), program(lambda f, policy=None: f)
     assert expected.abs().sum() > 0
     assert_same(ours, expected)
+
+
+def test_what_a_region_inside_handed_out_is_not_run_for(poisoned):
+    """Replayed as a whole, it runs what it had kept, on what the region around left out."""
+
+    def first(x):
+        z = x.sigmoid()
+        u = z * 2
+        return u.mul_(z)
+
+    def second(x):
+        z = x.cos()
+        return x, (x * 2 + 0).mul_(0.5) * z
+
+    def program(remat):
+        def third(x):
+            a, b = remat(second, policy=POLICIES.everything_saveable)(remat(first)(x))
+            return a * b
+
+        def fourth(x):
+            return torch.sigmoid(functx.grad(lambda x: remat(third)(x).sum())(x))
+
+        def region(x):
+            return functx.grad(lambda x: remat(lambda x: remat(fourth)(x.sigmoid()))(x).sum())(x)
+
+        x = X.clone().requires_grad_()
+        out = remat(region, policy=POLICIES.everything_saveable)(x)
+        return torch.autograd.grad(out.square().sum(), x)[0]
+
+    def with_policies(f, policy=None):
+        return functx.remat(f, policy=policy)
+
+    ours, expected = program(with_policies), program(lambda f, policy=None: f)
+    assert expected.abs().min() > 0
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)

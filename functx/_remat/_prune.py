@@ -93,6 +93,10 @@ class Pruned(Watcher):
         if not runs:
             step = self._next(func)
             runs = self._must_run(at)
+            if step.handed_out:
+                # What it reads was never computed where the forward had the result at hand.
+                how = f"it runs {func} where a region inside had kept what that gives"
+                raise Departed(how, self)
         if runs:
             if kind.scalar or (args and type(args[0]) is not Tensor):
                 args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
@@ -102,8 +106,6 @@ class Pruned(Watcher):
         layout = step.layouts[0] if func is _CLONE and step.layouts else None
         if layout is not None and layout[0] != args[0].shape:
             raise Departed(f"it copies {[*args[0].shape]} where the forward {[*layout[0]]}", self)
-        if step.handed_out:
-            raise Departed(f"it runs {func} where a region inside had kept what that gives", self)
         with watching(False):
             out = self._stand_in(at, args)
         if at in self._giving:
