@@ -317,7 +317,7 @@ def stop_observing_wrapping() -> None:
     with _wrapping:
         _observing -= 1
         if _observing == 0:
-            _eager_transforms._wrap_for_grad = wrap_for_grad  # type: ignore[assignment]
+            _eager_transforms._wrap_for_grad = wrap_for_grad
             torch.overrides.has_torch_function = _any_torch_function
 
 

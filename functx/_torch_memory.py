@@ -25,7 +25,7 @@ class Memories:
     __slots__ = ("_refs",)
 
     def __init__(self) -> None:
-        self._refs: list[tuple[int, int]] = []
+        self._refs: list[tuple[Any, int]] = []
 
     def add(self, memory: torch.UntypedStorage, key: int) -> None:
         """Refer to a piece of memory."""

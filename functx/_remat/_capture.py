@@ -145,7 +145,7 @@ class FirstRun(Standins):
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The ledger is told which operation its steps belong to."""
         ledger = self.ledger
-        run = (
+        run: Any = (
             func
             if func.__class__ in IN_C
             else noting_parts(func, self.entries, self._region.options.name)

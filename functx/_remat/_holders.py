@@ -103,8 +103,8 @@ def held_by_a_tape(t: Tensor) -> bool:
     """
     if not _torch.is_wrapped(t) and _torch.view_base(t) is None:
         storage = _torch.storage_key(t)
-        held = _torch.storage_use_count(storage) - held_by_the_engine(storage)
-        return _torch.use_count(t) > 1 or held > 2  # as below
+        own = held_by_the_engine(storage)
+        return _torch.use_count(t) > 1 or _torch.storage_use_count(storage) > 2 + own  # as below
     edges, found, stack = {id(t): 0}, [t], [t]
     while stack:
         held = stack.pop()

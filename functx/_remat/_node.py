@@ -234,7 +234,7 @@ def _gradients(
 
 def _with_tangents(
     payload: _Payload,
-    saved: Sequence[Tensor],
+    saved: list[Tensor],
     tensors: Sequence[Tensor],
     needs: Sequence[bool],
     cotangents: Sequence[Tensor | None],
