@@ -132,6 +132,24 @@ def test_what_the_compiler_can_not_ask_for_runs_in_eager():
         compiled(region, fullgraph=True)(X)
 
 
+@pytest.mark.parametrize("library", [functx, torch.func], ids=["functx", "torch.func"])
+def test_eager_after_the_compiler_gave_up(library):
+    """It goes on looking at frames, and how many hold an argument is another number then."""
+
+    @torch.compiler.disable
+    def hidden(x):
+        return x.cos()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(lambda x: hidden(x), fullgraph=True)(X)
+
+    def along(f):
+        return lambda x: library.jvp(f, (x,), (x,))[1]
+
+    twice = along(along(lambda x: (x * x * x).sum()))
+    assert_same(functx.vmap(functx.remat(twice))(X), 9 * (X * X * X).sum(1), eps=16)
+
+
 def test_random_numbers_of_a_compiled_region():
     x = X.clone().requires_grad_()
     region = functx.remat(lambda x: nn.functional.dropout(x, 0.5) * x)

@@ -27,7 +27,7 @@ from functx._remat._constant import Constant
 from functx._remat._entry import MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
 from functx._remat._region import Region
-from functx._remat._tapes import anonymous, leaves_below, tracked
+from functx._remat._tapes import anonymous_below, below, leaves_below, tracked
 from functx._remat._tracker import Tracker, rewrap
 from functx._remat._watch import watching
 from functx._torch_edges import requires_grad_anywhere
@@ -189,11 +189,11 @@ class Standins(Tracker):
     def _meet_wrapper(self, t: Tensor) -> Tensor:
         """A wrapper of a transform inside the region: what it wraps may be foreign."""
         self.looks = True
-        inner = t
-        while _torch.is_wrapped(inner) and _torch.wrapper_level(inner) > self._depth:
-            inner = _torch.get_unwrapped(inner)
         source = MADE_HERE
-        if not anonymous(inner):
+        # (Asked before `inner` is a name for it.)
+        nameless = anonymous_below(t, self._depth)
+        inner = below(t, self._depth)
+        if not nameless:
             self.resolve(inner)
             source = self._sources.pop()
         if source == MADE_HERE or self._standins[source] is inner:

@@ -68,11 +68,22 @@ def tracked(t: Tensor) -> bool:
     )
 
 
-def anonymous(t: Tensor) -> bool:
-    """Whether nobody but the caller has a name for ``t``, and no tape knows it.
+def below(t: Tensor, depth: int) -> Tensor:
+    """What wrappers of levels deeper than ``depth`` are around."""
+    while _torch.is_wrapped(t) and _torch.wrapper_level(t) > depth:
+        t = _torch.get_unwrapped(t)
+    return t
+
+
+def anonymous_below(t: Tensor, depth: int) -> bool:
+    """Whether nobody has a name for what is `below`, and no tape knows it.
 
     So it is with the alias that C++ makes of a primal to put it into a dual; a tensor from outside
     has a name there.
     """
-    # Held by the caller, by `t`, and by the call; and by C++, if that has it too.
-    return sys.getrefcount(t) <= 3 + (_torch.use_count(t) > 1) and not requires_grad_anywhere(t)
+    # The caller must not have one, nor pass it: how many hold an argument depends on how Python
+    # calls, which changes as soon as a compiler, say, has asked to see its frames.
+    inner = below(t, depth)
+    # Held by `inner` and by the call; and by C++, if that has it too.
+    held = 2 + (_torch.use_count(inner) > 1)
+    return sys.getrefcount(inner) <= held and not requires_grad_anywhere(inner)
