@@ -41,6 +41,14 @@ RTOL = {
     torch.complex64: 2e-5,
     torch.complex128: 1e-11,
 }
+# Where torch's own numbers are farther than that from float64 (sums that nearly cancel, as in the
+# gradients of a network that has been trained), JAX's can't be nearer to torch's.
+_OWN_ERRORS = 4
+# A tensor that, in float64, is no more than so much of the largest of its result is zero, rounded:
+# gradients of a bias that a softmax or a norm takes out again.  An ulp is that of a tensor a
+# thousandth of the largest then.
+_ZERO = 64 * torch.finfo(torch.float64).eps
+_OF_ZEROS = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ def difference(
     if len(ours) != len(theirs):
         raise Mismatch(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
     found = []
+    top = max((_magnitude(numbers(x)) for x in ours if x.dtype in RTOL), default=0.0)
     for n, (x, y) in enumerate(zip(ours, theirs)):
         path = paths[n] if n < len(paths) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
@@ -119,7 +128,7 @@ def difference(
         if not dtypes and x.dtype.is_floating_point and str(y.dtype) in _NARROWER:
             x = x.to(_NARROWER[str(y.dtype)])
         r = None if reference is None else reference[n]
-        found.append(_of_leaf(x, y, r, path, rtol, atol))
+        found.append(_of_leaf(x, y, r, path, rtol, atol, top))
     worst = max(found, key=lambda d: _order(d.relative / d.allowed if d.allowed else d.relative))
     return Difference(
         absolute=_most(d.absolute for d in found),
@@ -156,18 +165,21 @@ def _of_leaf(
     path: str,
     rtol: float | None,
     atol: float,
+    top: float,
 ) -> Difference:
     inexact = ours.dtype in RTOL
     a, b = numbers(ours), np.asarray(theirs).astype(numbers(ours).dtype)
     r = numbers(reference) if reference is not None and inexact else None
     if r is not None and r.shape != a.shape:
         r = None
-    finite = np.abs((a if r is None else r)[np.isfinite(a if r is None else r)])
-    scale = float(finite.max(initial=0.0)) or 1.0
+    scale = _magnitude(a if r is None else r)
+    if scale <= _ZERO * top and (r is not None or ours.dtype in (torch.float64, torch.complex128)):
+        scale = _OF_ZEROS * top
+    scale = scale or 1.0
     eps = torch.finfo(ours.dtype).eps if inexact else 1.0
-    allowed = (RTOL[ours.dtype] if rtol is None else rtol) if inexact else 0.0
     absolute = _largest(a, b)
     errors = [None if r is None else _largest(x, r) / scale for x in (a, b)]
+    allowed = (_usual(ours.dtype, errors[0]) if rtol is None else rtol) if inexact else 0.0
     return Difference(
         absolute=absolute,
         relative=absolute / scale,
@@ -181,6 +193,17 @@ def _of_leaf(
         allowed=allowed + atol / scale,
         agrees=bool(absolute <= allowed * scale + atol),
     )
+
+
+def _magnitude(x: np.ndarray[Any, Any]) -> float:
+    """The largest magnitude of a finite entry."""
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
+def _usual(dtype: torch.dtype, error: float | None) -> float:
+    """The relative difference allowed where torch's numbers have some error themselves."""
+    usual = RTOL[dtype]
+    return usual if error is None or not np.isfinite(error) else max(usual, _OWN_ERRORS * error)
 
 
 def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:

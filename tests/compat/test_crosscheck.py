@@ -9,6 +9,7 @@ import torch
 import functx
 from functx.compat import crosscheck, random
 from functx.compat._derivatives import TRANSFORMS
+from functx.compat._precision import difference
 
 from .networks import NETWORKS, params_of
 
@@ -226,6 +227,57 @@ def test_what_can_not_run_in_float64_has_no_reference():
     report = crosscheck(f, torch.randn(3), peak=False)
     assert report.differences["value"].torch_ulps is None
     assert "no reference" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed"),
+    [
+        (2**-11, 2**-10),  # four times torch's own, of the largest, 2
+        (2**-20, 2e-5),  # the usual
+        (float("nan"), 2e-5),
+        (None, 2e-5),
+    ],
+)
+def test_what_torch_rounds_away_is_allowed(error, allowed):
+    reference = None if error is None else [torch.tensor([2.0, 1 + error], dtype=torch.float64)]
+    ours, theirs = torch.tensor([2.0, 1.0]), jnp.array([2.0, 1.0])
+    for rtol, expected in ((None, allowed), (1e-6, 1e-6)):
+        found = difference([ours], [theirs], reference, [], rtol, 0.0)
+        assert found.allowed == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_zero_but_for_rounding(dtype):
+    """The bias of the keys: softmax takes it out again.  Relative to itself it is never alike."""
+    q, k = (torch.nn.Linear(8, 8, dtype=dtype) for _ in range(2))
+
+    def attention(w, x):
+        wq, bq, wk, bk = w
+        scores = torch.nn.functional.linear(x, wq, bq) @ torch.nn.functional.linear(x, wk, bk).mT
+        return torch.softmax(scores, -1) @ x
+
+    weights = [p.detach() for p in (q.weight, q.bias, k.weight, k.bias)]
+    report = crosscheck(attention, weights, torch.randn(2, 5, 8, dtype=dtype), peak=False)
+    report.assert_agrees()
+    assert report.differences["grad"].ulps < 1e4
+
+
+def test_zeros_are_not_taken_on_trust():
+    """Where one is not zero, or there is nothing it is small against, or no float64 to tell."""
+    large, zero = np.ones(3), np.full(3, 1e-17)
+
+    def agrees(theirs, dtype=torch.float64, reference=None, rtol=None):
+        ours = [torch.tensor(x, dtype=dtype) for x in (large, zero)]
+        return difference(ours, [large, theirs], reference, [], rtol, 0.0, dtypes=False).agrees
+
+    wide = [torch.tensor(large), torch.tensor(zero)]
+    assert agrees(3 * zero)
+    assert agrees(3 * zero, torch.float32, wide)
+    assert not agrees(zero + 1e-12)
+    assert not agrees(zero + 1e-6, torch.float32, wide)
+    assert not agrees(3 * zero, torch.float32)
+    small = torch.tensor(zero)
+    assert not difference([small], [3 * zero], None, [], None, 0.0).agrees
 
 
 def test_dropout_by_key():
