@@ -48,10 +48,12 @@ def outside_legacy_vmap() -> Iterator[None]:
 _remove_batch_dim = _vmap._remove_batch_dim
 
 
-def observe_results(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """From now on, ask ``resolve`` what vmap is to expand: results that are no batch of its level.
+def observe_results(
+    observed: Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor],
+) -> None:
+    """From now on, vmap's results come of ``observed``: of a value, and what takes its level off.
 
-    It does so in C++, where no mode sees it.
+    What is no batch of that level is expanded. It is done in C++, where no mode sees it.
     """
     if _vmap._remove_batch_dim is not _remove_batch_dim:
         return
@@ -59,7 +61,6 @@ def observe_results(resolve: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def remove(t: torch.Tensor, level: int, size: int, dim: int) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():  # which traces this, and breaks at any region
             return _remove_batch_dim(t, level, size, dim)
-        batch = _functorch.is_batchedtensor(t) and _functorch.maybe_get_level(t) == level
-        return _remove_batch_dim(t if batch else resolve(t), level, size, dim)
+        return observed(t, lambda t: _remove_batch_dim(t, level, size, dim))
 
     _vmap._remove_batch_dim = remove  # type: ignore[assignment]

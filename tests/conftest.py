@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from not_yet import NOT_YET
+from unwritten import unwritten_memory_shows
 
 from functx import _unwritten
 from functx._remat import _letting_go
@@ -13,6 +14,13 @@ from functx._remat import _letting_go
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unwritten_memory_shows():
+    """What a replay hands out in place of what it leaves out, and reads by mistake, is NaN."""
+    with unwritten_memory_shows():
+        yield
 
 
 @pytest.fixture(params=["hooks allowed", "hooks disabled"])

@@ -18,7 +18,7 @@ from functx._remat._entry import Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
 from functx._remat._functions import IN_C
-from functx._remat._holders import Holders
+from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._ledger import Ledger, tell_of_a_region
 from functx._remat._overwritten import Writes
@@ -56,13 +56,16 @@ class FirstRun(Standins):
         # A pullback that no tape is under will not be replayed.
         idle = region.options.replay and not any(f.differentiates() for f in region.frames)
         # Where values are compared, all of them are computed again.
-        pruned = region.options.prune and not (idle or region.options.values or _torch.tracing())
+        pruned = region.options.prune and not region.options.values
         self.entries: list[Entry] = []
         tell_of_a_region()
         self.entry = slot_of(region)
         decided, self.entry.inside = self.entry.inside, []
         self.inside = Inside(self.entry.inside, decided)
-        self.ledger = Ledger(self.entries, saver_of(region, self.entry)) if pruned else None
+        self.ledger: Ledger | None = None
+        if not (idle or _torch.tracing()):
+            self.ledger = Ledger(self.entries, saver_of(region, self.entry) if pruned else None)
+            self.ledger.reliable = pruned
         self._place: Place | None = None
         self.births: list[Birth] = []
         self._forgotten: list[int] = []
@@ -86,6 +89,17 @@ class FirstRun(Standins):
         if self._region.options.by_sight:
             # A body may close over what it is also given.
             self._region.given = [weakref.ref(t) for t in originals]
+
+    def _computed_here(self, t: Tensor) -> bool:
+        """By its memory."""
+        return self.ledger is not None and self.ledger.computed(t)
+
+    def _capture(self, t: Tensor, value: Tensor) -> Tensor:
+        """What the body computed unseen, from what functx has not seen either, a replay can't."""
+        if self._computed_here(t):
+            assert self.ledger is not None
+            self.ledger.held_unseen(base_of(t))
+        return super()._capture(t, value)
 
     def made(self, t: Tensor) -> None:
         """Remember that, and where, it was made."""

@@ -8,7 +8,8 @@ late.
 NOTE [made here or foreign]
 The outputs of operations are remembered. What was not seen being made (gradients that the engine
 hands to hooks and custom backwards) is told from foreign tensors by its tape: a walk back from it
-reaches a stand-in of this region if and only if it was made here.
+reaches a stand-in of this region if and only if it was made here. What is on no tape is told by its
+memory, which the ledger has seen the body write.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from functx._remat._constant import Constant
 from functx._remat._entry import MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
 from functx._remat._region import Region
-from functx._remat._tapes import anonymous_below, below, leaves_below, tracked
+from functx._remat._tapes import anonymous_below, below, leaves_below, of_ended_level, tracked
 from functx._remat._tracker import Tracker, rewrap
+from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
 from functx._torch_edges import requires_grad_anywhere
 
@@ -46,6 +48,7 @@ class Standins(Tracker):
         "_engine",
         "_index",
         "_known",
+        "_lasting",
         "_lift_constants",
         "_originals",
         "_region",
@@ -72,6 +75,8 @@ class Standins(Tracker):
         self._known: dict[int, weakref.ref[Tensor]] = {}
         self._originals: list[Tensor] = []
         self._standins: list[Tensor] = []
+        # Captures that no level that ended had made.
+        self._lasting: list[Tensor] = []
         # Stand-ins that are leaves of a throw-away tape, kept so that ids stay theirs.
         self.leaves: dict[int, Tensor] = {}
 
@@ -139,11 +144,16 @@ class Standins(Tracker):
 
     def _meet_foreign(self, t: Tensor, in_engine: bool) -> Tensor:
         region = self._region
-        if (in_engine or self._returning) and not requires_grad_anywhere(t):
-            # A gradient that the engine handed out: made here, though nobody saw it.
-            # A result that no tape knows may be passed on as it is, whoever made it.
-            self._sources.append(MADE_HERE)
-            return t
+        if not requires_grad_anywhere(t):
+            if in_engine or self._returning:
+                # A gradient that the engine handed out: made here, though nobody saw it.
+                # A result that no tape knows may be passed on as it is, whoever made it.
+                self._sources.append(MADE_HERE)
+                return t
+            if self._computed_here(t):
+                self._known[id(t)] = weakref.ref(t)
+                self._sources.append(MADE_HERE)
+                return t
         if not self._lift_constants and not tracked(t):
             value = self._from_outside(t)
             if tracked(value):
@@ -158,6 +168,10 @@ class Standins(Tracker):
             self._sources.append(MADE_HERE)
             return t
         return self._capture(t, self._from_outside(t))
+
+    def _computed_here(self, t: Tensor) -> bool:
+        """Whether the body was seen computing what is in its memory."""
+        return False
 
     def _capture(self, t: Tensor, value: Tensor) -> Tensor:
         """Make a foreign tensor an input, by what it is for the region around this one."""
@@ -224,6 +238,8 @@ class Standins(Tracker):
             standin = region.frames[0].admit_one(t)  # parameters of modules, nearly always
             self.holders.append(Holders(standin))
             return standin
+        if requires_grad_anywhere(t) and not of_ended_level(t):
+            self._lasting.append(t)
         values = [t]
         # It may be met first where the body has grad mode off.
         with watching(False), torch.enable_grad():
@@ -234,6 +250,15 @@ class Standins(Tracker):
         (standin,) = values
         self.holders.append(Holders(standin))
         return standin
+
+    def check_captures(self) -> None:
+        """The run ended, and its levels: what it captured must have been there before.
+
+        Otherwise it was made here, of what is on the tape of an outer level: where nobody saw it.
+        """
+        for t in self._lasting:
+            if of_ended_level(t):
+                refuse_unseen(self._region.options.name, t)
 
     def _register(self, kind: str, number: int, original: Tensor, standin: Tensor) -> int:
         position = len(self.origins)

@@ -21,6 +21,7 @@ from functx import _torch, _torch_globals, _torch_memory, _torch_operators
 from functx._offload import Fetcher
 from functx._policies import Everything
 from functx._remat._arguments import NUMBERS
+from functx._remat._computed import Computed
 from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
 from functx._remat._live import needed, with_siblings
 from functx._remat._saving import (
@@ -35,10 +36,9 @@ from functx._remat._saving import (
 )
 from functx._remat._step import Kind, Step, fills, has_memory, kind_of, kinds, layout_of
 from functx._remat._tapes import PLAIN, tensors_of
-from functx._remat._watch import Watcher
 
 
-class Ledger(Watcher):
+class Ledger(Computed):
     """Writes down what runs. Afterwards, `settle` says which steps are live.
 
     NOTE [siblings]
@@ -71,9 +71,6 @@ class Ledger(Watcher):
         self.devices: dict[int, torch.device] = {}
         self.fetcher: Fetcher | None = None
         self.copied: set[int] = set()
-        self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
-        self._external: dict[int, int] = {}  # storage from outside -> what it is a copy of
-        self._made = _torch_memory.Memories()
         self._roots: set[int] = set()  # keys of what must come about
         self._live: set[int] = set()  # and of what a tape holds
         self._runs: list[bool] = []
@@ -145,9 +142,12 @@ class Ledger(Watcher):
     def _note(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
         if self.reliable:
             try:
-                return self._write_down(kind, args, kwargs, out)
+                made = self._write_down(kind, args, kwargs, out)
             except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
                 self.reliable = False
+            if self.reliable:
+                return made
+        self.ran_unrecorded(args, kwargs, out)
         return []
 
     def _write_down(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
@@ -244,15 +244,6 @@ class Ledger(Watcher):
         if self.saver is not None:
             known = alone and stood_in() is StoodIn.NOTHING
             self.saver.wrote(number, storage) if known else self.saver.lost(storage)
-
-    def copied_unseen(self, source: Tensor, copy: Tensor) -> None:
-        """Who reads the copy reads the source."""
-        old, new = _torch.storage_key(source), _torch.storage_key(copy)
-        if (writer := self._writers.get(old)) is not None:
-            self._writers[new] = writer
-            self._made.add(copy.untyped_storage(), new)
-        if writer is None or old in self._external:
-            self._external[new] = self._external.setdefault(old, old)
 
     def held_unseen(self, t: Tensor) -> None:
         """A live step, in effect, reads it."""

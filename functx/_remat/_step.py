@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_operators
-from functx._unwritten import unwritten
+from functx import _torch_operators, _unwritten
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -183,4 +182,4 @@ def laid_out(t: Tensor, layout: Layout) -> Tensor:
 def empty(layout: Layout) -> Tensor:
     """Memory nobody wrote to."""
     shape, stride, dtype, device = layout
-    return unwritten(shape, stride, dtype, device)
+    return _unwritten.unwritten(shape, stride, dtype, device)

@@ -68,6 +68,15 @@ def tracked(t: Tensor) -> bool:
     )
 
 
+def of_ended_level(t: Tensor) -> bool:
+    """Whether ``t`` is, or has inside, a wrapper of a transform that has ended."""
+    while _torch.unwrap_if_dead(t) is t:
+        if not _torch.is_wrapped(t):
+            return False
+        t = _torch.get_unwrapped(t)
+    return True
+
+
 def below(t: Tensor, depth: int) -> Tensor:
     """What wrappers of levels deeper than ``depth`` are around."""
     while _torch.is_wrapped(t) and _torch.wrapper_level(t) > depth:

@@ -32,7 +32,6 @@ from functx._remat._custom import applied, running
 from functx._remat._entry import custom_function, nested_transform, results
 from functx._remat._functions import known_of
 from functx._remat._watch import python_on_tape, watching
-from functx._torch_edges import requires_grad_anywhere
 
 
 def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
@@ -308,7 +307,7 @@ class tracking:
                 return
         if not silent:
             observe_custom_functions()
-            _torch_vmap.observe_results(_expanded)
+            _torch_vmap.observe_results(_unbatched)
             mode = RegionMode.__new__(RegionMode)
             mode.tracker = tracker
             _torch_modes.push_function_mode(mode)
@@ -337,9 +336,14 @@ def _wrap(t: Any, level: int) -> Any:
     return _torch.wrap_for_grad(_wrapped(t), level)
 
 
-def _expanded(t: Tensor) -> Tensor:
-    """What ``vmap`` expands, as no example differs in it: never a foreign tensor itself."""
-    return _wrapped(t) if requires_grad_anywhere(t) else t
+def _unbatched(t: Tensor, remove: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``vmap`` returns for ``t``: an operation like any other."""
+    tracker = active_tracker()
+    if tracker is None:
+        return remove(t)
+    out = remove(tracker.operands(nested_transform, [t])[0])
+    tracker.note(out)
+    return out
 
 
 def observe_custom_functions() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,10 @@ from references import total
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from unwritten import unwritten_memory_shows
 
 import functx
-from functx import _unwritten
-from functx._remat import _holders, _letting_go, _prune, _step, _whole
+from functx._remat import _holders, _letting_go
 
 from .env import Env
 from .program import Program
@@ -135,7 +134,8 @@ def check(program: Program, expected: Result) -> Result:
         Refused: functx refuses it, as documented.
     """
     try:
-        with unwritten_memory_shows():
+        with unwritten_memory_shows(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_letting_go, "_WORTH", 0)  # programs are small
             ours = run(program, functx.remat)
     except Exception as error:
         for feature, message in REFUSALS.items():
@@ -147,22 +147,6 @@ def check(program: Program, expected: Result) -> Result:
     if _holders._own.holds:
         raise Difference("counts what it holds no more")
     return ours
-
-
-@contextmanager
-def unwritten_memory_shows() -> Iterator[None]:
-    """Memory that replays hand out in place of what they leave out, and read by mistake, is NaN."""
-
-    def nan(layout: Any) -> torch.Tensor:
-        t = _step.empty(layout)
-        return t.fill_(math.nan) if t.is_floating_point() or t.is_complex() else t
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (_prune, _whole):
-            patch.setattr(module, "empty", nan)
-        for module in (_letting_go, _unwritten):  # programs are small
-            patch.setattr(module, "_WORTH", 0)
-        yield
 
 
 def reference(program: Program) -> Result:

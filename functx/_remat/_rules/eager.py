@@ -141,6 +141,7 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
         if first.ledger is not None:
             first.ledger.let_go()
     written = {id(c.value) for c in region.constants if c.before is not None}
+    first.check_captures()
     first.check_writes()
     environment.seal(written, inputs, region.captured, (c.value for c in region.constants))
     region.entries, region.origins = first.entries, first.origins
