@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_operators, _unwritten
+from functx import _torch, _torch_operators, _unwritten
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -43,6 +43,7 @@ class Kind:
 
     Attributes:
         view: whether all that it gives are views of its arguments.
+        opaque: whether it runs functions (``torch.cond``, ``scan``): what they do, nobody sees.
         mutable: whether it writes to an argument, by its schema.
         writes: likewise, or silently.
         in_place: whether all that it may do is to write to its first argument, shape as it was.
@@ -63,6 +64,7 @@ class Kind:
         "func",
         "in_place",
         "mutable",
+        "opaque",
         "plain",
         "run",
         "scalar",
@@ -73,8 +75,12 @@ class Kind:
     )
 
     def __init__(self, func: Any) -> None:
-        packet, tags = func.overloadpacket, func.tags
         self.func = func
+        self.opaque = isinstance(func, _torch.HigherOrderOperator)
+        if self.opaque:  # what counts of it is that it runs, always; no record has it
+            self.run, self.view = func, True
+            return
+        packet, tags = func.overloadpacket, func.tags
         # What is written in place by some is shape and strides alone: they are views as well.
         self.view = _torch_operators.is_view(func) or packet in _RESHAPES
         # By its schema it makes a tensor of its own; it has the memory of what it is given.

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_modes
+from functx._errors import RematError
 
 
 class Watcher(_torch.TorchDispatchMode):
@@ -30,6 +31,7 @@ class Watcher(_torch.TorchDispatchMode):
     """
 
     only_observes = True
+    supports_higher_order_operators = True
     _should_skip_dynamo = _torch.never_skip_dynamo
 
     def __init_subclass__(cls) -> None:
@@ -56,6 +58,15 @@ class Watcher(_torch.TorchDispatchMode):
             super().__exit__(*exc)
         else:
             _torch_modes.leave_dispatch_mode(self._flags.pop())
+
+    def opaque(self, func: Any) -> None:
+        """An operator is to run that runs functions: what they do, nobody sees."""
+        if func.name() == "cond":
+            raise RematError(
+                "remat: torch.cond is compiled before it runs, and nothing is compiled inside of a "
+                "region. Choose with an if of Python, or with torch.where."
+            )
+        self.reliable = False
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A region inside this one left an operation out, and took ``out`` for its result."""
