@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -29,6 +30,16 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     """The dict in which a module keeps its own buffers."""
     return module._buffers
+
+
+def forget_lent_weights() -> None:
+    """Take from recurrent modules the weights that ``functional_call`` had lent them.
+
+    They keep a list of their weights, which is brought up to date when they are called next.
+    """
+    for module in gc.get_objects():
+        if issubclass(type(module), torch.nn.RNNBase):
+            module._update_flat_weights()
 
 
 def running_modules() -> list[torch.nn.Module]:

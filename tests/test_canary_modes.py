@@ -52,3 +52,12 @@ def test_weak_references_to_memory():
 def test_buffers_of_a_module():
     module = nn.BatchNorm1d(2)
     assert _torch_modules.buffers_of(module)["running_mean"] is module.running_mean
+
+
+def test_recurrent_modules_keep_a_list_of_weights_that_they_can_bring_up_to_date():
+    module = torch.nn.GRU(2, 2)
+    lent = {name: p.detach() for name, p in module.named_parameters()}
+    torch.func.functional_call(module, lent, (torch.ones(1, 2),))
+    assert module._flat_weights[0] is lent["weight_ih_l0"]
+    _torch_modules.forget_lent_weights()
+    assert module._flat_weights[0] is module.weight_ih_l0

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import DTYPE, numbers
 from nets import seeded
+from references import assert_same
 from right import WAYS, check, weighted
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -132,6 +133,19 @@ def test_recurrent(kind, training):
         return region, list(layer.parameters())
 
     check(build, X, ways=["backward"], eps=64)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_recurrent_with_weights_lent_inside(kind):
+    """What the layer keeps of them until its next call is nothing that is left behind."""
+    layer = seeded(kind, 8, 6).to(DTYPE)
+    weights = {name: 2 * p.detach() for name, p in layer.named_parameters()}
+
+    def gradients(remat):
+        f = remat(lambda weights: weighted(torch.func.functional_call(layer, weights, (X[0],))))
+        return functx.grad(f)(weights), functx.jvp(f, (weights,), (weights,))
+
+    assert_same(gradients(functx.remat), gradients(lambda f: f), eps=64)
 
 
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])

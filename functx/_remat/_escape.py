@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_modules
 from functx._errors import RematError
 from functx._places import Place, describe_place
 
@@ -42,6 +42,7 @@ def find(
         gc.collect(generation)
         if not any(_alive(births, returned, duals)):
             return {}
+    _torch_modules.forget_lent_weights()
     # A tensor written in place was made more than once; its last number counts.
     last = {id(t): (number, t) for number, t in _alive(births, returned, duals)}
     return dict(last.values())
