@@ -8,7 +8,7 @@ from cases import DTYPE, numbers
 from nets import seeded
 from programs import identity
 from references import Operations, assert_same, no_garbage_collection
-from right import X, check
+from right import X
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
