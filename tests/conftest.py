@@ -1,6 +1,8 @@
 """Shared fixtures: fixed seeds, and a run of each engine test without saved-tensor hooks."""
 
 import contextlib
+import gc
+import sys
 
 import pytest
 import torch
@@ -39,6 +41,23 @@ def hooks(request):
             for module in (_letting_go, _unwritten):
                 patch.setattr(module, "_WORTH", 0)
         yield
+
+
+_looked_at = None
+
+
+def pytest_runtest_setup(item):
+    """Take what imports and earlier files have left out of garbage collections.
+
+    Each measured peak, and each search for what a region still holds, collects garbage first, which
+    would look at a million objects of torch and JAX: of some files that was most of their time.
+    """
+    global _looked_at
+    now = item.path, len(sys.modules)
+    if now != _looked_at:
+        gc.collect()
+        gc.freeze()
+        _looked_at = now
 
 
 @pytest.fixture

@@ -109,7 +109,8 @@ def test_nothing_is_left_without_the_garbage_collector(kind, way):
     if kind == "a module" and way not in ("backward", "dropped", "retained", "failed"):
         return  # statistics of batch norm are refused below a transform
     f = functx.remat(BODIES[kind]())
-    WAYS[way](f)  # gradients of leaves, and what torch makes at a first call
+    with Operations():  # gradients of leaves, and what torch makes and imports at a first call
+        WAYS[way](f)
     gc.collect()
     with no_garbage_collection(), Operations() as operations:
         WAYS[way](f)
