@@ -53,7 +53,9 @@ def to_jax(
     Python numbers, strings and flags are static: another value traces again, as does a rebound
     tensor or module.  State in attributes of other objects is read when tracing, not at each call.
     With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``.  A write to an
-    argument stays inside the call (with a warning, since the caller will not see it).
+    argument stays inside the call (with a warning, since the caller will not see it).  What a
+    ``torch.distributions`` object refuses with a ``ValueError`` makes all floating-point results
+    NaN, since JAX compiles before it sees data.
 
     Args:
         f: a torch function of pytrees of tensors, a module, or what ``torch.export`` made of one.

@@ -59,6 +59,7 @@ __all__ = [
     "SingleLevelFunction",
     "TorchDispatchMode",
     "apply_function",
+    "asked_by",
     "base_of",
     "below_autograd",
     "below_vmap",
@@ -115,6 +116,17 @@ def called_from(package: str) -> bool:
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(package):
             return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def asked_by(package: str, functions: tuple[str, ...]) -> bool:
+    """Whether code that is neither torch's nor ours, but for these functions, asks for a value."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in ("torch", "functx") or name.startswith(package):
+            return name.startswith(package) and frame.f_code.co_name in functions
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

@@ -265,59 +265,6 @@ def _bincount(x: Any, weights: Any = None, minlength: int = 0, *, ctx: Any) -> A
     return jnp.bincount(x, weights, minlength, length=ctx.shape[0])
 
 
-@rule("embedding")
-def _embedding(weight: Any, indices: Any, *_: Any) -> Any:
-    return weight[indices]
-
-
-@rule("embedding_dense_backward")
-def _embedding_backward(
-    g: Any, indices: Any, num_weights: int, padding_idx: int, scale_by_freq: bool
-) -> Any:
-    flat, rows = indices.reshape(-1), g.reshape(-1, g.shape[-1])
-    if scale_by_freq:
-        count = jnp.zeros(num_weights, g.dtype).at[flat].add(1)
-        rows = rows / count[flat][:, None]
-    rows = jnp.where((flat == padding_idx)[:, None], 0, rows) if padding_idx >= 0 else rows
-    return jnp.zeros((num_weights, g.shape[-1]), g.dtype).at[flat].add(rows)
-
-
-_SUM, _MEAN, _MAX = 0, 1, 2
-
-
-@rule("_embedding_bag", "_embedding_bag_forward_only", context=True)
-def _embedding_bag(
-    weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = _SUM,
-    sparse: bool = False, per_sample_weights: Any = None, include_last_offset: bool = False,
-    padding_idx: int = -1, *, ctx: Any,
-) -> Any:  # fmt: skip
-    n = offsets.shape[0] - (1 if include_last_offset else 0)
-    bag = jnp.searchsorted(offsets[:n], jnp.arange(indices.shape[0]), side="right") - 1
-    real = indices != padding_idx
-    rows = weight[indices]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights[:, None]
-    count = jnp.zeros(n, indices.dtype).at[bag].add(real.astype(indices.dtype))
-    shape = (n, weight.shape[1])
-    winner = jnp.zeros((0,), indices.dtype)
-    if mode == _MAX:
-        low = jnp.where(real[:, None], rows, -jnp.inf)
-        out = jnp.full(shape, -jnp.inf, rows.dtype).at[bag].max(low)
-        out = jnp.where(jnp.isfinite(out), out, 0)
-        hit = (rows == out[bag]) & real[:, None]
-        place = jnp.where(hit, jnp.arange(indices.shape[0])[:, None], indices.shape[0])
-        first = jnp.full(shape, indices.shape[0]).at[bag].min(place)
-        winner = indices[jnp.minimum(first, max(indices.shape[0] - 1, 0))]
-    else:
-        out = jnp.zeros(shape, rows.dtype).at[bag].add(jnp.where(real[:, None], rows, 0))
-        out = out / jnp.maximum(count, 1)[:, None] if mode == _MEAN else out
-    # Torch leaves the bookkeeping empty where its kernel does not need it.
-    shapes = [tuple(v.shape) for v in ctx.node.meta["val"]]
-    kept = [x if x.shape == s else jnp.zeros(s, x.dtype)
-            for x, s in zip((bag, count, winner), shapes[1:])]  # fmt: skip
-    return out, *kept
-
-
 @rule("segment_reduce")
 def _segment_reduce(
     data: Any, reduce: str, *, lengths: Any = None, indices: Any = None, offsets: Any = None,

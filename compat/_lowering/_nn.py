@@ -78,11 +78,34 @@ def _nll_backward(
     return jnp.where(hot, rows, 0)
 
 
+@rule("multilabel_margin_loss_forward")
+def _multilabel(x: Any, target: Any, reduction: int = _MEAN) -> Any:
+    # Not torch's decomposition, in which what follows the first negative label counts.
+    rows, labels = (jnp.atleast_2d(a) for a in (x, target))
+    real = jnp.cumsum(labels < 0, -1) == 0
+    named = jnp.where(real, labels, 0)
+    hot = jax.nn.one_hot(named, rows.shape[-1], dtype=bool) & real[..., None]
+    is_target = jnp.any(hot, 1)
+    picked = jnp.take_along_axis(rows, named, -1)
+    margins = 1 - picked[:, :, None] + rows[:, None, :]
+    counts = real[:, :, None] & ~is_target[:, None, :] & (margins > 0)
+    loss = jnp.sum(jnp.where(counts, margins, 0), (1, 2)) / rows.shape[-1]
+    loss = loss.reshape(target.shape[:-1])
+    return _reduce(loss, reduction), is_target.reshape(target.shape).astype(x.dtype)
+
+
+@rule("multilabel_margin_loss_backward")
+def _multilabel_backward(g: Any, x: Any, target: Any, reduction: int, is_target: Any) -> Any:
+    return jax.vjp(lambda x: _multilabel(x, target, reduction)[0], x)[1](g)[0]
+
+
 def _attention(
     q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None
 ) -> tuple[Any, Any]:
     """Softmax attention over the last two axes, and its log normaliser."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:  # groups of queries share keys and values
+        k, v = (jnp.repeat(x, q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = matmul(q, jnp.swapaxes(k, -1, -2)) * scale
     if causal:
         keep = np.tril(np.ones(scores.shape[-2:], bool))

@@ -27,6 +27,7 @@ from functx import _torch as engine
 from functx import _torch_modules
 from functx._errors import LoweringError
 from functx._remat._custom import running
+from functx.compat._lowering._checks import is_check
 from functx.compat._lowering._composites import REPLACED, opened
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._examples import with_examples
@@ -132,6 +133,8 @@ class Observer(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device, say; reads no values
             return func(*args, **kwargs)
         map_tensors(lambda t: self.seen.add(id(t)), (args, kwargs))
+        if func in _READS_VALUE and is_check(args[0], again=within.plain):
+            return True
         state = None
         if draws(func):
             # A generator is no value of a graph: its state is in the number.
@@ -218,7 +221,7 @@ def _data_dependent(func: OpOverload) -> LoweringError:
     )
     hint = ""
     if called_from("torch.distributions"):
-        hint = " A torch distribution checks its arguments so: give it validate_args=False."
+        hint = " If a torch distribution asks it to check its arguments: validate_args=False."
     return LoweringError(
         f"{func} {how}; JAX compiles a function before it sees data. Use torch.where, masks or"
         " fixed sizes, or pass the value as a static Python argument." + hint

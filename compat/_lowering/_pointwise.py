@@ -78,7 +78,6 @@ _OTHER_FUNCTIONS: dict[str, Any] = {
     "nextafter": jnp.nextafter,
     "positive": jnp.positive,
     "round": jnp.round,
-    "sgn": jnp.sign,
     "square": jnp.square,
     "trunc": jnp.trunc,
 }
@@ -198,6 +197,15 @@ def _abs(x: Any) -> Any:
 @rule("sign")
 def _sign(x: Any) -> Any:
     return x if x.dtype == jnp.bool_ else jnp.sign(x)
+
+
+@rule("sgn", cast=True)
+def _sgn(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.sign(x)
+    # JAX's has no derivative, and that of the phase of a complex number is not zero.
+    safe = jnp.where(x == 0, 1, x)
+    return jnp.where(x == 0, 0, safe / jnp.abs(safe))
 
 
 @rule("frac")

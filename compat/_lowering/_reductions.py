@@ -156,12 +156,12 @@ def _argmin_rule(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return jnp.argmin(x, dim, keepdims=keepdim)
 
 
-@rule("any", "any.dim", "any.dims")
+@rule("any", "any.dim", "any.dims", "_is_any_true")
 def _any(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     return jnp.any(x.astype(bool), axes(dim, x.ndim), keepdims=keepdim)
 
 
-@rule("all", "all.dim", "all.dims")
+@rule("all", "all.dim", "all.dims", "_is_all_true")
 def _all(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     return jnp.all(x.astype(bool), axes(dim, x.ndim), keepdims=keepdim)
 

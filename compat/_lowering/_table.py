@@ -30,6 +30,7 @@ _FAMILIES = (
     "_views",
     "_creation",
     "_indexing",
+    "_embedding",
     "_linalg",
     "_conv",
     "_pool",

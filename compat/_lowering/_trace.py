@@ -22,6 +22,7 @@ from functx._errors import LoweringError
 from functx._remat import keep_regions
 from functx._remat._custom import intercepting
 from functx._remat._tracker import observe_custom_functions
+from functx.compat._lowering._checks import heed
 from functx.compat._lowering._cut import isolate
 from functx.compat._lowering._draws import Draws, only_torch_draws
 from functx.compat._lowering._functional import drop_writes_to_inputs, functional, lift_constants
@@ -111,6 +112,7 @@ def trace(
     _assert_nothing_lost(module, used)
     isolate(module)
     captures = lift_constants(module, mode)
+    heed(module)
     module = functional(module, traced, mode)
     drop_writes_to_inputs(module, len(specs))
     module.graph.eliminate_dead_code()

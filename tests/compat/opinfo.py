@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import subprocess
 import time
 import warnings
 from collections import Counter
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from opinfo.database import entries, name_of
 
+import functx
 from functx import compat
 from functx._errors import LoweringError
 from functx.compat import to_jax
@@ -286,11 +288,25 @@ def _line(err: BaseException) -> str:
 
 
 def sources() -> str:
-    """What verdicts depend on: the versions of both frameworks, and these files."""
+    """What verdicts depend on: the versions of both frameworks, and these files.
+
+    The files are named by the commit that changed them last, and by what is in them.
+    """
     files = [*Path(compat.__file__).parent.rglob("*.py"), Path(__file__)]
     text = b"".join(file.read_bytes() for file in sorted(files))
     digest = hashlib.sha256(text).hexdigest()[:16]
-    return f"torch {torch.__version__.split('+')[0]}, JAX {jax.__version__}, {digest}"
+    versions = f"torch {torch.__version__.split('+')[0]}, JAX {jax.__version__}"
+    return f"{versions}, functx {functx.__version__} {_commit(files)}, {digest}"
+
+
+def _commit(files: list[Path]) -> str:
+    here = ["git", "-C", str(Path(__file__).parent)]
+    paths = [str(file.resolve()) for file in files]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        last = subprocess.check_output([*here, "log", "-1", "--format=%h", "--", *paths], text=True)
+        changed = subprocess.run([*here, "diff", "--quiet", "HEAD", "--", *paths])
+        return f"at commit {last.strip()}" + (" with changes" if changed.returncode else "")
+    return "of no commit"
 
 
 def read(path: Path) -> tuple[str, list[dict[str, Any]]]:

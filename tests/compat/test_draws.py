@@ -198,9 +198,9 @@ DRAWS = {
     "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
         *[x.reshape(1, 4, 5)] * 3, dropout_p=0.3
     ),
-    "Normal.rsample": lambda x: torch.distributions.Normal(x, x + 1, validate_args=False).rsample(),
-    "Categorical": lambda x: torch.distributions.Categorical(x, validate_args=False).sample(),
-    "Gamma": lambda x: torch.distributions.Gamma(x + 1, x + 1, validate_args=False).rsample(),
+    "Normal.rsample": lambda x: torch.distributions.Normal(x, x + 1).rsample(),
+    "Categorical": lambda x: torch.distributions.Categorical(x).sample(),
+    "Gamma": lambda x: torch.distributions.Gamma(x + 1, x + 1).rsample(),
 }
 
 
