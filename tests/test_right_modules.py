@@ -301,3 +301,16 @@ class TestParameters:
         plain_products, plain_forward = mms(identity)
         assert products == plain_products
         assert forward <= plain_forward + 1
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear, lambda n: nn.LazyBatchNorm1d()])
+def test_lazy_modules_are_called_once_before(lazy):
+    torch.manual_seed(0)
+    layer = lazy(4).double()
+    with pytest.raises(functx.RematError, match="lazy module"):
+        functx.remat(layer)
+    net = nn.Sequential(layer, nn.Tanh())
+    with pytest.raises(functx.RematError, match="Call it once outside of regions"):
+        functx.remat(net)(numbers(3, 4))
+    expected = net(numbers(3, 4))
+    assert_same(functx.remat(net)(numbers(3, 4)).detach(), expected.detach())

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from functx import _torch
-from functx._errors import RematError
+from functx._errors import RematError, not_initialized
 from functx._remat._arguments import NUMBERS
 from functx._remat._constant import Constant
 from functx._remat._entry import MADE_HERE, REWRAPPED, nested_capture
@@ -192,6 +193,8 @@ class Standins(Tracker):
 
     def _from_outside(self, t: Tensor) -> Tensor:
         """What a foreign tensor is for the region around this one."""
+        if is_lazy(t):
+            raise not_initialized(self._region.options.name)
         outer = self._region.outer
         if outer is None:
             return t

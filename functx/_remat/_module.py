@@ -12,7 +12,9 @@ import functools
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from functx._errors import not_initialized
 from functx._remat import _function
 from functx._remat._options import Options
 
@@ -82,6 +84,8 @@ def _rebuild(original: type, options: Options) -> Any:
 def remat_module(module: nn.Module, options: Options) -> nn.Module:
     """A module that does what ``module`` does, as a region, over the same state."""
     original = type(module)
+    if isinstance(module, LazyModuleMixin):
+        raise not_initialized(original.__name__)
     if isinstance(module, RematModule):
         original = original.__mro__[2]
     new = _rebuild(original, options)
