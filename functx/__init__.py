@@ -12,6 +12,7 @@ from functx._apply import apply_remat as apply_remat
 from functx._apply import remove_remat as remove_remat
 from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
+from functx._errors import BudgetWarning as BudgetWarning
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._linearize import linearize as linearize

@@ -12,16 +12,18 @@ from torch import Tensor
 from functx import _torch, _tree, memory
 from functx._costs import Options, pull_back, undisturbed, walk
 from functx._errors import RematError
-from functx._plan import Plan, chosen, nested_lists, set_function_planner
+from functx._plan import Plan, budget_in_bytes, chosen, nested_lists, set_function_planner
 from functx._program import Program
 from functx._record import record
 from functx._remat._function import on_budget
-from functx._remat._tracker import SILENT, tracking
+from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._surroundings import UNDER_GRAD, Slots, Surroundings, number_of
 from functx._torch_edges import requires_grad_anywhere
+from functx._unforeseen import Bytes, How, watch
 
 _plans: OrderedDict[Any, Plan] = OrderedDict()
 REMEMBERED = 256
+NONE_NEEDED = "no plan"
 
 
 @on_budget
@@ -29,10 +31,20 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
     """``f(*args, **kwargs)``, recomputing what the plan for it says."""
     program, inputs = record(f, args, kwargs, o.name)
     plan = o.budget
+    watching = None
+    outer = active_tracker()
+    slot = None if outer is None or outer.inside is None else outer.inside.begins()
+    if slot is not None and slot.plan is not None:
+        plan = slot.plan  # a replay of a region around it does what its forward did
+        if plan is NONE_NEEDED:
+            return f(*args, **kwargs)
     if not isinstance(plan, Plan):
-        around = Surroundings.now()
-        parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
+        with tracking(SILENT):  # what taking apart takes is no operation of a region around it
+            around = Surroundings.now()
+            parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
         if not any(t.requires_grad or around.pulls_back(slots) for t, slots in parts):
+            if slot is not None:
+                slot.plan = NONE_NEEDED
             return f(*args, **kwargs)  # forward mode keeps nothing
         taped = tuple((slots, t.requires_grad) for t, slots in parts)
         key = (program.signature(), taped, plan, around, torch.is_grad_enabled())
@@ -41,6 +53,11 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
             plan = _plans[key] = plan_of(program, inputs, o.budget, o.name, around)
             if len(_plans) > REMEMBERED:
                 _plans.popitem(last=False)
+        if not _torch.tracing():
+            measure = _measured_later(program, parts, around, plan, o)
+            watching = around, taped, key, o.name, measure
+    if slot is not None:
+        slot.plan = plan
     blocks = program.blocks()
     if len(blocks) != plan.blocks or plan.names != names_of(blocks):
         raise RematError(
@@ -48,14 +65,44 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
             f"{len(blocks)} blocks of operations, and the plan has {plan.blocks}."
         )
     state = walk(nested_lists(plan.tree), *blocks, dict(enumerate(inputs)), options=o)
-    return program.finish(state)
+    result = program.finish(state)
+    if watching is not None:
+        with tracking(SILENT):
+            watch(_tree.leaves(result), *watching)
+    return result
+
+
+def _measured_later(
+    program: Program,
+    parts: Sequence[tuple[Tensor, Slots]],
+    around: Surroundings,
+    plan: Plan,
+    o: Options,
+) -> Bytes:
+    """What the plan takes in other ways, on values of the same shapes; it holds no tensor."""
+    program = program.without_tensors()
+    like = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, slots) for t, slots in parts]
+    blocks, tree, budget = plan.blocks, nested_lists(plan.tree), o.budget
+
+    def measure(how: How) -> tuple[int, int]:
+        with tracking(SILENT), _torch.without_dispatch_modes(), undisturbed([]), torch.no_grad():
+            made = []
+            for shape, stride, dtype, device, requires_grad, slots in like:
+                t = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+                made.append((t.requires_grad_(requires_grad), slots))
+            peak_of = _peaks_under(how.around(around), program, made, how.pull)
+            most = peak_of(list(range(blocks))) if isinstance(budget, float) else 0
+            return peak_of(tree), budget_in_bytes(budget, most, "remat")
+
+    return measure
 
 
 def plan_of(
     program: Program, inputs: Sequence[Tensor], budget: Any, name: str, around: Surroundings
 ) -> Plan:
     """The plan for a program called on such inputs, with such transforms around it."""
-    parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
+    with tracking(SILENT):
+        parts = [around.take_apart(t) for t in (*inputs, *program.outside)]
     with tracking(SILENT), _torch.without_dispatch_modes(), undisturbed([]):
         # Buffers may be written to, by operations that do not say so.
         outside = [_stand_in(t, not requires_grad_anywhere(t)) for t in program.outside]
@@ -84,7 +131,10 @@ def plan_of(
 
 
 def _peaks_under(
-    around: Surroundings, program: Program, parts: Sequence[tuple[Tensor, Slots]]
+    around: Surroundings,
+    program: Program,
+    parts: Sequence[tuple[Tensor, Slots]],
+    pull: Callable[[Any, Any], Any] = pull_back,
 ) -> Callable[[Any], int]:
     """What measures the peak of a tree, called on such plain tensors under some transforms."""
     slots = [slot for _, slot in parts]
@@ -107,7 +157,7 @@ def _peaks_under(
             outs = list(run(*leaves))
             if around.differentiates(slots) and any(t.requires_grad for t in outs):
                 outs = [number_of(outs)]
-            return pull_back(outs, leaves)
+            return pull(outs, leaves)
 
         with torch.enable_grad():
             return memory.peak(there_and_back)

@@ -117,15 +117,34 @@ def pullback_peak(f: Callable[[Any], Any], x: Any) -> int:
     return memory.peak(there_and_back)
 
 
-def pull_back(out: Any, inputs: Any) -> Any:
-    """Gradients of everything ``out`` depends on."""
+def pull_back(
+    out: Any, inputs: Any, *, rows: int = 1, keeps: bool = False, records: bool = False
+) -> Any:
+    """Gradients of everything ``out`` depends on.
+
+    Args:
+        out: results, on plain autograd.
+        inputs: what they were made of.
+        rows: how many cotangents at once.
+        keeps: whether the tape stays.
+        records: whether what runs is on a tape.
+    """
     outs = [t for t in _tensors(_tree.leaves(out)) if t.grad_fn is not None]
     if not outs:
         return ()
     wanted = {id(t): t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad}
     wanted |= {id(t): t for t in leaves_below(*(o.grad_fn for o in outs))}
-    cotangents = [torch.ones_like(o) for o in outs]
-    return torch.autograd.grad(outs, list(wanted.values()), cotangents, allow_unused=True)
+    batched = rows > 1
+    cotangents = [o.new_ones(rows, *o.shape) if batched else torch.ones_like(o) for o in outs]
+    return torch.autograd.grad(
+        outs,
+        list(wanted.values()),
+        cotangents,
+        retain_graph=keeps or records,
+        create_graph=records,
+        allow_unused=True,
+        is_grads_batched=batched,
+    )
 
 
 def fresh_leaves(tree: Any) -> Any:

@@ -13,6 +13,7 @@ its first use and the last write.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ class Program:
         self.layouts: list[Any] = []
         self.results: list[Any] = []  # references, or what is no tensor
         self.spec: Any = None
+
+    def without_tensors(self) -> Program:
+        """The same, with nothing in place of the tensors from outside."""
+        program = copy.copy(self)
+        program.outside = []
+        return program
 
     def signature(self) -> tuple[Any, ...]:
         """Equal for programs that cost the same."""

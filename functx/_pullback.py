@@ -165,7 +165,7 @@ def record(
     has_aux: bool,
     check_output: Callable[[Any], None],
     api: str,
-    again: bool = False,
+    pulled_back: Any = "once",
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
@@ -177,7 +177,8 @@ def record(
         has_aux: Whether ``func`` returns ``(output, aux)``.
         check_output: Called with the output inside the level; raises if it will not do.
         api: The transform's name, for error messages.
-        again: Whether the pullback will be called more than once, so that nothing goes meanwhile.
+        pulled_back: How, for those inside of the level who ask: `ONCE`, `AGAIN` if nothing goes
+            meanwhile, or `Rows`.
 
     Returns:
         The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
@@ -188,7 +189,7 @@ def record(
     with (
         _hooks_disabled(),
         _torch.grad_level() as level,
-        _announced(level, AGAIN if again else ONCE),
+        _announced(level, pulled_back),
         torch.enable_grad(),
     ):
 
@@ -220,9 +221,26 @@ def record(
         return output, aux, pullback
 
 
+class Rows:
+    """That a record is read for the rows of a Jacobian: how many is known when its function ran.
+
+    Attributes:
+        call: the function, its arguments by position and by name.
+        has_aux: whether it returns ``(output, aux)``.
+        chunk_size: rows at a time; all if ``None``.
+        total: how many there are, once somebody has found out.
+    """
+
+    def __init__(self, *call: Any, has_aux: bool, chunk_size: int | None) -> None:
+        self.call = call
+        self.has_aux = has_aux
+        self.chunk_size = chunk_size
+        self.total: int | None = None
+
+
 class _Levels(threading.local):
     def __init__(self) -> None:
-        self.pulled_back: dict[int, str] = {}
+        self.pulled_back: dict[int, Any] = {}
 
 
 _levels = _Levels()
@@ -231,7 +249,7 @@ ONCE, AGAIN, INSIDE = "once", "again", "inside"
 
 
 @contextmanager
-def _announced(level: int, pulled_back: str) -> Iterator[None]:
+def _announced(level: int, pulled_back: Any) -> Iterator[None]:
     before = _levels.pulled_back
     _levels.pulled_back = {**before, level: pulled_back}
     try:
@@ -240,8 +258,8 @@ def _announced(level: int, pulled_back: str) -> Iterator[None]:
         _levels.pulled_back = before
 
 
-def how_pulled_back(level: int) -> str:
-    """How the record of a level is going to be read: once, again, or inside of the level."""
+def how_pulled_back(level: int) -> Any:
+    """How the record of a level is going to be read: as `record` was told, or inside of it."""
     return _levels.pulled_back.get(level, INSIDE)
 
 

@@ -168,7 +168,7 @@ def record(
         _torch.cleared_interpreter_stack(),
         tracking(SILENT),
         _torch.without_dispatch_modes(),  # nothing runs that a counter or a profiler should see
-        _unchanged(modules, name),
+        unchanged(modules, name),
         torch.random.fork_rng(devices=[]),
         _torch_fake.FakeTensorMode(),
     ):
@@ -197,7 +197,7 @@ def record(
 
 
 @contextmanager
-def _unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
+def unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
     """Refuse what rebinds attributes of modules; they are put back."""
     places = [(d, m) for m in modules for d in (m.__dict__, _torch_modules.buffers_of(m))]
     before = [(d, m, dict(d)) for d, m in places]

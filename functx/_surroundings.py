@@ -8,8 +8,9 @@ anew around what is measured.
 
 NOTE [who pulls back]
 The pullback of a level is called in different ways. ``grad`` lets everything go as it is read;
-``vjp`` gives it to somebody who may call it again, so that its residuals stay; `torch.func.grad`
-runs it inside of the level, which records it. What a level around another one reads is the
+``vjp`` gives it to somebody who may call it again, so that its residuals stay; ``jacrev`` calls it
+for several rows at a time, and holds all rows in the end; `torch.func.grad` runs it inside of the
+level, which records it. What a level around another one reads is the
 gradients of that one, and it makes a number of them before it pulls back.
 """
 
@@ -26,7 +27,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch
-from functx._pullback import AGAIN, INSIDE, ONCE, how_pulled_back
+from functx._pullback import AGAIN, INSIDE, ONCE, Rows, how_pulled_back
+from functx._rows import Chunks, chunks_of
+from functx._torch_norms import mend_batching_rules
 from functx._transforms import grad, jvp, vjp, vmap
 
 Body = Callable[..., Sequence[Tensor]]
@@ -38,12 +41,14 @@ whether it is differentiated; ``None`` if the level does not know it."""
 
 
 @dataclass(frozen=True)
-class _Level:
+class Level:
+    """One transform: its kind, its number, how its record is read. NOTE [who pulls back]."""
+
     kind: Any
     number: int
     batch_size: int = 0
     randomness: str = "error"
-    pulled_back: str = ""  # NOTE [who pulls back]
+    pulled_back: Any = ""  # NOTE [who pulls back]
 
 
 @dataclass(frozen=True)
@@ -57,20 +62,22 @@ class _Tangent:
 class Surroundings:
     """The levels that are active at a call, outermost first."""
 
-    levels: tuple[_Level, ...]
+    levels: tuple[Level, ...]
 
     @classmethod
     def now(cls) -> Surroundings:
         """Those that are active."""
         levels = []
         for interpreter in _torch.interpreters():
-            level = _Level(interpreter.key(), interpreter.level())
+            level = Level(interpreter.key(), interpreter.level())
             if level.kind == _torch.TransformType.Vmap:
                 known: Any = _torch.coerced(interpreter)
                 size, randomness = known.batch_size(), known.randomness()
                 level = replace(level, batch_size=size, randomness=randomness)
             elif level.kind == _torch.TransformType.Grad:
-                level = replace(level, pulled_back=how_pulled_back(level.number))
+                how = how_pulled_back(level.number)
+                how = chunks_of(how) if isinstance(how, Rows) else how
+                level = replace(level, pulled_back=how)
             levels.append(level)
         return cls(tuple(levels))
 
@@ -125,7 +132,7 @@ class Surroundings:
         return body
 
 
-UNDER_GRAD = Surroundings((_Level(_torch.TransformType.Grad, 1, pulled_back=ONCE),))
+UNDER_GRAD = Surroundings((Level(_torch.TransformType.Grad, 1, pulled_back=ONCE),))
 
 
 def _batched_at(t: Tensor) -> frozenset[int]:
@@ -138,7 +145,7 @@ def _batched_at(t: Tensor) -> frozenset[int]:
 
 
 def _batched(
-    body: Body, level: _Level, dims: Sequence[int | None], examples: dict[int, Tensor]
+    body: Body, level: Level, dims: Sequence[int | None], examples: dict[int, Tensor]
 ) -> Body:
     def one(example: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         examples[level.number] = example
@@ -148,7 +155,7 @@ def _batched(
     return functools.partial(batched, torch.zeros(level.batch_size))  # made before it is measured
 
 
-def _pulled_back(body: Body, wanted: Sequence[bool], how: str, read: bool) -> Body:
+def _pulled_back(body: Body, wanted: Sequence[bool], how: Any, read: bool) -> Body:
     """The gradients of what ``body`` returns.
 
     Args:
@@ -165,10 +172,28 @@ def _pulled_back(body: Body, wanted: Sequence[bool], how: str, read: bool) -> Bo
             number = lambda *some: number_of(outs(*some))  # noqa: E731
             return tuple(transform(number, tuple(range(len(some))))(*some))
         # Who asks for the pullback holds the result, and the cotangents.
+        if isinstance(how, Chunks):
+            made: Any = torch.func.vjp(outs, *some) if how.but == INSIDE else vjp(outs, *some)
+            return _all_rows(made[1], made[0], how)
         out, pullback = vjp(outs, *some)
         return tuple(pullback(tuple(map(torch.ones_like, out)), retain_graph=how == AGAIN))
 
     return gradients
+
+
+def _all_rows(pullback: Any, outs: Sequence[Tensor], how: Chunks) -> Sequence[Tensor]:
+    """The gradients for every row of a Jacobian, as `jacrev` gets them."""
+    mend_batching_rules()
+    chunks = []
+    for start in range(0, how.rows, how.size):
+        n, last = min(how.size, how.rows - start), start + how.size >= how.rows
+        pull = functools.partial(pullback, retain_graph=how.keeps or not last)
+        if how.size == 1 or how.rows == 1:
+            found = [g.unsqueeze(0) for g in pull(tuple(map(torch.ones_like, outs)))]
+        else:
+            found = list(vmap(pull)(tuple(o.new_ones(n, *o.shape) for o in outs)))
+        chunks.append(found)
+    return chunks[0] if len(chunks) == 1 else [torch.cat(parts) for parts in zip(*chunks)]
 
 
 def number_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,3 +21,16 @@ def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None
 def has_hooks(t: torch.Tensor) -> bool:
     """Whether a tensor has a hook on its gradient; no public way tells."""
     return bool(t._backward_hooks)
+
+
+def graph_is_kept() -> bool:
+    """Whether the tape that the engine is running stays: ``retain_graph``; no public way tells."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def hang_before(node: Any, hook: Callable[[Any], Any]) -> None:
+    """Hang a hook before a node of any kind, past what its class makes of it."""
+    if isinstance(node, torch._C._FunctionBase):
+        register_prehook(node, hook)
+    else:
+        node.register_prehook(hook)

@@ -74,3 +74,29 @@ def test_hooks_of_a_tensor_are_known():
         assert _torch_nodes.has_hooks(t)
         handle.remove()
         assert not _torch_nodes.has_hooks(t)
+
+
+def test_the_engine_says_whether_a_tape_stays():
+    """And a hook can be hung before nodes of torch's own and of custom Functions alike."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    seen = []
+
+    def hook(gradients):
+        seen.append(_torch_nodes.graph_is_kept())
+
+    x = torch.ones(3, requires_grad=True)
+    y = Node.apply(x.sin())
+    _torch_nodes.hang_before(y.grad_fn, hook)
+    _torch_nodes.hang_before(y.grad_fn.next_functions[0][0], hook)
+    for keeps in (True, False):
+        y.sum().backward(retain_graph=keeps)
+    assert seen == [True, True, False, False]

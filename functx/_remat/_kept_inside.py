@@ -18,16 +18,18 @@ from functx._remat._saving import Saver
 class Slot:
     """What one region keeps: keys of results, which of them in host memory, and what it copied.
 
-    All are known once it has run. ``inside`` are those of the regions in it, in their order.
+    All are known once it has run. ``inside`` are those of the regions in it, in their order. Of a
+    function with a budget it is the ``plan``.
     """
 
-    __slots__ = ("again", "copied", "inside", "keys", "on_host")
+    __slots__ = ("again", "copied", "inside", "keys", "on_host", "plan")
 
     def __init__(self) -> None:
         self.keys: list[int] | None = None
         self.on_host: set[int] = set()
         self.copied: set[int] = set()
         self.inside: list[Slot] = []
+        self.plan: Any = None
         self.again = False
 
     def says(self, keys: list[int] | None, on_host: set[int], copied: set[int]) -> None:
@@ -65,7 +67,7 @@ class Inside:
         found = next(self._decided, None)
         slot = Slot()
         if found is not None:
-            slot.inside = found.inside
+            slot.inside, slot.plan = found.inside, found.plan
             if found.keys is not None:
                 slot.says(found.keys, found.on_host, found.copied)
                 slot.again = True
