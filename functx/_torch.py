@@ -105,6 +105,10 @@ get_dispatch_mode_at = torch._C._get_dispatch_stack_at
 record_function = torch._C._profiler._RecordFunctionFast
 
 
+# Function modes alone, for looks of the engine's own at how tensors lie in memory.
+without_function_modes = torch._C.DisableTorchFunction
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Neither function modes nor dispatch modes see what runs here; no public way disables both."""

@@ -31,6 +31,24 @@ def test_modes_are_entered_and_left_as_torch_does():
     assert mode.ran == 1
 
 
+def test_function_modes_see_nothing_where_none_is_to():
+    seen = []
+
+    class Observer(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Observer():
+        x.untyped_storage()
+        assert seen
+        seen.clear()
+        with _torch.without_function_modes():
+            x.untyped_storage()
+    assert not seen
+
+
 def test_modules_of_a_module():
     inner = nn.Linear(2, 2)
     module = nn.Sequential(nn.Sequential(inner), inner)

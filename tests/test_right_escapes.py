@@ -345,3 +345,30 @@ class TestHarmless:
         x = X.clone().requires_grad_()
         functx.remat(block)(x).sum().backward()
         assert log[0] == X.sin().sum().item()
+
+
+@pytest.mark.parametrize("make", [lambda x: x.detach().requires_grad_(), lambda x: x * 0 + 1])
+def test_a_leaf_of_its_own_is_refused_where_it_is_held(make):
+    # Without remat it would get a gradient, on a tape that a region throws away.
+    held = []
+
+    def f(x):
+        y = make(x.detach()).requires_grad_()
+        held.append(y)
+        return (y * x).sum()
+
+    with pytest.raises(functx.RematError, match="otherwise than by return"):
+        functx.remat(f)(numbers(3).requires_grad_())
+    held.clear()
+
+
+def test_a_parameter_made_inside_gets_its_gradient():
+    held = []
+
+    def f(x):
+        held.append(torch.nn.Parameter(x.detach().sin()))
+        return (held[-1] * x).sum()
+
+    x = numbers(3)
+    functx.remat(f)(x.clone().requires_grad_()).backward()
+    assert_same(held[0].grad, x)

@@ -88,7 +88,7 @@ def _taped(t: Tensor) -> bool:
     """Whether a gradient could flow to ``t`` through what a region computed it from."""
     while t.grad_fn is None:
         if not _torch.is_wrapped(t):
-            return False
+            return t.requires_grad  # a leaf of the region's own, which would get a ``grad``
         t = _torch.get_unwrapped(t)
     return True
 

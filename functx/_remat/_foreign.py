@@ -29,7 +29,14 @@ from functx._remat._constant import Constant
 from functx._remat._entry import MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
 from functx._remat._region import Region
-from functx._remat._tapes import anonymous_below, below, leaves_below, of_ended_level, tracked
+from functx._remat._tapes import (
+    anonymous_below,
+    below,
+    leaves_below,
+    nodes_of,
+    of_ended_level,
+    tracked,
+)
 from functx._remat._tracker import Tracker, rewrap
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
@@ -145,16 +152,17 @@ class Standins(Tracker):
 
     def _meet_foreign(self, t: Tensor, in_engine: bool) -> Tensor:
         region = self._region
-        if not requires_grad_anywhere(t):
-            if in_engine or self._returning:
-                # A gradient that the engine handed out: made here, though nobody saw it.
-                # A result that no tape knows may be passed on as it is, whoever made it.
-                self._sources.append(MADE_HERE)
-                return t
-            if self._computed_here(t):
-                self._known[id(t)] = weakref.ref(t)
-                self._sources.append(MADE_HERE)
-                return t
+        if (in_engine or self._returning) and not requires_grad_anywhere(t):
+            # A gradient that the engine handed out: made here, though nobody saw it.
+            # A result that no tape knows may be passed on as it is, whoever made it.
+            self._sources.append(MADE_HERE)
+            return t
+        # (A plain leaf that was made unseen gets its gradient as a capture does.)
+        let_be = not t.requires_grad or _torch.is_wrapped(t)
+        if let_be and not nodes_of([t]) and self._computed_here(t):
+            self._known[id(t)] = weakref.ref(t)
+            self._sources.append(MADE_HERE)
+            return t
         if not self._lift_constants and not tracked(t):
             value = self._from_outside(t)
             if tracked(value):
@@ -241,7 +249,7 @@ class Standins(Tracker):
             standin = region.frames[0].admit_one(t)  # parameters of modules, nearly always
             self.holders.append(Holders(standin))
             return standin
-        if requires_grad_anywhere(t) and not of_ended_level(t):
+        if nodes_of([t]) and not of_ended_level(t):
             self._lasting.append(t)
         values = [t]
         # It may be met first where the body has grad mode off.

@@ -30,6 +30,15 @@ _LOOKS = frozenset(
     }
 )
 
+# Those that hand values to what is no operation, or memory: who has it may read and write it.
+_EXPORTS = frozenset(
+    {
+        *("numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
+        *("untyped_storage", "storage", "_typed_storage", "data_ptr", "const_data_ptr"),
+        *("__cuda_array_interface__", "__repr__", "__format__", "share_memory_"),
+    }
+)
+
 IN_C = frozenset({BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType})
 """Types of functions written in C, whose names say what they write to."""
 
@@ -45,10 +54,11 @@ class Known:
         writes: whether it may write to what it is given, as far as can be told without keywords.
         label: whether it names in a profile what runs next.
         looks: whether it tells how a tensor lies in memory, or where.
+        exports: whether it hands values, or memory, to what is no operation.
         differentiates: whether it is `torch.autograd.grad`.
     """
 
-    __slots__ = ("differentiates", "label", "looks", "passive", "python", "writes")
+    __slots__ = ("differentiates", "exports", "label", "looks", "passive", "python", "writes")
 
     def __init__(self, func: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -65,6 +75,7 @@ class Known:
         else:
             self.passive = name in PASSIVE
         self.looks = self.passive and name in _LOOKS
+        self.exports = (attribute or name) in _EXPORTS
         self.writes = name == "__set__" or not (type(func) in IN_C and _only_reads(name))
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad

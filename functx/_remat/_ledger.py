@@ -76,6 +76,7 @@ class Ledger(Computed):
         self._runs: list[bool] = []
         self._sections: dict[int, tuple[int, int]] = {}
         self._in_sections = 0
+        self._exported: set[int] = set()  # storages that something else has, too
         self._read: set[int] = set()  # storages from outside that live steps read
         self._sources: list[set[int]] = []
 
@@ -240,12 +241,23 @@ class Ledger(Computed):
         """An operation wrote to some memory: it read what was there before."""
         for key in before:
             self.steps[key >> 6].rewritten = True
-        if storage in self._external:
+        if storage in self._external or storage in self._exported:
             self._roots.add(key_of(number, IN_PLACE))
         self._writers[storage] = key_of(number, IN_PLACE)
         if self.saver is not None:
             known = alone and stood_in() is StoodIn.NOTHING
             self.saver.wrote(number, storage) if known else self.saver.lost(storage)
+
+    def exported(self, t: Tensor) -> None:
+        """What is there, and what comes to be there, must come about in replays too."""
+        try:
+            storage = _torch.storage_key(t)
+        except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
+            return
+        self._exported.add(storage)
+        self._read.add(self._external.get(storage, storage))
+        if storage in self._writers:
+            self._roots.add(self._writers[storage])
 
     def held_unseen(self, t: Tensor) -> None:
         """A live step, in effect, reads it."""

@@ -81,5 +81,6 @@ def _tell(t: Tensor, name: str) -> bool:
     for i in range(_torch.dispatch_mode_depth()):
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Ledger) and not mode.paused:
-            kept = mode.named(base, name)
+            with _torch.without_function_modes():
+                kept = mode.named(base, name)
     return kept

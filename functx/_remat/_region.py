@@ -314,7 +314,8 @@ class Region:
         views = [r[1] for r in self._results if isinstance(r, tuple)]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
         found = _escape.find(births, [*returned, *views], duals)
-        written = any(n < 0 and t.grad_fn is not None for n, t in found.items())
+        # A stand-in that was written to; or a leaf, which can't be a result and a leaf.
+        written = any((n < 0) == (t.grad_fn is not None) for n, t in found.items())
         lenient = self.originals is not None or self.options.by_sight
         convertible = len(self.frames) == 1 and not lenient and not written
         if found and not (convertible and all(_torch.detachable(t) for t in found.values())):

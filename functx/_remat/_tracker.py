@@ -31,7 +31,7 @@ from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
 from functx._remat._entry import custom_function, nested_transform, results
 from functx._remat._functions import known_of
-from functx._remat._watch import python_on_tape, watching
+from functx._remat._watch import python_on_tape, tell_of_an_export, watching
 
 
 def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
@@ -151,6 +151,8 @@ class Tracker:
             python_on_tape()
         if known.passive:
             self.looks = self.looks or known.looks
+            if known.exports:
+                tell_of_an_export(args[0])
             return func(*args, **kwargs)
         if known.label:
             self.labelled(str(args[0]))
@@ -161,6 +163,8 @@ class Tracker:
         self.close(func)
         if kwargs or known.writes:
             self.before(func, args, kwargs)
+        if known.exports:
+            tell_of_an_export(args[0])
         if known.differentiates:
             args, kwargs, func = _on_the_tape(given, args, kwargs)
         out = self.execute(func, args, kwargs)

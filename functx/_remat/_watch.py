@@ -78,6 +78,9 @@ class Watcher(_torch.TorchDispatchMode):
     def held_unseen(self, t: Tensor) -> None:
         """The node of a region inside this one reads a tensor that it does not hold on its tape."""
 
+    def exported(self, t: Tensor) -> None:
+        """The memory of a plain tensor, or what is in it, is handed to what is no operation."""
+
 
 def watchers() -> Iterator[Watcher]:
     """The modes of the regions around this point that watch."""
@@ -101,6 +104,16 @@ def tell_of_a_constant(t: Tensor) -> None:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher):
             mode.held_unseen(t)
+
+
+def tell_of_an_export(t: Tensor) -> None:
+    """Memory is handed to what is no operation: for all regions around, all of it is read."""
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.exported(t)
 
 
 def python_on_tape() -> None:

@@ -25,7 +25,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
     if name == "requires_grad_":  # transforms call it, and it writes nothing
         return []
     if name.endswith("_") and not name.startswith("_"):
-        return [args[0]]
+        return [*args[:1]] or [*kwargs.values()]  # by name, as torch.nn.init calls itself
     if name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__")):
         return [args[0]]
     if name in ("batch_norm", "instance_norm"):
