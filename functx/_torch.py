@@ -6,9 +6,10 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ peek_interpreter_stack = _functorch.peek_interpreter_stack
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 # An interpreter of the stack, with what there is to know of its transform.
 coerced = _pyfunctorch.coerce_cinterpreter
-cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
+_cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 restored_interpreter_stack = _pyfunctorch.temporarily_restore_interpreter_stack
 # Levels entered and left.
 enter_grad_level = _functorch._grad_increment_nesting
@@ -78,7 +79,9 @@ next_sequence_number = torch.autograd._get_sequence_nr
 current_graph_task_id = torch._C._current_graph_task_id
 # torch.autograd.grad without its torch-function check: a backward that the engine starts must not
 # hide the operations of its hooks from the region's own mode.
-run_backward = _graph._engine_run_backward
+_run_backward = _graph._engine_run_backward
+# The engine itself. Inside a backward pass the rest has been done, and must not be undone.
+_engine = torch.autograd.Variable._execution_engine
 # Operators that take functions; a custom Function is called by one under transforms.
 HigherOrderOperator = torch._ops.HigherOrderOperator
 # torch.autograd.grad with zeros for inputs that the outputs do not depend on.
@@ -110,10 +113,16 @@ without_function_modes = torch._C.DisableTorchFunction
 
 
 @contextmanager
-def without_modes() -> Iterator[None]:
-    """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
+def _without_modes() -> Iterator[None]:
     with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
         yield
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
+    if torch._C._len_torch_dispatch_stack():
+        return _without_modes()
+    return torch._C.DisableTorchFunction()
 
 
 # Dispatch modes alone: counters and the records of regions.
@@ -129,6 +138,11 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 
 # How many tensors (and Python objects) hold a piece of memory, by its key.
 storage_use_count = torch._C._storage_Use_Count
+
+
+def cleared_interpreter_stack() -> AbstractContextManager[list[Any]]:
+    """A context without active transforms; it gives those that were."""
+    return nullcontext([]) if peek_interpreter_stack() is None else _cleared_interpreter_stack()
 
 
 def unwrap_if_dead(t: torch.Tensor) -> torch.Tensor:
@@ -179,6 +193,13 @@ def exit_jvp_level() -> None:
 def forward_ad_level() -> int:
     """The active ``torch.autograd.forward_ad`` level, -1 outside any."""
     return int(_forward_ad._current_level)
+
+
+def run_backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """``torch.autograd.grad`` with the engine's own arguments."""
+    if current_graph_task_id() == -1 or _graph.log.isEnabledFor(logging.DEBUG):
+        return _run_backward(*args, **kwargs)
+    return _engine.run_backward(*args, **kwargs)
 
 
 def will_be_reached(node: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which kernels torch picks: flags of the process, whose public getters warn, raise or are slow.
+"""What torch picks: flags of the process, whose public getters warn, raise or are slow.
 
 A replay under other kernels gives other roundings, or operations that have no derivative: attention
 that ran forward inside ``sdpa_kernel(MATH)`` has a second derivative, its replay outside has none.
@@ -14,7 +14,20 @@ import torch
 
 _C: Any = torch._C
 
+
+def _deterministic(wanted: bool) -> None:
+    warn_only = _C._get_deterministic_algorithms_warn_only()
+    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
+
+
+def _warning_only(wanted: bool) -> None:
+    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
+
+
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_deterministic_algorithms, _deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _warning_only),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
@@ -30,13 +43,13 @@ _READ = [read for read, _ in _FLAGS]
 _call: Callable[[Callable[[], Any]], Any] = operator.call
 
 
-def kernels() -> list[Any]:
-    """What is allowed now."""
+def settings() -> list[Any]:
+    """The default dtype, whether kernels must be deterministic, which are allowed: now."""
     return [*map(_call, _READ)]
 
 
-def allow_kernels(wanted: list[Any]) -> None:
-    """Put back what `kernels` gave."""
+def put_back(wanted: list[Any]) -> None:
+    """Put back what `settings` gave."""
     for (read, write), value in zip(_FLAGS, wanted, strict=True):
         if read() != value:
             write(value)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 from typing import Any
 
 import torch
 
 # The one base class of what normalises over the batch: lazy, synchronised and of any rank.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+_MANY = 4096
 
 # A frame further up than that of the caller; `inspect` has it by way of the caller's own.
 frame_above = sys._getframe
@@ -25,6 +28,27 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
                 found[child] = None
                 stack.append(child)
     return [*found]
+
+
+_forwards: dict[type[torch.nn.Module], tuple[Any, bool]] = {}
+
+
+def forward_of(kind: type[torch.nn.Module], theirs: tuple[str, ...]) -> Any:
+    """The ``forward`` of a class of modules, if it is a function of none of some packages.
+
+    Args:
+        kind: the class.
+        theirs: names of packages, always the same.
+    """
+    forward = kind.forward
+    known = _forwards.get(kind)
+    if known is None or known[0] is not forward:
+        package = (getattr(forward, "__module__", None) or "").partition(".")[0]
+        users = isinstance(forward, types.FunctionType) and package not in theirs
+        if len(_forwards) >= _MANY:  # classes made anew at every step, perhaps
+            _forwards.clear()
+        known = _forwards[kind] = forward, users
+    return forward if known[1] else None
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:

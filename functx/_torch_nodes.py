@@ -1,4 +1,4 @@
-"""Nodes of tapes: the part of `_torch` about how hooks are hung on them."""
+"""Nodes and leaves of tapes: the part of `_torch` about hooks on them, and new leaves."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def hang_before(node: Any, hook: Callable[[Any], Any]) -> None:
         register_prehook(node, hook)
     else:
         node.register_prehook(hook)
+
+
+def leaf_over(t: torch.Tensor) -> torch.Tensor:
+    """``t.detach().requires_grad_()`` of a plain tensor, which no dispatch mode is shown.
+
+    To be shown a ``detach`` takes modes more time than all else about it.
+    """
+    return torch.Tensor._make_subclass(torch.Tensor, t, True)

@@ -153,7 +153,7 @@ def _real_zeros(tree: Any) -> Any:
 
 def hooks_modules() -> bool:
     """Whether a debugging mode of torch is active that adds hooks to modules while they run."""
-    return any(
-        type(_torch.get_dispatch_mode_at(i)).__name__ == "CommDebugMode"
-        for i in range(_torch.dispatch_mode_depth())
+    depth = _torch.dispatch_mode_depth()
+    return depth > 0 and any(
+        type(_torch.get_dispatch_mode_at(i)).__name__ == "CommDebugMode" for i in range(depth)
     )

@@ -1,6 +1,7 @@
 """Torch's own part of letting memory go: what the engine counts on."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from functx import _torch, _torch_nodes
 
@@ -100,3 +101,52 @@ def test_the_engine_says_whether_a_tape_stays():
     for keeps in (True, False):
         y.sum().backward(retain_graph=keeps)
     assert seen == [True, True, False, False]
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_leaf_is_made_over_a_tensor_unseen():
+    """Over the same memory, whose writes it counts; a tensor, also over a parameter."""
+    t = torch.nn.Parameter(torch.ones(3))
+    with _Seen() as seen:
+        leaf = _torch_nodes.leaf_over(t)
+    assert seen.ran == []
+    assert type(leaf) is torch.Tensor
+    assert leaf.is_leaf
+    assert leaf.requires_grad
+    assert leaf.data_ptr() == t.data_ptr()
+    assert not leaf._is_view()
+    with torch.no_grad():
+        t.add_(1)
+    assert leaf._version == t._version == 1
+    (gradient,) = torch.autograd.grad(leaf.square().sum(), leaf)
+    assert torch.equal(gradient, torch.full((3,), 4.0))
+    assert t.grad is None
+
+
+def test_the_engine_runs_inside_a_backward_as_torch_calls_it():
+    """And what torch leaves for the threads of other devices is there afterwards."""
+    x, left = torch.ones(2, requires_grad=True), []
+
+    def hook(gradient):
+        with torch.enable_grad():
+            edge, cotangent = (x.sin(),), (gradient,)
+        (inner,) = _torch.run_backward(
+            edge, cotangent, False, False, (x,), allow_unreachable=True, accumulate_grad=False
+        )
+        left.append(torch._C._is_key_in_tls("context"))
+        return inner
+
+    y = x * 1.0
+    y.register_hook(hook)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2).cos())
+    assert left == [True]

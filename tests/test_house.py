@@ -108,7 +108,7 @@ LAYERS = [
 PRIVATE_TORCH = {
     "functx._torch": "the one place for them",
     "functx._torch_globals": "its part about what users set for a process",
-    "functx._torch_nodes": "its part about hooks on nodes",
+    "functx._torch_nodes": "its part about hooks on nodes, and leaves",
     "functx._torch_modules": "those of modules",
     "functx._torch_modes": "entering and leaving modes",
     "functx._torch_memory": "those of memory, for many tensors at a time",

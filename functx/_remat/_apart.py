@@ -47,9 +47,10 @@ def hooked(t: Tensor) -> bool:
     """Whether ``t`` has a hook, or is the result of a region that has an input with one."""
     if not t.requires_grad:
         return False
-    return _torch_nodes.has_hooks(t) or getattr(
-        getattr(t.grad_fn, "payload", None), "hooked", False
-    )
+    if _torch_nodes.has_hooks(t):
+        return True
+    node = t.grad_fn
+    return node is not None and getattr(getattr(node, "payload", None), "hooked", False)
 
 
 def nodes_apart(

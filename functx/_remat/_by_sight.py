@@ -36,8 +36,6 @@ class BySight(FirstRun):
         explicit: how many of them are explicit inputs.
     """
 
-    __slots__ = ("_externals", "_met", "left")
-
     def __init__(self, region: Region, externals: Sequence[Tensor], explicit: int) -> None:
         super().__init__(region)
         self._externals = externals

@@ -20,14 +20,16 @@ from functx._remat._foreign import Standins
 from functx._remat._functions import IN_C
 from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
-from functx._remat._ledger import Ledger, tell_of_a_region
+from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
 from functx._remat._region import Region
 from functx._remat._saving import called, watched_per_example
 from functx._remat._tapes import leaves_below, nodes_of, tensors_of
+from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
+from functx._remat._watch import tell_of_a_region
 from functx._remat._writes import written_by
 
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
@@ -41,22 +43,17 @@ class FirstRun(Standins):
         lift_constants: make captures of constants too: in a graph, a region has none.
     """
 
-    __slots__ = (
-        "_forgotten",
-        "_place",
-        "births",
-        "entries",
-        "entry",
-        "ledger",
-        "writes",
-    )
+    _forgotten: Sequence[int] = ()
+    _place: Place | None = None
+    _writes: Writes | None = None
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
         super().__init__(region, lift_constants)
         # A pullback that no tape is under will not be replayed.
-        idle = region.options.replay and not any(f.differentiates() for f in region.frames)
+        options = region.options
+        idle = options.replay and not any(f.differentiates() for f in region.frames)
         # Where values are compared, all of them are computed again.
-        pruned = region.options.prune and not region.options.values
+        pruned = options.prune and not options.values
         self.entries: list[Entry] = []
         tell_of_a_region()
         self.entry = slot_of(region)
@@ -66,21 +63,19 @@ class FirstRun(Standins):
         if not (idle or _torch.tracing()):
             self.ledger = Ledger(self.entries, saver_of(region, self.entry) if pruned else None)
             self.ledger.reliable = pruned
-        self._place: Place | None = None
         self.births: list[Birth] = []
-        self._forgotten: list[int] = []
-        self.writes = Writes(region, self.ledger, self.leaves)
 
     def says_what_is_kept(self) -> None:
         """The run has ended: a replay of a region around this one is to keep the same."""
         if self.ledger is not None:
-            self.entry.says(self.ledger.kept, set(self.ledger.devices), self.ledger.copied)
+            self.entry.says(self.ledger.kept, self.ledger.devices.keys(), self.ledger.copied)
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
         self.holders = [Holders(t) for t in standins]
         self._depth = _torch.interpreter_depth()
         outer = self._region.outer
+        self._captures_leaves = outer is None and self._at_base()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
             self._register("input", i, original, standin)
             if outer is not None and (known := outer.aliases.get(id(original))) is not None:
@@ -104,9 +99,10 @@ class FirstRun(Standins):
     def made(self, t: Tensor) -> None:
         """Remember that, and where, it was made."""
         # Where the operation was called that has made it.
-        place = self.entries[-1].place if self.entries else self._begun()
+        place = self.entries[-1].place if self.entries else None
         ref = self._known[id(t)] = weakref.ref(t)
-        self.births.append((len(self.births), ref, place or self._begun()))
+        births = self.births
+        births.append((len(births), ref, place or self._begun()))
 
     def _begun(self) -> Place:
         """The line that runs what has no line of its own."""
@@ -125,12 +121,13 @@ class FirstRun(Standins):
 
     def close(self, func: Any) -> None:
         """Record the operation."""
-        if not self._region.options.by_sight:
+        options = self._region.options
+        if not options.by_sight:
             place: Place | None = None
             if func is not results:
                 # Called by `run` or `operands`, which are no line of the user's. Nor is there one
                 # for each operation of a pullback.
-                place = self._begun() if self._region.options.replay else where(2)
+                place = self._begun() if options.replay else where(2)
             self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
         self._sources = []
         self._scalars = []
@@ -138,7 +135,7 @@ class FirstRun(Standins):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation."""
         try:
-            out = super().run(func, args, kwargs)
+            out = Tracker.run(self, func, args, kwargs)
             if watched_per_example():
                 called(func, args, kwargs)
             return out
@@ -192,11 +189,15 @@ class FirstRun(Standins):
 
     def written(self, tensors: Sequence[Tensor]) -> None:
         """Some of these are about to be written to, here or in a region inside this one."""
-        self.writes.about_to(tensors, self.origins, self._standins, self._originals)
+        if self._writes is None:
+            self._writes = Writes(self._region, self.ledger, self.leaves)
+        self._writes.about_to(tensors, self.origins, self._standins, self._originals)
 
     def further_results(self) -> list[Tensor]:
         """What the body wrote to, and gave another history by it."""
-        return self.writes.further_results(self.origins, self._standins)
+        if self._writes is None:
+            return []
+        return self._writes.further_results(self.origins, self._standins)
 
     def returned(self, outs: Sequence[Tensor]) -> Any:
         """The results of the body, with stand-ins for what it handed back as it was."""
@@ -215,4 +216,5 @@ class FirstRun(Standins):
         """The run ended: what it wrote to must be known, or it can't run again."""
         for constant in self._region.constants:
             constant.seal(self._region.options.name)
-        self.writes.refuse_aliases(self._standins)
+        if self._writes is not None:
+            self._writes.refuse_aliases(self._standins)

@@ -25,7 +25,8 @@ class Entry:
         parts: what it ran, if it is an operator of the user's.
     """
 
-    __slots__ = ("func", "parts", "place", "results", "scalars", "sources")
+    results: list[Any] | None = None
+    parts: list[Any] | None = None
 
     def __init__(
         self,
@@ -38,8 +39,6 @@ class Entry:
         self.sources = sources
         self.scalars = scalars
         self.place = place
-        self.results: list[Any] | None = None
-        self.parts: list[Any] | None = None
 
 
 def nested_capture() -> None:

@@ -21,7 +21,7 @@ import ctypes
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,11 +31,10 @@ from functx import _torch, _torch_globals
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState, reachable
 from functx._remat._options import Options
-from functx._torch_kernels import allow_kernels, kernels
+from functx._torch_kernels import put_back, settings
 
 _generators = threading.RLock()
 _caches = threading.RLock()
-_AS_IT_WAS: AbstractContextManager[None] = nullcontext()
 
 
 class Environment:
@@ -57,28 +56,30 @@ class Environment:
         body: Any = None,
         arguments: Sequence[Any] = (),
     ) -> None:
-        devices = {t.device for t in inputs}
-        kinds = {"cpu"}
-        for device in devices:
-            kinds.add(device.type)
-        if torch.cuda.is_initialized():
-            kinds.add("cuda")
-        self._autocast = {
-            kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
-        }
-        self._settings = _settings()
+        generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        self._autocast = {"cpu": _autocast("cpu")}
+        for t in inputs:
+            if not t.is_cpu:
+                self._casting(t.device.type)
+        if generators:
+            self._casting("cuda")
+        self._settings = settings()
         self._state = ModuleState(reachable(body, arguments))
         self._modes = _torch.user_modes()
         self._parametrizations = _torch_globals.parametrization_cache()
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
         if options.preserve_rng_state:
-            generator = torch.default_generator
-            self._keep("cpu", generator.get_state, generator.set_state)
-            for index, generator in enumerate(_on_cuda()):
+            default = torch.default_generator
+            self._random["cpu"] = (default.get_state, default.set_state, default.get_state())
+            for index, generator in enumerate(generators):
                 self._keep(torch.device("cuda", index), generator.get_state, generator.set_state)
             for name, read, write in _python_random.reachable(body, options.preserve_rng_state):
                 self._keep(name, read, write)
+
+    def _casting(self, kind: str) -> None:
+        if kind not in self._autocast and torch.amp.is_autocast_available(kind):
+            self._autocast[kind] = _autocast(kind)
 
     def _keep(self, key: Any, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         if key not in self._random:
@@ -96,28 +97,31 @@ class Environment:
             read: tensors that it read, inputs and captures.
         """
         self._state.seal(written)
-        foreign = {key for key in self._random if isinstance(key, torch.device)}
+        random, foreign = self._random, set[Any]()
+        if len(random) > 1:
+            foreign = {key for key in random if isinstance(key, torch.device)}
         if foreign:
             foreign -= {torch.device("cuda", torch.cuda.current_device())}
             foreign -= {t.device for tensors in read for t in tensors}
-        for key, (now, _, state) in [*self._random.items()]:
+        for key in [*random]:
+            now, _, state = random[key]
             if key in foreign or _equal(state, now()):
-                del self._random[key]
+                del random[key]
 
     def casts(self) -> bool:
         """Whether autocast was on."""
-        return any(enabled for enabled, *_ in self._autocast.values())
+        return any(state[0] for state in self._autocast.values())
 
-    def restored(self) -> AbstractContextManager[None]:
-        """The same surroundings, for a replay."""
+    def restored(self) -> AbstractContextManager[None] | None:
+        """The same surroundings, for a replay; ``None`` where they are so already."""
         if self._random or self._modes or self._parametrizations or self._state.changes:
             return self._put_back()
-        if _torch_globals.parametrization_cache() or self._settings != _settings():
+        if _torch_globals.parametrization_cache() or self._settings != settings():
             return self._put_back()
         for kind, state in self._autocast.items():
             if state != _autocast(kind):
                 return self._put_back()
-        return _AS_IT_WAS
+        return None
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -127,9 +131,9 @@ class Environment:
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
-            if self._settings != (now := _settings()):
-                stack.callback(_apply, now)
-                _apply(self._settings)
+            if self._settings != (now := settings()):
+                stack.callback(put_back, now)
+                put_back(self._settings)
             for mode in _torch.missing_modes(self._modes):
                 stack.enter_context(mode)
             if (cached := _torch_globals.parametrization_cache()) or self._parametrizations:
@@ -150,33 +154,12 @@ def _own(cache: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]]
     return None if cache is None else (cache[0], dict(cache[1]))
 
 
-def _on_cuda() -> Sequence[torch.Generator]:
-    """The default generators of all devices, once anything was there."""
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-
-
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return (
         torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
     )
-
-
-def _settings() -> tuple[torch.dtype, bool, bool, list[Any]]:
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        kernels(),
-    )
-
-
-def _apply(settings: tuple[torch.dtype, bool, bool, list[Any]]) -> None:
-    dtype, deterministic, warn_only, allowed = settings
-    torch.set_default_dtype(dtype)
-    allow_kernels(allowed)
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def _equal(a: Any, b: Any) -> bool:

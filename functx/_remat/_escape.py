@@ -72,12 +72,12 @@ def _alive(
 ) -> Iterator[tuple[int, Tensor]]:
     own = {id(t) for t in returned if t is not None}
     for number, ref, _ in births:
-        t = ref()
+        if (t := ref()) is None:
+            continue
         # Held by Python: beside `t` and the call's argument, and by a tensor of C++ (a cache of
         # autocast, a tape) if there is one, which has the Python object too.
         if (
-            t is not None
-            and id(t) not in own
+            id(t) not in own
             and sys.getrefcount(t) > (3 if _torch.use_count(t) > 1 else 2)
             and (number < 0 or number in duals or _taped(t))
         ):

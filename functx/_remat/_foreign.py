@@ -51,30 +51,17 @@ class Standins(Tracker):
         lift_constants: make captures of constants too: in a graph, a region has none.
     """
 
-    __slots__ = (
-        "_depth",
-        "_engine",
-        "_index",
-        "_known",
-        "_lasting",
-        "_lift_constants",
-        "_originals",
-        "_region",
-        "_returning",
-        "_standins",
-        "_start",
-        "holders",
-        "leaves",
-        "origins",
-    )
+    _returning = False
+    _depth = 0
+    # Whether leaves of plain autograd that are met are captured without further questions, while no
+    # transform is active.
+    _captures_leaves = False
 
     def __init__(self, region: Region, lift_constants: bool) -> None:
         super().__init__()
         self._region = region
         self._lift_constants = lift_constants
         self.holders: list[Holders] = []
-        self._returning = False
-        self._depth = 0
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
@@ -131,6 +118,15 @@ class Standins(Tracker):
 
     def _meet(self, t: Tensor) -> Tensor:
         alive = _torch.unwrap_if_dead(t)
+        if (
+            self._captures_leaves
+            and alive is t
+            and t.requires_grad
+            and t.grad_fn is None
+            and _torch.peek_interpreter_stack() is None
+            and id(t) not in self.leaves
+        ):
+            return self._admit(t)  # a parameter, nearly always
         in_engine = _torch.current_graph_task_id() != self._engine
         if alive is not t:
             if t.requires_grad and self._made_here(t, in_engine):
@@ -189,6 +185,15 @@ class Standins(Tracker):
         self._sources.append(position)
         return standin
 
+    def _admit(self, t: Tensor) -> Tensor:
+        """`_capture`, where there is but plain autograd."""
+        captured = self._region.captured
+        captured.append(t)
+        standin = self._region.frames[0].admit_one(t)
+        self.holders.append(Holders(standin))
+        self._sources.append(self._register("capture", len(captured) - 1, t, standin))
+        return standin
+
     def _stood_for(self, t: Tensor, alive: Tensor) -> Tensor | None:
         """What the wrapper (not its value) is in the replay around this region, if it is there."""
         deeper = _torch.is_wrapped(alive) and _torch.wrapper_level(alive) > self._depth
@@ -238,15 +243,14 @@ class Standins(Tracker):
     def _at_base(self) -> bool:
         """Whether there is but plain autograd: a graph being traced has a frame of its own."""
         frames = self._region.frames
-        plain = len(frames) == 1 and hasattr(frames[0], "admit_one")
-        return plain and _torch.peek_interpreter_stack() is None
+        return len(frames) == 1 and hasattr(frames[0], "admit_one")
 
     def _lift(self, t: Tensor) -> Tensor:
         """Make ``t`` an input of the region while it runs."""
         region = self._region
         region.captured.append(t)
-        if self._at_base():
-            standin = region.frames[0].admit_one(t)  # parameters of modules, nearly always
+        if self._at_base() and _torch.peek_interpreter_stack() is None:
+            standin = region.frames[0].admit_one(t)
             self.holders.append(Holders(standin))
             return standin
         if nodes_of([t]) and not of_ended_level(t):
@@ -277,7 +281,8 @@ class Standins(Tracker):
         self._originals.append(original)
         self._standins.append(standin)
         self._index[id(original)] = (original, standin, position)
-        self._index[id(standin)] = (standin, standin, position)
+        if standin is not original:
+            self._index[id(standin)] = (standin, standin, position)
         return position
 
     def _made_here(self, t: Tensor, in_engine: bool) -> bool:
@@ -304,8 +309,11 @@ class Standins(Tracker):
         """The captured tensors, as the body met them."""
         return [t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"]
 
-    def view_of(self, out: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The foreign tensor that ``out`` is a view of, if it is, and ``out``."""
+    def handed_back(self, out: Tensor) -> Tensor | tuple[Tensor, Tensor] | None:
+        """The foreign tensor that ``out`` stands for; or that it is a view of, and ``out``."""
+        found = self._index.get(id(out))
+        if found is not None:
+            return self._originals[found[2]]
         base = _torch.view_base(out)
         found = None if base is None else self._index.get(id(base))
         if found is None:
@@ -314,8 +322,3 @@ class Standins(Tracker):
         # As the region around this one knows it: the view is made there.
         captured = self._region.captured[number] if kind == "capture" else None
         return self._originals[found[2]] if captured is None else captured, out
-
-    def original_of(self, out: Tensor) -> Tensor | None:
-        """The foreign tensor that ``out`` stands for, if it does."""
-        found = self._index.get(id(out))
-        return None if found is None else self._originals[found[2]]

@@ -69,12 +69,17 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     leaves, spec = _flat(args) if not kwargs else _tree.flatten((args, kwargs))
     inputs: list[Tensor] = []
     places: dict[int, int] = {}
+    where: list[int | None] = []
+    statics: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in places:
-            places[id(leaf)] = len(inputs)
-            inputs.append(leaf)
-    where = [places.get(id(x)) for x in leaves]
-    statics = [None if isinstance(x, Tensor) else x for x in leaves]
+        if isinstance(leaf, Tensor):
+            if (place := places.setdefault(id(leaf), len(inputs))) == len(inputs):
+                inputs.append(leaf)
+            where.append(place)
+            statics.append(None)
+        else:
+            where.append(None)
+            statics.append(leaf)
     body = Body(f, spec, where, statics)
     outs = call(Region(body, inputs, o, reaches=(f, statics)))
     return body.result(outs)
@@ -141,20 +146,21 @@ class Body:
         f = first
         if f is None:
             f = rebound(self._function, self._cells) if self._cells else self._function
-        leaves = [
-            static if place is None else tensors[place]
-            for place, static in zip(self._where, self._statics)
-        ]
-        if self._spec is None:
-            result = f(*leaves)
+        if self._spec is None:  # all arguments are tensors
+            result = f(*[tensors[place] for place in self._where if place is not None])
         else:
+            leaves = [
+                static if place is None else tensors[place]
+                for place, static in zip(self._where, self._statics)
+            ]
             args, kwargs = _tree.unflatten(self._spec, leaves)
             result = f(*args, **kwargs)
-        alone = type(result) in PLAIN
-        outs, spec = ([result], None) if alone else _tree.flatten(result)
+        if type(result) in PLAIN:
+            return [result]
+        outs, spec = _tree.flatten(result)
         if first is not None:
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
-        return outs if alone else [o for o in outs if isinstance(o, Tensor)]
+        return [o for o in outs if isinstance(o, Tensor)]
 
     def forget(self, owners: Sequence[Tensor]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
@@ -172,10 +178,10 @@ class Body:
 
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""
+        if self._out is None:
+            return tensors[0]
         spec, leaves = self._out
         self._out = None
-        if spec is None:
-            return tensors[0]
         rest = iter(tensors)
         return _tree.unflatten(spec, [next(rest) if o is None else o[0] for o in leaves])
 

@@ -35,6 +35,11 @@ def not_holding(counts: Counter[int]) -> None:
     _own.holds = [c for c in _own.holds if c is not counts]
 
 
+def engine_holds() -> bool:
+    """Whether the engine holds aliases of any memory."""
+    return bool(_own.holds)
+
+
 def held_by_the_engine(storage: int) -> int:
     """How many aliases of some memory the engine holds. ``NOTE [alive]``."""
     holds = _own.holds
@@ -63,14 +68,16 @@ class Holders:
         """
         if self.storage is None:
             return True
-        now, _ = _holders(self._tensor)
-        if now == self._before:
+        t, before = self._tensor, self._before
+        now, _ = _holders(t)
+        if now == before:
             return False
-        t, memory = self._tensor, now.pop()
-        if memory > self._before[-1]:
+        if now[-1] > before[-1]:
             return True
-        for count, before in zip(now, self._before):
-            if count - before > (id(t) in accumulators):
+        if len(now) == 2:  # no wrapper
+            return now[0] - before[0] > (id(t) in accumulators)
+        for count, was in zip(now[:-1], before):
+            if count - was > (id(t) in accumulators):
                 return True
             if _torch.is_wrapped(t):
                 t = _torch.get_unwrapped(t)
@@ -79,7 +86,12 @@ class Holders:
 
 def _holders(t: Tensor) -> tuple[list[int], int]:
     """How many hold a tensor, each that it wraps, and its memory; and the key of that."""
-    counts = [_torch.use_count(t)]
+    uses = _torch.use_count(t)
+    if not _torch.is_wrapped(t):
+        storage = _torch.storage_key(t)
+        own = held_by_the_engine(storage) if _own.holds else 0
+        return [uses, _torch.storage_use_count(storage) - own], storage
+    counts = [uses]
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
         counts.append(_torch.use_count(t))

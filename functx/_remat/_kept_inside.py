@@ -8,7 +8,7 @@ for the regions inside the inner one, all the way down.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from functx._policies import Decision, OfOperation, Policy, Value
@@ -22,17 +22,16 @@ class Slot:
     function with a budget it is the ``plan``.
     """
 
-    __slots__ = ("again", "copied", "inside", "keys", "on_host", "plan")
+    again = False
+    copied: Set[int] = frozenset()
+    keys: Sequence[int] | None = None
+    on_host: Set[int] = frozenset()
+    plan: Any = None
 
     def __init__(self) -> None:
-        self.keys: list[int] | None = None
-        self.on_host: set[int] = set()
-        self.copied: set[int] = set()
         self.inside: list[Slot] = []
-        self.plan: Any = None
-        self.again = False
 
-    def says(self, keys: list[int] | None, on_host: set[int], copied: set[int]) -> None:
+    def says(self, keys: Sequence[int] | None, on_host: Set[int], copied: Set[int]) -> None:
         """The region has run. What was decided before stays, also where less could be kept."""
         if not self.again:
             self.keys, self.on_host, self.copied = keys, on_host, copied
@@ -85,7 +84,7 @@ def saver_of(region: Any, slot: Slot) -> Saver | None:
     """Who decides what a region keeps; ``None`` if nothing is."""
     policy: Policy | None = region.options.policy
     if slot.again:
-        copied = slot.copied.difference(key >> 6 for key in slot.keys or ())
+        copied = slot.copied - {key >> 6 for key in slot.keys or ()}
         return Saver(AsBefore(slot), copied=copied) if slot.keys or copied else None
     if policy is None:
         return None

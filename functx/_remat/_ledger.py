@@ -11,7 +11,8 @@ can't be stale: it is known anew for each call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from functx._offload import Fetcher
 from functx._policies import Everything
 from functx._remat._arguments import NUMBERS
 from functx._remat._computed import Computed
-from functx._remat._holders import base_of, held_by_a_tape, held_by_the_engine
+from functx._remat._holders import base_of, engine_holds, held_by_a_tape, held_by_the_engine
 from functx._remat._live import needed, with_siblings
 from functx._remat._saving import (
     IN_PLACE,
@@ -54,28 +55,29 @@ class Ledger(Computed):
 
     Attributes:
         steps: what ran, in order.
-        holds_regions: whether a region ran inside.
         kept: keys of the results that the region keeps.
         devices: of those among them that went to host memory, by key.
         fetcher: brings these back.
         copied: steps whose results were copied when something was going to write to them.
+        writes: whether anything wrote to memory.
     """
+
+    copied: Set[int] = frozenset()
+    devices: Mapping[int, torch.device] = MappingProxyType({})
+    fetcher: Fetcher | None = None
+    kept: Sequence[int] = ()
+    writes = False
+    _in_sections = 0
+    _live: Set[int] = frozenset()  # keys of what a tape holds
+    _runs: Sequence[bool] = ()
 
     def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
         super().__init__()
         self._operations = operations
         self.saver = saver
         self.steps: list[Step] = []
-        self.holds_regions = False
-        self.kept: list[int] = []
-        self.devices: dict[int, torch.device] = {}
-        self.fetcher: Fetcher | None = None
-        self.copied: set[int] = set()
         self._roots: set[int] = set()  # keys of what must come about
-        self._live: set[int] = set()  # and of what a tape holds
-        self._runs: list[bool] = []
         self._sections: dict[int, tuple[int, int]] = {}
-        self._in_sections = 0
         self._exported: set[int] = set()  # storages that something else has, too
         self._read: set[int] = set()  # storages from outside that live steps read
         self._sources: list[set[int]] = []
@@ -221,6 +223,7 @@ class Ledger(Computed):
             self._made.add(memory, storage)
         alone = kind.writes and kind.in_place and bool(args) and out is args[0]
         if kind.writes:
+            self.writes = True
             func = kind.func
             targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs or {}))
             # By what is written silently, nobody knows.
@@ -323,41 +326,43 @@ class Ledger(Computed):
             if storage in self._writers and storage not in self._external:
                 self.saver = self.saver or Saver(Everything(False))
                 self.saver.given(self._writers[storage], alias(kept), storage)
-        spared = set()
+        spared, writers = set(), self._writers
         for t in results:
             if t is None:
                 self._sources.append(set())
                 continue
             storage = _torch.storage_key(base_of(t))
-            writer = self._writers.get(storage)
+            writer = writers.get(storage)
             self._sources.append(set() if writer is None else {writer})
             if not (self.python_on_tape or held_by_a_tape(t)):
                 spared.add(storage)
-        live = set(self._roots)
+        live = {*self._roots}
+        held = engine_holds()
         for storage in self._made.alive():
             if storage not in spared:
-                own = held_by_the_engine(storage)
+                own = held_by_the_engine(storage) if held else 0
                 if not own or _torch.storage_use_count(storage) > own + 1:
-                    live.add(self._writers[storage])
+                    live.add(writers[storage])
         self._made.clear()
-        self._writers.clear()
+        writers.clear()
         self._live = live
-        keys = set() if self.saver is None else self.saver.keys()
-        self._runs, given = self._needed(live, keys)
-        self.kept = sorted(given)
-        runs = self._needed(live)[0] if given else self._runs
+        runs, given = self._needed(live, () if self.saver is None else self.saver.keys())
+        self._runs = runs
+        if given:
+            self.kept = sorted(given)
+            runs, _ = self._needed(live)
         for step, run in zip(self.steps, runs):
             if run and step.externals:
                 self._read.update(step.externals)
 
     def _needed(
         self, live: Iterable[int], kept: Collection[int] = (), draws: bool = True
-    ) -> tuple[list[bool], set[int]]:
+    ) -> tuple[Sequence[bool], set[int]]:
         return needed(self.steps, live, kept, draws=draws, drawn=self.holds_regions)
 
     def replay_of(
         self, wanted: Sequence[int] | None, have_kept: bool
-    ) -> tuple[list[bool], set[int]]:
+    ) -> tuple[Sequence[bool], set[int]]:
         """Which steps a replay runs, and which kept results it hands out.
 
         Args:
@@ -377,7 +382,7 @@ class Ledger(Computed):
             live = {k for k in self._live if not for_some[k >> 6] or k >> 6 in these}
             return self._needed(self._roots | live, kept)
         if len(kept) == len(self.kept):
-            return self._runs, set(kept)
+            return self._runs, {*kept}
         return self._needed(self._live)
 
     def needs(self, storage: int) -> bool:
@@ -386,11 +391,3 @@ class Ledger(Computed):
         What is kept makes no difference: derivatives of it are derivatives of what it came from.
         """
         return self.python_on_tape or self._external.get(storage, storage) in self._read
-
-
-def tell_of_a_region() -> None:
-    """The regions that are running hold another one."""
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Ledger):
-            mode.holds_regions = True

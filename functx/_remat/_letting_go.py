@@ -28,6 +28,7 @@ from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
 from functx._remat._tracker import Tracker, rewrap
 from functx._torch_edges import requires_grad_anywhere
+from functx._torch_globals import grad_mode
 from functx._torch_operators import is_zero_tensor
 
 _WORTH = 128
@@ -62,9 +63,9 @@ def nobody_differentiates(tensors: Sequence[Tensor]) -> bool:
 def lent(t: Tensor) -> Tensor:
     """An alias of ``t``, at the same levels, that can be let go."""
     base = base_of(t)
-    with _torch.without_modes(), _torch.cleared_interpreter_stack(), torch.no_grad():
+    with _torch.without_modes(), _torch.cleared_interpreter_stack(), grad_mode(False):
         alias = base.detach()
-    return rewrap(t, 0, alias)
+    return alias if t is base else rewrap(t, 0, alias)
 
 
 def let_go(t: Tensor) -> None:
@@ -176,9 +177,9 @@ def may_pass(ledger: Ledger, environment: Any, first: Tracker) -> bool:
         first.looks
         or ledger.python_on_tape
         or ledger.holds_regions
+        or ledger.writes
         or environment.casts()
         or ledger.sections() is None
-        or any(step.kind.writes for step in ledger.steps)
     )
 
 

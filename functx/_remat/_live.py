@@ -34,7 +34,7 @@ def needed(
             runs[key >> 6] = True
         for number in range(len(steps) - 1, -1, -1):
             step, read = steps[number], runs[number]
-            if step.draws:
+            if step.kind.draws:
                 must = draws and (drawn or (step.layouts is None and not step.writes))
                 runs[number] = runs[number] or must
                 drawn = drawn or runs[number]
@@ -53,13 +53,13 @@ def needed(
     for number in range(len(steps) - 1, -1, -1):
         step, mask = steps[number], masks[number]
         must = False
-        if step.draws:
+        if step.kind.draws:
             must = draws and (drawn or (step.layouts is None and not step.writes))
         if mask and not must and stops and not mask & ~stops.get(number, 0):
             given |= {key_of(number, i) for i in range(64) if mask >> i & 1}
         elif mask or must:
             runs[number] = True
-            drawn = drawn or step.draws
+            drawn = drawn or step.kind.draws
             if mask or not step.kind.draws_blindly:
                 for key in step.reads:
                     masks[key >> 6] |= 1 << (key & 63)

@@ -29,25 +29,13 @@ from functx._remat._watch import tell_of_a_constant
 class _Payload:
     """What a node needs beside tensors."""
 
-    __slots__ = (
-        "absent",
-        "apart",
-        "cut",
-        "duals",
-        "fn",
-        "frames",
-        "hooked",
-        "level",
-        "n_kept",
-        "needed",
-        "outs",
-        "passing",
-        "places",
-        "region",
-        "tensors",
-        "versions",
-        "watched",
-    )
+    apart: Sequence[Tensor] = ()  # kept values that torch refuses to save
+    duals: Duals | None = None
+    frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
+    hooked = False  # whether an input that a result depends on has a hook, as far as can be known
+    passing: Sequence[int] = ()
+    versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
+    watched = False
 
     def __init__(
         self,
@@ -57,31 +45,29 @@ class _Payload:
         outs: Sequence[Tensor],
         places: Sequence[int],
     ) -> None:
+        region: Region = frame.region
         self.level: int = frame.level
-        self.region: Region = frame.region
+        self.region = region
         self.fn: Flat = frame.fn
         self.needed: list[bool] = frame.needed()
-        frames = self.region.frames
-        # Frames of inner levels, outermost first: what a result here is a result of there.
-        self.frames = frames[frames.index(frame) + 1 :]
-        # Where each input here is one input there.
-        single = not any(f.dual() for f in frames) and not self.region.left
-        self.passing = [i for i, p in enumerate(self.region.passing) if p and single]
         self.absent: list[Any] = []
-        self.n_kept = len(self.region.kept)
-        # Kept values that torch refuses to save.
-        self.apart: list[Tensor] = []
-        dual = dual_frame(self.region.frames) if self.level == 0 else None
-        self.duals = None if dual is None else Duals(self.region, dual)
+        self.n_kept = len(region.kept)
         self.outs: Sequence[Tensor] | None = outs
         self.tensors: Sequence[Tensor] = tensors
         self.cut = cut
         self.places = places
-        self.watched = False
-        # Of the memory that is kept; at levels of transforms torch does not compare them.
-        self.versions: list[int] = []
-        # Whether an input that a result depends on has a hook, as far as it can be known.
-        self.hooked = any(hooked(t) and not c for t, c in zip(tensors, cut))
+        frames, dual = region.frames, None
+        if len(frames) > 1:
+            self.frames = frames[frames.index(frame) + 1 :]
+            dual = dual_frame(frames) if self.level == 0 else None
+        if dual is not None:
+            self.duals = Duals(region, dual)
+        # Where each input here is one input there.
+        if region.passing and not region.left and not any(f.dual() for f in frames):
+            self.passing = [i for i, p in enumerate(region.passing) if p]
+        for t, c in zip(tensors, cut):
+            if not c and t.requires_grad and hooked(t):
+                self.hooked = True
 
     def lets_go(self) -> bool:
         """Whether the memory of cotangents goes when it has been read. ``NOTE [let go]``."""
@@ -113,7 +99,7 @@ class RegionNode(_torch.SingleLevelFunction):
         outs, tensors = payload.outs, payload.tensors
         assert outs is not None
         payload.outs, payload.tensors = None, ()
-        ctx.payload = payload
+        ctx.payload, region = payload, payload.region
         ctx.set_materialize_grads(False)
         kept = []
         for i, t in enumerate(tensors):
@@ -121,19 +107,20 @@ class RegionNode(_torch.SingleLevelFunction):
                 payload.needed[i] = False  # torch refuses to save it; it can't be written to
                 payload.absent.append(functools.partial(_same, t))
             elif payload.needed[i]:
-                kept.append(payload.region.as_it_was(t))
+                kept.append(region.as_it_was(t) if region.before else t)
             else:
                 # Its tape at this level is no matter: here it gets no gradient that is not zero.
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
         if payload.level:
             payload.versions = [_torch.version(base_of(t)) for t in kept]
-        values = payload.region.kept
+        values = region.kept
         if values and any(t.is_inference() for t in values):
             payload.apart, values = values, []
-        duals = [] if payload.duals is None else payload.duals.tensors
-        ctx.save_for_backward(*kept, *values, *duals)
-        if payload.duals is not None:
+        if payload.duals is None:
+            ctx.save_for_backward(*kept, *values)
+        else:
+            ctx.save_for_backward(*kept, *values, *payload.duals.tensors)
             payload.duals.tensors = []
         if payload.lets_go() and any(map(can_go, outs)):
             _torch_nodes.register_prehook(ctx, payload.hand_over)
@@ -157,11 +144,12 @@ class RegionNode(_torch.SingleLevelFunction):
                 raise
             raise _modified(region, str(error)) from error
         # No variable of this frame may hold one of them. ``NOTE [let go]``.
-        written = [
-            t.shape for t, v in zip(saved, payload.versions) if _torch.version(base_of(t)) != v
-        ]
-        if written:
-            raise _modified(region, f"one of shape {tuple(written[0])}, under a transform")
+        if payload.versions:
+            written = [
+                t.shape for t, v in zip(saved, payload.versions) if _torch.version(base_of(t)) != v
+            ]
+            if written:
+                raise _modified(region, f"one of shape {tuple(written[0])}, under a transform")
         duals = payload.duals
         if duals is not None:
             n = len(saved) - len(duals.inputs())
@@ -346,11 +334,13 @@ def attach(
     _torch.set_single_level_function_allowed(True)
     try:
         for places, beyond in nodes_apart(frame, tensors, [i for i, r in enumerate(requires) if r]):
-            cut = [
-                t.requires_grad and (not r or i in beyond)
-                for i, (t, r) in enumerate(zip(tensors, reached))
-            ]
-            edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
+            cut, edges = [False] * len(tensors), tensors
+            if beyond or not all(reached):
+                cut = [
+                    t.requires_grad and (not r or i in beyond)
+                    for i, (t, r) in enumerate(zip(tensors, reached))
+                ]
+                edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
             results = [o for p in places if (o := outs[p]) is not None]
             payload = _Payload(frame, tensors, cut, results, places)
             taped.update(zip(places, _apply(payload, edges), strict=True))

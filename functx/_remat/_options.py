@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +36,12 @@ class Options:
     replay: bool = False
     budget: Any = None
 
-    @property
+    @functools.cached_property
     def values(self) -> bool:
         """Whether what operations give is compared, bit by bit."""
         return self.determinism_check == "values" and not self.replay
 
-    @property
+    @functools.cached_property
     def records(self) -> bool:
         """Whether what operations give is recorded."""
         return self.values or (self.debug and not self.replay)

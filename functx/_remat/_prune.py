@@ -47,7 +47,7 @@ class Pruned(Watcher):
         self._steps = steps
         self._runs = runs
         self._kept = kept
-        self._giving = {key >> 6 for key in kept}
+        self._giving = {key >> 6 for key in kept} if kept else set[int]()
         self._fetcher = fetcher
         self._at = 0
         whole = sections is None or fetcher is not None
@@ -60,7 +60,7 @@ class Pruned(Watcher):
         return {
             operation: (first, end)
             for operation, (first, end) in sections.items()
-            if not all(map(self._must_run, range(first, end)))
+            if False in self._runs[first:end] and not all(map(self._must_run, range(first, end)))
         }
 
     def _must_run(self, at: int) -> bool:
@@ -127,12 +127,13 @@ class Pruned(Watcher):
             Departed: some of it did not; what came before may have been taken for it.
         """
         if self._at != len(self._steps):
-            raise Departed(f"it ended where the forward ran {self._steps[self._at].func}", self)
+            was = self._steps[self._at].kind.func
+            raise Departed(f"it ended where the forward ran {was}", self)
 
     def _next(self, func: Any) -> Step:
         step = self._steps[self._at] if self._at < len(self._steps) else None
-        if step is None or step.func is not func:
-            was = "had ended" if step is None else f"ran {step.func}"
+        if step is None or step.kind.func is not func:
+            was = "had ended" if step is None else f"ran {step.kind.func}"
             raise Departed(f"it runs {func} where the forward {was}", self)
         self._at += 1
         return step
@@ -164,9 +165,9 @@ class Pruned(Watcher):
             else empty(layout)
             for place, layout in enumerate(step.layouts)
         ]
-        if _torch_operators.returns_one_list(step.func):
+        if _torch_operators.returns_one_list(step.kind.func):
             return outs
-        return outs[0] if _torch_operators.returns_one(step.func) else tuple(outs)
+        return outs[0] if _torch_operators.returns_one(step.kind.func) else tuple(outs)
 
     def _untouched(self, step: Step, at: int) -> dict[int, Tensor]:
         """Of what is handed out as a copy, the original, by place."""

@@ -20,19 +20,21 @@ from functx._torch_edges import gradient_edge
 class _recording:
     """A tape, and no older vmap: one that runs now maps over cotangents."""
 
-    __slots__ = ("_grad_mode", "_outside")
+    _grad_mode: Any = None
+    _outside: Any = None
 
     def __enter__(self) -> None:
-        self._grad_mode = torch.set_grad_enabled(True)
-        mapped = _torch_vmap.legacy_vmap_level() > 0
-        self._outside = _torch_vmap.outside_legacy_vmap() if mapped else None
-        if self._outside is not None:
+        if not torch.is_grad_enabled():
+            self._grad_mode = torch.set_grad_enabled(True)
+        if _torch_vmap.legacy_vmap_level() > 0:
+            self._outside = _torch_vmap.outside_legacy_vmap()
             self._outside.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         if self._outside is not None:
             self._outside.__exit__(*exc)
-        self._grad_mode.__exit__(*exc)
+        if self._grad_mode is not None:
+            self._grad_mode.__exit__(*exc)
 
 
 def _bare(t: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ class Pullback:
         tracker = active_tracker()
         recording = torch.is_grad_enabled()
         primals = (*map(_bare, primals),)
-        depth = max((_torch.wrapper_level(t) for t in primals), default=-1)
+        depth = max(map(_torch.wrapper_level, primals), default=-1)
         plain = self.level == 0 and depth <= 0
         with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
             tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)

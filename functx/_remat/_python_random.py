@@ -83,9 +83,9 @@ def _functions(f: Any) -> list[types.FunctionType]:
                 if callable(contents):
                     stack.append(contents)
         elif isinstance(f, nn.Module):
-            for cls in {type(m) for m in _torch_modules.modules_of(f)}:
-                forward = cls.forward
-                if isinstance(forward, types.FunctionType) and not _not_the_users(forward):
+            for cls in {*map(type, _torch_modules.modules_of(f))}:
+                forward = _torch_modules.forward_of(cls, _NOT_THE_USERS)
+                if forward is not None:
                     stack.append(forward)
         elif isinstance(f, types.MethodType):
             stack += (f.__func__, f.__self__)

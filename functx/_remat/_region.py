@@ -23,7 +23,7 @@ that late-bound closures, rebound globals and swapped module parameters do not c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,7 +42,7 @@ from functx._remat._options import Options
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned
 from functx._remat._recording import RecordingReplay
-from functx._remat._replay import Lenient, Replay
+from functx._remat._replay import NOTHING, Lenient, Replay
 from functx._remat._tracker import rewrap, tracking
 from functx._remat._watch import watching
 from functx._remat._whole import Whole, replayed
@@ -66,6 +66,7 @@ class Region:
         given: explicit inputs as the caller has them, weakly, where replays go by first sight.
         grad_mode: whether grad mode was on where the body began.
         captured: tensors found while the first run is under way, as the body met them.
+        n_captured: how many they were.
         constants: tensors read that are no inputs.
         before: base tensors that are inputs and were written to, by id, each with a copy of before.
         rewritten: the inputs and captures that the body wrote to, by position.
@@ -87,39 +88,28 @@ class Region:
         passing: for each input, whether a replay reads it but no tape of it. ``NOTE [let go]``.
     """
 
-    __slots__ = (
-        "_results",
-        "before",
-        "births",
-        "body",
-        "captured",
-        "connected",
-        "constants",
-        "entries",
-        "environment",
-        "first_run",
-        "frames",
-        "given",
-        "grad_mode",
-        "inner_keeps",
-        "inputs",
-        "kept",
-        "ledger",
-        "left",
-        "needed",
-        "options",
-        "originals",
-        "origins",
-        "outer",
-        "outer_levels",
-        "overwritten",
-        "owners",
-        "passed_on",
-        "passing",
-        "reached",
-        "reaches",
-        "rewritten",
-    )
+    # As it is in most calls; on the class, since setting two dozen attributes takes its time.
+    births: Sequence[Any] = ()
+    entries: Sequence[Any] = ()
+    environment: Any = None
+    first_run: Any = None
+    given: Sequence[Any] = ()
+    grad_mode = True
+    inner_keeps: Sequence[Any] = ()
+    kept: Sequence[Tensor] = ()
+    ledger: Ledger | None = None
+    left: Sequence[int] = ()
+    needed: Sequence[bool] = ()
+    origins: Sequence[tuple[str, int]] = ()
+    originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
+    outer: Any = None
+    outer_levels: Any = None
+    n_captured = 0
+    overwritten: Sequence[int] = ()
+    owners: Sequence[Tensor] = ()
+    passed_on: Mapping[int, Any] = NOTHING
+    passing: Sequence[bool] = ()
+    reached: Set[int] = frozenset()
 
     def __init__(
         self,
@@ -139,26 +129,6 @@ class Region:
         self.constants: list[Constant] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.rewritten: set[int] = set()
-        self.overwritten: list[int] = []
-        self.owners: list[Tensor] = []
-        self.reached: set[int] = set()
-        self.births: list[Any] = []
-        self.left: list[int] = []
-        self.entries: list[Any] = []
-        self.origins: list[tuple[str, int]] = []
-        self.passed_on: dict[int, Any] = {}
-        self.outer: Any = None
-        self.outer_levels: Any = None
-        self.first_run: Any = None
-        self.environment: Any = None
-        self.originals: list[Tensor] | None = None  # captures, where replays know by identity
-        self.given: Sequence[Any] = ()
-        self.grad_mode = True
-        self.ledger: Ledger | None = None
-        self.needed: list[bool] = []
-        self.passing: list[bool] = []
-        self.kept: list[Tensor] = []
-        self.inner_keeps: list[Any] = []
         # For each result of the body: its place among those it computed, or what it handed back.
         self._results: list[int | Tensor | tuple[Tensor, Tensor] | None] = []
 
@@ -175,7 +145,7 @@ class Region:
     def _again(
         self, tensors: Any, pruned: Pruned | Whole | None = None, passing: Passing | None = None
     ) -> list[Tensor | None]:
-        n_explicit = len(tensors) - self._n_captured()
+        n_explicit = len(tensors) - self.n_captured
         if self.rewritten:
             tensors = [*tensors]
             for position in self.rewritten:
@@ -205,16 +175,7 @@ class Region:
         if by_section and isinstance(replay, Replay):
             pruned, replay.pruned = None, pruned
         try:
-            with (
-                self.environment.restored(),
-                tracking(replay),
-                shown(self.options, replay=True),
-                pruned or nullcontext(),
-                _torch_globals.grad_mode(self.grad_mode),
-            ):
-                replay.modes = _torch.dispatch_mode_depth()
-                outs = self.body(*explicit)
-            outs = replay.returned(outs)
+            outs = replay.returned(self._run_again(replay, pruned, explicit))
             replay.complete()
             if pruned is not None:
                 pruned.check(outs)
@@ -230,11 +191,29 @@ class Region:
             results += [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
         return results
 
+    def _run_again(
+        self, replay: Any, pruned: Pruned | Whole | None, explicit: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        environment = self.environment.restored()
+        if environment is None and pruned is None and torch.is_grad_enabled() == self.grad_mode:
+            with tracking(replay), shown(self.options, replay=True):  # as in most calls
+                replay.modes = _torch.dispatch_mode_depth()
+                return self.body(*explicit)
+        with (
+            environment or nullcontext(),
+            tracking(replay),
+            shown(self.options, replay=True),
+            pruned or nullcontext(),
+            _torch_globals.grad_mode(self.grad_mode),
+        ):
+            replay.modes = _torch.dispatch_mode_depth()
+            return self.body(*explicit)
+
     def _external(self, position: int, tensors: Sequence[Tensor], externals: Any) -> Tensor:
         kind, i = self.origins[position]
         if kind == "constant":
             return externals[position]
-        return tensors[i + (len(tensors) - self._n_captured() if kind == "capture" else 0)]
+        return tensors[i + (len(tensors) - self.n_captured if kind == "capture" else 0)]
 
     def values(self) -> int:
         """A checksum of everything that the first run gave, if that is recorded."""
@@ -252,11 +231,10 @@ class Region:
         if (ledger := self.ledger) is None:
             return None, ()
         runs, given = ledger.replay_of(wanted, have_kept=len(kept) == len(ledger.kept))
-        values = {key: base_of(t) for key, t in zip(ledger.kept, kept) if key in given}
+        values = {}
+        if given:
+            values = {key: base_of(t) for key, t in zip(ledger.kept, kept) if key in given}
         return Pruned(ledger.steps, runs, values, ledger.fetcher, ledger.sections()), passing
-
-    def _n_captured(self) -> int:
-        return [kind for kind, _ in self.origins].count("capture")
 
     def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         first = self.first_run
@@ -267,58 +245,63 @@ class Region:
             first.modes = _torch.dispatch_mode_depth()
             outs = self.body(*tensors)
         # What was handed back without an operation on it is met here.
-        outs = first.returned(outs)
+        distinct: list[Tensor | None] = []
         places: dict[int, int] = {}
-        for out in outs:
-            if out is None:
-                self._results.append(None)
-                continue
-            foreign = first.original_of(out)
-            if foreign is None:
-                foreign = first.view_of(out)
-            self._results.append(
-                places.setdefault(id(out), len(places)) if foreign is None else foreign
-            )
+        for out in first.returned(outs):
+            place = None if out is None else first.handed_back(out)
+            if out is not None and place is None:
+                place = places.setdefault(id(out), len(distinct))
+                if place == len(distinct):
+                    distinct.append(out)
+            self._results.append(place)
+        outs = distinct
         if extra := first.further_results():
-            self._results += range(len(places), len(places) + len(extra))
-            outs = [*outs, *extra]
-        outs = self._distinct(outs)
+            self._results += range(len(outs), len(outs) + len(extra))
+            outs += extra
         self.reached = leaves = first.check_tape(outs)
-        if any(frame.holds_duals() for frame in self.frames) and self.frames[0].differentiates():
+        frames = self.frames
+        if len(frames) > 1 and any(f.holds_duals() for f in frames) and frames[0].differentiates():
             first.must_run_whole()  # NOTE [gradients with tangents] in `_dual_level`
-        self.needed = [True] * len(first.holders)
+        self.needed = needed = [True] * len(first.holders)
         if ledger is not None and ledger.settle(outs):
             self.ledger = ledger
             if not lenient:
-                held = [h.grown(leaves) for h in first.holders]
-                self.needed = [h or ledger.needs(o.storage) for h, o in zip(held, first.holders)]
-                if may_pass(ledger, self.environment, first) and not self.options.records:
-                    self.passing = [n and not h for n, h in zip(self.needed, held)]
+                self.passing = passing = [False] * len(needed)
+                may_go = may_pass(ledger, self.environment, first) and not self.options.records
+                for i, holders in enumerate(first.holders):
+                    if not holders.grown(leaves):
+                        needed[i] = passing[i] = ledger.needs(holders.storage)
+                if not may_go:
+                    self.passing = ()
                 for position in self.rewritten:
                     kind, i = first.origins[position]
-                    self.needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
+                    needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
         for i, connected in enumerate(self.connected):
-            self.needed[i] = self.needed[i] or connected
+            needed[i] = needed[i] or connected
         if ledger is not None and ledger.saver is not None:
             with watching(True):  # a copy to host memory is an operation for regions around this
                 self.kept = ledger.take_kept()
         first.says_what_is_kept()
-        self.originals = first.captured_originals() if lenient else None
+        if lenient:
+            self.originals = first.captured_originals()
         # Stand-ins are numbered from -1 down.
         self.births = [*first.births, *first.standin_births()]
         return outs
 
     def escaped(self, returned: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Tensors of the first run that are held though its tape is gone, by their number."""
-        births, self.births = self.births, []
+        births, self.births = self.births, ()
         views = [r[1] for r in self._results if isinstance(r, tuple)]
-        duals = set[int]().union(*(frame.duals for frame in self.frames))
-        found = _escape.find(births, [*returned, *views], duals)
+        duals = self.frames[0].duals
+        if len(self.frames) > 1:
+            duals = set[int]().union(*(frame.duals for frame in self.frames))
+        if not (found := _escape.find(births, [*returned, *views], duals)):
+            return found
         # A stand-in that was written to; or a leaf, which can't be a result and a leaf.
         written = any((n < 0) == (t.grad_fn is not None) for n, t in found.items())
         lenient = self.originals is not None or self.options.by_sight
         convertible = len(self.frames) == 1 and not lenient and not written
-        if found and not (convertible and all(_torch.detachable(t) for t in found.values())):
+        if not (convertible and all(_torch.detachable(t) for t in found.values())):
             _escape.refuse(self.options.name, births, found)
         self.left = list(found)
         return found
@@ -332,15 +315,17 @@ class Region:
 
     def write_back(self, distinct: Sequence[Tensor | None]) -> None:
         """Give inputs that the body wrote to their new history. ``NOTE [overwritten]``."""
+        if not self.owners:
+            return
         for owner, r in zip(self.owners, self._results[len(self._results) - len(self.owners) :]):
             assert isinstance(r, int)
             value = distinct[r]
             if value is not None and value is not owner:
                 with watching(True):
                     owner.copy_(value)
-        if self.owners and hasattr(self.body, "forget"):
+        if hasattr(self.body, "forget"):
             self.body.forget(self.owners)
-        self.owners = []
+        self.owners = ()
 
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results of the body, from its distinct ones at the level of the call.
@@ -374,9 +359,9 @@ class Region:
         self.reaches = (None, ())
         self.outer = self.outer_levels = None
         self.captured = []
-        self.kept = []
+        self.kept = ()
         self._results = [r if isinstance(r, int) else None for r in self._results]
-        self.owners = []
+        self.owners = ()
         self.before = {}  # a result may be the very tensor that was written to
         for frame in self.frames:
             frame.captured = []

@@ -37,21 +37,9 @@ class Replay(Tracker):
         passed_on: what the body was handed as it is, by position.
     """
 
-    __slots__ = (
-        "_at",
-        "_depth",
-        "_engine",
-        "_entries",
-        "_external_ids",
-        "_externals",
-        "_made",
-        "_name",
-        "_slot",
-        "_start",
-        "left",
-        "passing",
-        "pruned",
-    )
+    _at = _made = _slot = 0
+    passing: Passing | None = None
+    pruned: Pruned | None = None
 
     def __init__(
         self,
@@ -72,12 +60,7 @@ class Replay(Tracker):
         self._depth = _torch.interpreter_depth()
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
-        self._at = 0
-        self._slot = 0
-        self._made = 0
         self.left: dict[int, Any] = dict.fromkeys(left)
-        self.pruned: Pruned | None = None
-        self.passing: Passing | None = None
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation, or what of it a pullback reads."""
@@ -210,8 +193,6 @@ class Lenient(Tracker):
         originals: the captured tensors, as the first run met them.
         standins: what stands for them now.
     """
-
-    __slots__ = ("_standins", "left")
 
     def __init__(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         super().__init__()

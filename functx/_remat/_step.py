@@ -120,14 +120,12 @@ class Step:
     look at no value: views, and draws that take only a shape from what they are given.
 
     Attributes:
-        func: the overload.
-        kind: what is known of it.
+        kind: what is known of its operator.
         reads: the results of steps that it reads, by key.
         externals: storages it reads that the body did not make.
         layouts: of its results, if they could be handed out empty where it is dead.
         writes: whether it writes to its first argument and gives that; where it is dead, nothing
             has to be written.
-        draws: whether it moves a generator on.
         rewritten: whether a later step writes to its results.
         handed_out: whether a region inside gave what it had kept; then nobody reads its own result.
         part_of: what it is a part of: an operation of the body, a node of a tape.
@@ -142,10 +140,8 @@ class Step:
         self, kind: Kind, reads: Sequence[int], externals: Sequence[int], part_of: Any
     ) -> None:
         self.kind = kind
-        self.func = kind.func
         self.reads = reads
         self.externals = externals
-        self.draws = kind.draws
         self.part_of = part_of
 
 

@@ -31,12 +31,11 @@ def leaves_below(*nodes: Any) -> list[Tensor]:
     """The leaf tensors that the tape below some nodes ends in."""
     found: list[Tensor] = []
     stack = list(dict.fromkeys(nodes))
-    seen = set(stack)
+    seen = {None, *stack}
     for current in stack:  # which grows
-        following = current.next_functions
-        if following:
+        if following := current.next_functions:
             for node, _ in following:
-                if node is not None and node not in seen:
+                if node not in seen:
                     seen.add(node)
                     stack.append(node)
         elif type(current).__name__ == "AccumulateGrad" and current.variable is not None:

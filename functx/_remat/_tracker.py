@@ -30,6 +30,7 @@ from functx import _torch, _torch_compiler, _torch_modes, _torch_vmap, _tree
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
 from functx._remat._entry import custom_function, nested_transform, results
+from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._watch import python_on_tape, tell_of_an_export, watching
 
@@ -54,18 +55,17 @@ class Tracker:
     is given. So `aliases` has, by the id of a stand-in, what was handed in as it is in the forward.
     """
 
-    __slots__ = ("_scalars", "_sources", "aliases", "inside", "looks", "modes", "pulls_back")
+    # What the regions inside keep.
+    inside: Any = None
+    # Fewer dispatch modes than where the body began: this is the inside of one of them.
+    modes = 0
+    # Whether a node's tape is pulled back, for none of the functions that users wrote.
+    pulls_back = False
+    # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
+    looks = False
 
     def __init__(self) -> None:
-        # What the regions inside keep.
-        self.inside: Any = None
         self.aliases: dict[int, Tensor] = {}
-        # Fewer dispatch modes than at the start: this is the inside of one of them.
-        self.modes = _torch.dispatch_mode_depth()
-        # Whether a node's tape is pulled back, for none of the functions that users wrote.
-        self.pulls_back = False
-        # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
-        self.looks = False
         self._sources: list[int] = []
         self._scalars: list[Any] = []
 
@@ -146,7 +146,10 @@ class Tracker:
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One operation."""
-        known = known_of(func)
+        try:
+            known = known_functions[func]
+        except (KeyError, TypeError):
+            known = known_of(func)
         if known.python:
             python_on_tape()
         if known.passive:
@@ -168,7 +171,10 @@ class Tracker:
         if known.differentiates:
             args, kwargs, func = _on_the_tape(given, args, kwargs)
         out = self.execute(func, args, kwargs)
-        self.note(out)
+        if out.__class__ is Tensor:
+            self.made(out)
+        else:
+            self.note(out)
         return out
 
     def labelled(self, label: str) -> None:
@@ -199,8 +205,6 @@ def _on_the_tape(given: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 class _Silent(Tracker):
     """The engine's own operations: nobody watches."""
-
-    __slots__ = ()
 
     def operands(self, func: Any, values: Sequence[Any]) -> Any:
         return values
@@ -279,13 +283,15 @@ def leave_transform(tree: Any) -> Any:
     return tree
 
 
+_observing: list[bool] = []
+
+
 class tracking:
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
-    __slots__ = ("_engine", "_lower", "_outer", "_pushed", "_tracker", "_watching")
-
-    _lower: RegionMode | None
-    _watching: watching | None
+    _lower: RegionMode | None = None
+    _watching: watching | None = None
+    _idle = _pushed = False
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -293,13 +299,14 @@ class tracking:
     def __enter__(self) -> None:
         tracker = self._tracker
         silent = tracker is SILENT
+        depth, dispatching = _torch.function_mode_depth(), _torch.dispatch_mode_depth()
+        if silent and not (depth or dispatching):
+            self._idle = True  # there is nobody to watch
+            return
         self._engine, running.engine = running.engine, silent
-        self._watching = self._lower = None
-        self._pushed = False
-        if _torch.dispatch_mode_depth():
+        if dispatching:
             self._watching = watching(not silent)
             self._watching.__enter__()
-        depth = _torch.function_mode_depth()
         if depth:
             lower = _active_mode()
             on_top = lower is not None and _torch.get_function_mode_at(depth - 1) is lower
@@ -310,8 +317,10 @@ class tracking:
             if on_top:
                 return
         if not silent:
-            observe_custom_functions()
-            _torch_vmap.observe_results(_unbatched)
+            if not _observing:
+                observe_custom_functions()
+                _torch_vmap.observe_results(_unbatched)
+                _observing.append(True)
             mode = RegionMode.__new__(RegionMode)
             mode.tracker = tracker
             _torch_modes.push_function_mode(mode)
@@ -319,6 +328,8 @@ class tracking:
             _torch.observe_wrapping(_wrap)
 
     def __exit__(self, *exc: Any) -> None:
+        if self._idle:
+            return
         if self._pushed:
             _torch.stop_observing_wrapping()
             _torch_modes.pop_function_mode()

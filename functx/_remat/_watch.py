@@ -25,6 +25,7 @@ class Watcher(_torch.TorchDispatchMode):
     """A dispatch mode of a region.
 
     Attributes:
+        holds_regions: whether a region ran inside.
         paused: whether what runs is the engine's own.
         python_on_tape: whether Python code (a custom Function, a hook) is on the tape.
         reliable: whether the record is complete; if not, nothing may be left out of a replay.
@@ -32,6 +33,10 @@ class Watcher(_torch.TorchDispatchMode):
 
     only_observes = True
     supports_higher_order_operators = True
+    holds_regions = False
+    paused = False
+    python_on_tape = False
+    reliable = True
     _should_skip_dynamo = _torch.never_skip_dynamo
 
     def __init_subclass__(cls) -> None:
@@ -43,9 +48,6 @@ class Watcher(_torch.TorchDispatchMode):
         if not _torch_modes.LEAN:
             super().__init__()
         self._flags: list[_torch_modes.Flags] = []
-        self.paused = False
-        self.python_on_tape = False
-        self.reliable = True
 
     def __enter__(self) -> Any:
         if not _torch_modes.LEAN:
@@ -88,6 +90,14 @@ def watchers() -> Iterator[Watcher]:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher) and not mode.paused:
             yield mode
+
+
+def tell_of_a_region() -> None:
+    """The regions that are running hold another one."""
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.holds_regions = True
 
 
 def tell_of_a_copy(source: Tensor, copy: Tensor) -> None:

@@ -78,8 +78,8 @@ class Frame(ABC):
         region = self.region
         if region.connected or region.rewritten or region.overwritten or region.options.by_sight:
             return [True] * len(self.leaves)
-        reached = [leaf in self.region.reached for leaf in self.leaves]
-        return reached if any(reached) else [True] * len(reached)
+        reached = [*map(region.reached.__contains__, self.leaves)]
+        return reached if True in reached else [True] * len(reached)
 
     def cut(self, t: Tensor) -> Tensor:
         """``t`` off the tape of this level."""
@@ -96,7 +96,7 @@ class Frame(ABC):
         runs in a replay depends on who has a tangent.
         """
         frames = self.region.frames
-        read = list(self.region.needed) if frames[-1] is self else self._read()
+        read = [*self.region.needed] if frames[-1] is self else self._read()
         if frames[0] is self:
             return read
         outside = frames[: frames.index(self)]

@@ -19,6 +19,8 @@ from functx._remat._rules import proxy
 from functx._remat._rules.base import Frame
 from functx._remat._rules.jvp import DualFrame, has_dual
 from functx._remat._rules.legacy_vmap import LegacyVmapFrame
+from functx._remat._tapes import PLAIN
+from functx._torch_nodes import leaf_over
 
 
 class EagerFrame(Frame):
@@ -29,6 +31,9 @@ class EagerFrame(Frame):
     matmuls pick other kernels than without remat. So the body runs on leaf stand-ins in the
     caller's grad mode; then that tape is dropped, and a node is attached to detached results.
     """
+
+    _looked_at = -1  # how many dispatch modes there were when this was found out
+    _traced = False
 
     def __init__(self, fn: Flat, region: Region) -> None:
         super().__init__(0, fn, region)
@@ -41,6 +46,11 @@ class EagerFrame(Frame):
         """
         self.slots.append(t.requires_grad)
         return [t]
+
+    def lower_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`lower` of each."""
+        self.slots += [t.requires_grad for t in tensors]
+        return _torch.unwrap_dead(tensors)
 
     def differentiates(self) -> bool:
         """Whether an input requires grad here."""
@@ -60,9 +70,21 @@ class EagerFrame(Frame):
 
         What it runs is a view, which no record has.
         """
+        requires_grad = t.requires_grad
         self.captured.append(t)
-        self.slots.append(t.requires_grad)
-        return self.lift((t,), t.requires_grad, 0)
+        self.slots.append(requires_grad)
+        leaf = t
+        if requires_grad:
+            leaf = self._leaf_over(t) if type(t) in PLAIN else t.detach().requires_grad_()
+            self.region.first_run.leaves[id(leaf)] = leaf
+        self.leaves.append(id(leaf))
+        return leaf
+
+    def _leaf_over(self, t: Tensor) -> Tensor:
+        depth = _torch.dispatch_mode_depth()
+        if depth != self._looked_at:
+            self._looked_at, self._traced = depth, _torch.tracing()
+        return t.detach().requires_grad_() if self._traced else leaf_over(t)
 
     def cut(self, t: Tensor) -> Tensor:
         """The value alone."""
@@ -71,19 +93,24 @@ class EagerFrame(Frame):
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """NOTE [run first, make the node after]."""
         outs = self.fn(*self.lift_all(values, self.slots, 0))
-        # A leaf was made by the body itself, of nothing; it stays as it is.
-        self.out_requires = [o is not None and o.grad_fn is not None for o in outs]
-        for i, taped in enumerate(self.out_requires):
+        requires = self.out_requires = []
+        for i, out in enumerate(outs):
+            # A leaf was made by the body itself, of nothing; it stays as it is.
+            taped = out is not None and out.grad_fn is not None
+            requires.append(taped)
             if taped:
-                outs[i] = _off_the_tape(outs[i])
+                outs[i] = _off_the_tape(out)
         return outs
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
         left = self.region.escaped(outs)
+        tensors = [*inputs, *self.captured]
+        if not left:
+            return attach(self, tensors, outs, self.out_requires)
         results = [*outs, *map(_off_the_tape, left.values())]
         requires = [*self.out_requires, *(True for _ in left)]
-        results = attach(self, [*inputs, *self.captured], results, requires)
+        results = attach(self, tensors, results, requires)
         if self.region.outer is not None:
             self.region.outer.note(results[len(outs) :])
         return results[: len(outs)]
@@ -140,11 +167,14 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
         region.first_run = None
         if first.ledger is not None:
             first.ledger.let_go()
-    written = {id(c.value) for c in region.constants if c.before is not None}
+    constants, written = region.constants, set[int]()
+    if constants:
+        written = {id(c.value) for c in constants if c.before is not None}
     first.check_captures()
     first.check_writes()
-    environment.seal(written, inputs, region.captured, (c.value for c in region.constants))
+    environment.seal(written, inputs, region.captured, [c.value for c in constants])
     region.entries, region.origins = first.entries, first.origins
     region.passed_on = first.passed_on()
     region.inner_keeps = first.entry.inside
+    region.n_captured = len(region.captured)
     return outs
