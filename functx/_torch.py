@@ -23,6 +23,8 @@ from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _python_dispatch
 
+from functx import _torch_compiler
+
 # --- the stack of transforms -------------------------------------------------------------------
 
 # What transform an interpreter stands for, and the innermost one.
@@ -327,13 +329,17 @@ def _has_torch_function(args: Iterable[Any]) -> bool:
 
 
 def observe_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    """Until `stop_observing_wrapping`, what torch.func wraps for a level is wrapped by ``wrap``."""
+    """Until `stop_observing_wrapping`, what torch.func wraps for a level is wrapped by ``wrap``.
+
+    And nothing is compiled, in no thread.
+    """
     global _observing
     with _wrapping:
         _observing += 1
         if _observing == 1:
             _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
             torch.overrides.has_torch_function = _has_torch_function
+            _torch_compiler.stay_eager()
 
 
 def stop_observing_wrapping() -> None:
@@ -344,6 +350,7 @@ def stop_observing_wrapping() -> None:
         if _observing == 0:
             _eager_transforms._wrap_for_grad = wrap_for_grad
             torch.overrides.has_torch_function = _any_torch_function
+            _torch_compiler.compile_again()
 
 
 def tracing() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +35,31 @@ def load() -> None:
     memory is being measured, if it happens here.
     """
     importlib.import_module("torch._dynamo")
+
+
+_COMPILER = "torch._dynamo.eval_frame"
+_stance: Any = None
+
+
+def stay_eager() -> None:
+    """Until `compile_again`, functions made by ``torch.compile`` run in eager.
+
+    As under ``torch.compiler.set_stance("force_eager")``. Under a dispatch mode they would as well,
+    but also ever after, and those made with ``fullgraph=True`` would raise.
+    """
+    global _stance
+    compiler: Any = sys.modules.get(_COMPILER)
+    if hasattr(compiler, "_stance"):
+        _stance = compiler._stance
+        compiler._stance = compiler.DynamoStance("force_eager")
+
+
+def compile_again() -> None:
+    """End `stay_eager`."""
+    global _stance
+    if _stance is not None:
+        compiler: Any = sys.modules[_COMPILER]
+        compiler._stance, _stance = _stance, None
 
 
 def in_plain_graph() -> bool:

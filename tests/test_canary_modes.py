@@ -1,9 +1,11 @@
 """Private names of modes, modules and memory still exist, and mean what they are used for."""
 
+import importlib
+
 import torch
 from torch import nn
 
-from functx import _torch, _torch_memory, _torch_modes, _torch_modules
+from functx import _torch, _torch_compiler, _torch_memory, _torch_modes, _torch_modules
 
 
 def test_modes_are_entered_and_left_as_torch_does():
@@ -79,3 +81,26 @@ def test_recurrent_modules_keep_a_list_of_weights_that_they_can_bring_up_to_date
     assert module._flat_weights[0] is lent["weight_ih_l0"]
     _torch_modules.forget_lent_weights()
     assert module._flat_weights[0] is module.weight_ih_l0
+
+
+def test_nothing_is_compiled_until_told():
+    compiler = importlib.import_module("torch._dynamo.eval_frame")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    block = torch.compile(torch.sin, backend=backend, fullgraph=True)
+    before = compiler._stance
+    _torch_compiler.stay_eager()
+    try:
+        block(torch.ones(2))
+    finally:
+        _torch_compiler.compile_again()
+    assert not graphs
+    assert compiler._stance is before
+    _torch_compiler.compile_again()  # told twice, as where the compiler was not loaded before
+    block(torch.ones(2))
+    assert len(graphs) == 1

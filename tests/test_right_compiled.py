@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nets import seeded
+from references import assert_same
 from right import X, check
 from torch import nn
 
@@ -36,6 +37,26 @@ class TestCompiled:
         functx.remat(block)(X[None]).sum().backward()
         assert not [code for code in graphs if "linear" not in code]
 
+    @pytest.mark.parametrize("fullgraph", [False, True])
+    def test_what_a_region_runs_in_eager_is_compiled_elsewhere(self, fullgraph):
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph.code)
+            return graph.forward
+
+        torch._dynamo.reset()
+        block = torch.compile(torch.sin, backend=backend, fullgraph=fullgraph)
+        x = X.clone().requires_grad_()
+        functx.remat(lambda x: block(x).exp())(x).sum().backward()
+        assert_same(x.grad, X.sin().exp() * X.cos())
+        functx.grad(lambda x: functx.remat(lambda x: block(x).exp())(x).sum())(X)
+        with pytest.raises(ZeroDivisionError):
+            functx.remat(lambda x: block(x) / (1 // 0))(x)
+        assert not graphs
+        block(X)
+        assert len(graphs) == 1
+
 
 class TestOperatorsThatRunFunctions:
     @pytest.mark.filterwarnings("ignore")
@@ -43,7 +64,6 @@ class TestOperatorsThatRunFunctions:
         """Nothing is known of what it reads, so nothing is left out of its replay."""
         from torch._higher_order_ops.scan import scan
 
-        torch._dynamo.reset()  # what was not compiled in a region is not compiled later either
         k = X.clone().requires_grad_()
 
         def body(x):
