@@ -7,8 +7,7 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,8 +21,6 @@ from torch.autograd import graph as _graph
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _python_dispatch
-
-from functx import _torch_compiler
 
 # --- the stack of transforms -------------------------------------------------------------------
 
@@ -310,47 +307,6 @@ def trace_subgraph(fn: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
 def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:
     """``values`` as what ``proxy`` stands for in the graph."""
     return _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)
-
-
-_wrapping = threading.Lock()
-_observing = 0
-
-
-_any_torch_function = torch.overrides.has_torch_function
-_NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None), int, float, bool}
-
-
-def _has_torch_function(args: Iterable[Any]) -> bool:
-    """As without modes that only observe: modules ask it whether their fused kernels may run."""
-    modes = [get_function_mode_at(i) for i in range(function_mode_depth())]
-    if modes and all(getattr(m, "only_observes", False) for m in modes):
-        return not all(type(t) in _NOT_OVERRIDDEN for t in args)  # a Function, by its operator
-    return _any_torch_function(args)
-
-
-def observe_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    """Until `stop_observing_wrapping`, what torch.func wraps for a level is wrapped by ``wrap``.
-
-    And nothing is compiled, in no thread.
-    """
-    global _observing
-    with _wrapping:
-        _observing += 1
-        if _observing == 1:
-            _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
-            torch.overrides.has_torch_function = _has_torch_function
-            _torch_compiler.stay_eager()
-
-
-def stop_observing_wrapping() -> None:
-    """End one `observe_wrapping`."""
-    global _observing
-    with _wrapping:
-        _observing -= 1
-        if _observing == 0:
-            _eager_transforms._wrap_for_grad = wrap_for_grad
-            torch.overrides.has_torch_function = _any_torch_function
-            _torch_compiler.compile_again()
 
 
 def tracing() -> bool:

@@ -12,6 +12,7 @@ from functx import (
     _torch_fake,
     _torch_globals,
     _torch_norms,
+    _torch_observed,
     _torch_operators,
     _torch_vmap,
     memory,
@@ -143,12 +144,13 @@ def test_the_engine_numbers_its_runs():
 
 def test_torch_func_wraps_where_it_is_observed():
     seen = []
-    _torch.observe_wrapping(lambda t, level: seen.append(t) or _torch.wrap_for_grad(t, level))
+    wrap = _torch.wrap_for_grad
+    _torch_observed.observe_wrapping(lambda t, level: seen.append(t) or wrap(t, level))
     try:
         x = torch.ones(2)
         torch.func.grad(lambda x: x.sum())(x)
     finally:
-        _torch.stop_observing_wrapping()
+        _torch_observed.stop_observing_wrapping()
     assert any(t is x for t in seen)
     seen.clear()
     torch.func.grad(lambda x: x.sum())(x)
@@ -272,7 +274,7 @@ def test_modes_that_only_observe_do_not_keep_fused_kernels_from_running():
         pass
 
     original, t = torch.overrides.has_torch_function, torch.ones(2)
-    _torch.observe_wrapping(_torch.wrap_for_grad)
+    _torch_observed.observe_wrapping(_torch.wrap_for_grad)
     try:
         with Mode():
             assert not torch.overrides.has_torch_function((t, None))
@@ -284,7 +286,7 @@ def test_modes_that_only_observe_do_not_keep_fused_kernels_from_running():
                 assert torch.overrides.has_torch_function((t,))
         assert not torch.overrides.has_torch_function((t,))
     finally:
-        _torch.stop_observing_wrapping()
+        _torch_observed.stop_observing_wrapping()
     assert torch.overrides.has_torch_function is original
 
 

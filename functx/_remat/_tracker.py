@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_compiler, _torch_modes, _torch_vmap, _tree
+from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, running
 from functx._remat._entry import custom_function, nested_transform, results
@@ -325,13 +325,13 @@ class tracking:
             mode.tracker = tracker
             _torch_modes.push_function_mode(mode)
             self._pushed = True
-            _torch.observe_wrapping(_wrap)
+            _torch_observed.observe_wrapping(_wrap)
 
     def __exit__(self, *exc: Any) -> None:
         if self._idle:
             return
         if self._pushed:
-            _torch.stop_observing_wrapping()
+            _torch_observed.stop_observing_wrapping()
             _torch_modes.pop_function_mode()
         if self._lower is not None:
             self._lower.tracker = self._outer

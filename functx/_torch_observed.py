@@ -1,0 +1,52 @@
+"""What torch asks while a region runs is answered by functx; beside `_torch`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms as _eager_transforms
+
+from functx import _torch, _torch_compiler
+
+_wrapping = threading.Lock()
+_observing = 0
+
+
+_any_torch_function = torch.overrides.has_torch_function
+_NOT_OVERRIDDEN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None), int, float, bool}
+
+
+def _has_torch_function(args: Iterable[Any]) -> bool:
+    """As without modes that only observe: modules ask it whether their fused kernels may run."""
+    modes = [_torch.get_function_mode_at(i) for i in range(_torch.function_mode_depth())]
+    if modes and all(getattr(m, "only_observes", False) for m in modes):
+        return not all(type(t) in _NOT_OVERRIDDEN for t in args)  # a Function, by its operator
+    return _any_torch_function(args)
+
+
+def observe_wrapping(wrap: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Until `stop_observing_wrapping`, what torch.func wraps for a level is wrapped by ``wrap``.
+
+    And nothing is compiled, in no thread.
+    """
+    global _observing
+    with _wrapping:
+        _observing += 1
+        if _observing == 1:
+            _eager_transforms._wrap_for_grad = wrap  # type: ignore[assignment]
+            torch.overrides.has_torch_function = _has_torch_function
+            _torch_compiler.stay_eager()
+
+
+def stop_observing_wrapping() -> None:
+    """End one `observe_wrapping`."""
+    global _observing
+    with _wrapping:
+        _observing -= 1
+        if _observing == 0:
+            _eager_transforms._wrap_for_grad = _torch.wrap_for_grad
+            torch.overrides.has_torch_function = _any_torch_function
+            _torch_compiler.compile_again()
