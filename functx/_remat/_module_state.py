@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from functx import _torch_modules
+from functx._remat._options import Options
 
 _MISSING = object()
-_HOLD_NONE = (type(None), types.BuiltinFunctionType, bool, int, float, str)
+_HOLD_NONE = (type(None), types.BuiltinFunctionType, bool, int, float, str, Options)
 _LARGE = 256  # data, then, rather than modules
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
@@ -41,31 +42,38 @@ def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
     seen: set[int] = set()
     while stack:
         part = stack.pop()
-        if id(part) in seen:
+        key, kind = id(part), type(part)
+        if key in seen:
             continue
-        seen.add(id(part))
-        if isinstance(part, nn.Module):
-            for module in _torch_modules.modules_of(part):
-                found[id(module)] = module
-        elif isinstance(part, functools.partial):
-            stack += [part.func, *part.args, *part.keywords.values()]
-        elif isinstance(part, types.MethodType):
-            stack += [part.__func__, part.__self__]
-        elif type(part) in (list, tuple, dict):
-            if len(part) <= _LARGE:
-                stack += part.values() if type(part) is dict else part
-        elif isinstance(part, types.FunctionType):
-            stack += [*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values()]
+        seen.add(key)
+        if kind is types.FunctionType:
+            if part.__defaults__ is not None:
+                stack += part.__defaults__
+            if part.__kwdefaults__ is not None:
+                stack += part.__kwdefaults__.values()
             for cell in part.__closure__ or ():
                 try:
                     stack.append(cell.cell_contents)
                 except ValueError:  # not bound yet
                     continue
+            scope = part.__globals__
             for name in part.__code__.co_names:
-                value = part.__globals__.get(name)
-                if isinstance(value, (nn.Module, list, tuple, dict)):
+                value = scope.get(name)
+                if value is not None and isinstance(value, (nn.Module, list, tuple, dict)):
                     stack.append(value)
-        elif not isinstance(part, _HOLD_NONE) and len(seen) <= _LARGE:
+        elif isinstance(part, _HOLD_NONE):
+            continue
+        elif kind is list or kind is tuple or kind is dict:
+            if len(part) <= _LARGE:
+                stack += part.values() if kind is dict else part
+        elif isinstance(part, nn.Module):
+            for module in _torch_modules.modules_of(part):
+                found[id(module)] = module
+        elif kind is types.MethodType:
+            stack += (part.__func__, part.__self__)
+        elif isinstance(part, functools.partial):
+            stack += (part.func, *part.args, *part.keywords.values())
+        elif len(seen) <= _LARGE:
             stack += _attributes(part)
     return list(found.values())
 
