@@ -89,6 +89,16 @@ def block(x):
     return torch.nn.functional.gelu(x @ WEIGHTS[0]) @ WEIGHTS[1]
 
 
+VIEWS = {
+    "chunk": lambda h: h.chunk(2, -1),
+    "split": lambda h: h.split([1, 3], -1),
+    "unbind": lambda h: h.unbind(0),
+    "slices": lambda h: (h[..., :2], h[..., 2:]),
+    "a view of a view": lambda h: (h.transpose(0, 1), h.transpose(0, 1)[1:]),
+    "itself": lambda h: (h, h.flatten()),
+}
+
+
 @pytest.mark.parametrize("way", WAYS)
 class TestProducts:
     """Products of matrices whose result only feeds the region's are not computed again."""
@@ -120,6 +130,35 @@ class TestProducts:
     def test_a_view_of_what_is_read_is_computed_again(self, way):
         counts = count(way, functx.remat(lambda x: torch.exp(x).flatten()), numbers(2, 4))
         assert counts["exp"] == 2
+
+    @pytest.mark.parametrize("views", VIEWS)
+    @pytest.mark.parametrize("read", [False, True], ids=["not read", "read"])
+    def test_results_that_are_views_of_one(self, views, read, way):
+        """What is cut into results is left out like one result, unless the tape holds a part."""
+        last = torch.exp if read else torch.neg
+
+        def parts(x):
+            a, b = VIEWS[views](torch.tanh(torch.sin(x)))
+            return a, b, last(b)
+
+        def f(x, region=functx.remat):
+            a, b, c = region(parts)(x)
+            return torch.cat([a.flatten(), 2 * b.flatten(), 3 * c.flatten()])
+
+        # The derivative of the hyperbolic tangent reads its result: that alone is computed again.
+        x = numbers(2, 4)
+        counts = count(way, f, x)
+        assert (counts["sin"], counts["tanh"]) == (2, 2)
+        assert counts["exp"] == 2 * read
+        assert_same(way(f, x), way(lambda x: f(x, lambda g: g), x))
+
+    @pytest.mark.parametrize("views", VIEWS)
+    def test_results_that_are_views_of_what_is_not_read(self, views, way):
+        def f(x):
+            a, b = functx.remat(lambda x: VIEWS[views](torch.sin(x)))(x)
+            return torch.cat([a.flatten(), 2 * b.flatten()])
+
+        assert count(way, f, numbers(2, 4))["sin"] == 1
 
     def test_what_another_result_needs_is_left_out(self, way):
         def two(x):

@@ -30,6 +30,7 @@ from functx._remat._entry import MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
 from functx._remat._region import Region
 from functx._remat._tapes import (
+    PLAIN,
     anonymous_below,
     below,
     leaves_below,
@@ -121,6 +122,7 @@ class Standins(Tracker):
         if (
             self._captures_leaves
             and alive is t
+            and type(t) in PLAIN
             and t.requires_grad
             and t.grad_fn is None
             and _torch.peek_interpreter_stack() is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -107,17 +108,18 @@ def base_of(t: Tensor) -> Tensor:
     return t
 
 
-def held_by_a_tape(t: Tensor) -> bool:
-    """Whether a result of the body, which Python holds once, is held by anything else.
+def held_by_a_tape(results: Sequence[Tensor]) -> bool:
+    """Whether results of the body over the same memory are held by anything but Python, once each.
 
     A wrapper holds what it wraps, and a view what it is a view of: the result of a linear layer is
-    a view of a product. Those are no tape's.
+    a view of a product, and those of `chunk` are views of one tensor. Those are no tape's.
     """
-    if not _torch.is_wrapped(t) and _torch.view_base(t) is None:
+    t = results[0]
+    if len(results) == 1 and not _torch.is_wrapped(t) and _torch.view_base(t) is None:
         storage = _torch.storage_key(t)
         own = held_by_the_engine(storage)
         return _torch.use_count(t) > 1 or _torch.storage_use_count(storage) > 2 + own  # as below
-    edges, found, stack = {id(t): 0}, [t], [t]
+    edges, found, stack = {id(r): 0 for r in results}, [*results], [*results]
     while stack:
         held = stack.pop()
         inside = _torch.get_unwrapped(held) if _torch.is_wrapped(held) else None

@@ -326,7 +326,8 @@ class Ledger(Computed):
             if storage in self._writers and storage not in self._external:
                 self.saver = self.saver or Saver(Everything(False))
                 self.saver.given(self._writers[storage], alias(kept), storage)
-        spared, writers = set(), self._writers
+        writers = self._writers
+        over: dict[int, list[Tensor]] = {}  # results by their memory
         for t in results:
             if t is None:
                 self._sources.append(set())
@@ -334,8 +335,10 @@ class Ledger(Computed):
             storage = _torch.storage_key(base_of(t))
             writer = writers.get(storage)
             self._sources.append(set() if writer is None else {writer})
-            if not (self.python_on_tape or held_by_a_tape(t)):
-                spared.add(storage)
+            over.setdefault(storage, []).append(t)
+        spared = set()
+        if not self.python_on_tape:
+            spared = {storage for storage, those in over.items() if not held_by_a_tape(those)}
         live = {*self._roots}
         held = engine_holds()
         for storage in self._made.alive():

@@ -23,6 +23,7 @@ from functx._remat import (
     _prune,
     _region,
     _replay,
+    _step,
     _tracker,
 )
 from functx._remat._rules import base, jvp, vmap
@@ -151,13 +152,13 @@ def _inner_replays(patch: pytest.MonkeyPatch) -> None:
 
 def _saved_results(patch: pytest.MonkeyPatch) -> None:
     """A result that a tape holds is left out of replays like any other."""
-    patch.setattr(_ledger, "held_by_a_tape", lambda t: False)
+    patch.setattr(_ledger, "held_by_a_tape", lambda results: False)
 
 
 def _what_draws_runs(patch: pytest.MonkeyPatch) -> None:
     """Draws that no pullback reads are left out of replays."""
     never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(_ledger.Step, "draws", never, raising=False)
+    patch.setattr(_step.Kind, "draws", never)
 
 
 def _python_on_the_tape(patch: pytest.MonkeyPatch) -> None:
