@@ -76,7 +76,8 @@ def crosscheck(
             ``vmap(grad)``), or ``value`` alone if nothing can be differentiated.
         rtol: the difference allowed, relative to the largest entry of a tensor; by default 2e-5 in
             float32, 1e-11 in float64, 2e-2 in float16, 1e-1 in bfloat16; where torch's own result
-            is farther than a fourth of that from its float64 result, four times that distance.
+            is farther than a fourth of that from its float64 result, four times that distance, up
+            to 0.1.
         atol: the absolute difference allowed on top.
         argnums: which positional arguments derivatives are taken in, by their real and complex
             tensors; of a module, 0 is its parameters.

@@ -9,6 +9,7 @@ a fixed cotangent.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,12 +61,15 @@ class Operation:
             "rounding": "is where rounding differences have added up",
         }[self.what]
         d = self.difference
+        far = f"{d.relative:.2g} relative, {d.ulps:.3g} ulp"
+        if not math.isfinite(d.absolute):
+            far = "NaN or infinity in one framework only"
         where = f", at {self.source}" if self.source else ""
         line = f": `{self.source.text}`" if self.source and self.source.text else ""
         inside = f", in the region {' / '.join(self.region)}" if self.region else ""
         return (
-            f"operation {self.number}, {self.name}({self.operands}), {said}: {d.relative:.2g}"
-            f" relative, {d.ulps:.3g} ulp{inside}{where}{line}"
+            f"operation {self.number}, {self.name}({self.operands}), {said}:"
+            f" {far}{inside}{where}{line}"
         )
 
 

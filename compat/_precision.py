@@ -44,6 +44,8 @@ RTOL = {
 # Where torch's own numbers are farther than that from float64 (sums that nearly cancel, as in the
 # gradients of a network that has been trained), JAX's can't be nearer to torch's.
 _OWN_ERRORS = 4
+# But no more than this: a result without a correct digit says nothing, whatever JAX gives.
+_MOST_ALLOWED = 0.1
 # A tensor that, in float64, is no more than so much of the largest of its result is zero, rounded:
 # gradients of a bias that a softmax or a norm takes out again.  An ulp is that of a tensor a
 # thousandth of the largest then.
@@ -203,7 +205,9 @@ def _magnitude(x: np.ndarray[Any, Any]) -> float:
 def _usual(dtype: torch.dtype, error: float | None) -> float:
     """The relative difference allowed where torch's numbers have some error themselves."""
     usual = RTOL[dtype]
-    return usual if error is None or not np.isfinite(error) else max(usual, _OWN_ERRORS * error)
+    if error is None or not np.isfinite(error):
+        return usual
+    return max(usual, min(_OWN_ERRORS * error, _MOST_ALLOWED))
 
 
 def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:

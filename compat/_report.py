@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -95,17 +96,14 @@ class Crosscheck:
             allowed = d.allowed if rtol is None else rtol
             if d.agrees if rtol is None else d.relative <= rtol:
                 continue
-            found.append(
-                f"the {what} differs at {d.where} ({d.dtype}) by {d.relative:.3g} relative"
-                f" ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than rtol={allowed:g}"
-                f"{_whose(d)}"
-            )
+            found.append(f"the {what} differs at {d.where} ({d.dtype}){_how_far(d, allowed)}")
         if found and self.first is not None:
             found.append(f"first: {self.first}")
         elif found and self.searched:
             found.append(
                 "first: no operation; each by itself has the same values and first derivatives."
-                " What is left are second derivatives, batching, and where derivatives stop"
+                " What is left are second derivatives, batching, where derivatives stop, what XLA"
+                " makes of several operations, and state that is not the same at every call"
             )
         if (
             kept
@@ -220,6 +218,15 @@ class Crosscheck:
         return _plain(f"crosscheck {self.name}", [header, *self.rows()])
 
     __repr__ = __str__
+
+
+def _how_far(d: Difference, allowed: float) -> str:
+    if math.isfinite(d.absolute):
+        return (
+            f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more"
+            f" than rtol={allowed:g}{_whose(d)}"
+        )
+    return ": NaN or infinity in one framework where the other has another value"
 
 
 def _whose(d: Difference) -> str:

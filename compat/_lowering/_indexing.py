@@ -286,8 +286,11 @@ def _segments(data: Any, lengths: Any, reduce: str, initial: Any) -> Any:
     how = {"max": "amax", "min": "amin"}.get(reduce, reduce)
     start = _neutral(how, data.dtype) if initial is None else initial
     shape = (lengths.shape[0], *data.shape[1:])
-    at = jnp.full(shape, start, data.dtype).at[segment]
-    out = getattr(at, _REDUCERS[how])(data, mode="drop")
+    base = jnp.full(shape, start, data.dtype)
+    if how == "prod":
+        out = _multiply_at(base, (segment,), data)
+    else:
+        out = getattr(base.at[segment], _REDUCERS[how])(data, mode="drop")
     if reduce == "mean":
         count = lengths.reshape(-1, *(1,) * (data.ndim - 1))
         out = jnp.where(

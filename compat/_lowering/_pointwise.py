@@ -6,12 +6,14 @@ Derivatives at kinks are torch's: zero at zero for ``relu`` and ``abs``, one at 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.scipy import special
 
 from functx.compat._lowering._table import rule
@@ -27,7 +29,6 @@ _FLOAT_FUNCTIONS: dict[str, Any] = {
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "digamma": special.digamma,
     "erf": special.erf,
     "erfc": special.erfc,
     "erfinv": special.erfinv,
@@ -176,7 +177,29 @@ def _pow(x: Any, y: Any) -> Any:
         odd = jnp.where(exponent % 2 == 0, 1, base)
         negative = jnp.where(abs(base) == 1, odd, 0)
         return jnp.where(exponent >= 0, base ** jnp.maximum(exponent, 0), negative)
+    kind = jnp.result_type(x, y)
+    return _power(*jnp.broadcast_arrays(jnp.asarray(x, kind), jnp.asarray(y, kind)))
+
+
+@jax.custom_jvp
+def _power(x: Any, y: Any) -> Any:
     return jnp.power(x, y)
+
+
+@partial(_power.defjvp, symbolic_zeros=True)
+def _power_jvp(primals: Any, tangents: Any) -> Any:
+    # Derivatives of 0 ** y are torch's: 0 in the base at y = 0, in the exponent from there on.
+    (x, y), (dx, dy) = primals, tangents
+    out = _power(x, y)
+    tangent = jnp.zeros_like(out)
+    if not isinstance(dx, SymbolicZero):
+        constant = y == 0
+        less = _power(x, jnp.where(constant, 1, y - 1))
+        tangent += dx * jnp.where(constant, 0, y * less)
+    if not isinstance(dy, SymbolicZero):
+        zero = (x == 0) & (jnp.real(y) >= 0)
+        tangent += dy * jnp.where(zero, 0, out * jnp.log(jnp.where(zero, 1, x)))
+    return out, tangent
 
 
 @rule("xlogy", "special_xlogy", cast=True)
@@ -197,6 +220,12 @@ def _abs(x: Any) -> Any:
 @rule("sign")
 def _sign(x: Any) -> Any:
     return x if x.dtype == jnp.bool_ else jnp.sign(x)
+
+
+@rule("digamma", cast=True)
+def _digamma(x: Any) -> Any:
+    # A pole of either sign at zero, where JAX has NaN.
+    return jnp.where(x == 0, -1 / x, special.digamma(jnp.where(x == 0, 1, x)))
 
 
 @rule("sgn", cast=True)

@@ -112,8 +112,8 @@ def _var_old(x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = Fal
 
 def _safe_sqrt(x: Any) -> Any:
     # torch's std has derivative 0, not NaN, where all elements are equal.
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), jnp.sqrt(x * 1.0))
+    zero = x == 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, x)))
 
 
 @rule("amax")

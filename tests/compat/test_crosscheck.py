@@ -234,6 +234,7 @@ def test_what_can_not_run_in_float64_has_no_reference():
     [
         (2**-11, 2**-10),  # four times torch's own, of the largest, 2
         (2**-20, 2e-5),  # the usual
+        (1.0, 0.1),  # not a digit is right
         (float("nan"), 2e-5),
         (None, 2e-5),
     ],

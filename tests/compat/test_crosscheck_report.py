@@ -196,3 +196,21 @@ def test_json_html_and_tables(tmp_path, change):
         assert "first value that differs" in table
         assert "seconds" in table
     assert "a <b> & c" in str(report)
+
+
+def test_nan_in_one_framework_only_is_said(change):
+    change("gelu", lambda y: y * float("nan"))
+    message = " ".join(crosscheck(net, *arguments()).problems())
+    assert "the value differs at result (float32): NaN or infinity in one framework" in message
+    assert "nan relative" not in message
+
+
+def test_no_operation_to_blame_says_what_else_there_is():
+    calls = []
+
+    def stateful(x):
+        calls.append(None)
+        return x * len(calls)
+
+    message = " ".join(crosscheck(stateful, torch.randn(3)).problems())
+    assert "state that is not the same at every call" in message

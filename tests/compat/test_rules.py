@@ -40,8 +40,44 @@ CASES = {
         lambda x: functional.multilabel_margin_loss(x, LABELS, reduction="none"),
         (3, 4),
     ),
+    "deviation of equals": (
+        lambda x: torch.cat([(0 * x + 1).std(1), x[:, :1].std(1, False)]),
+        (3, 4),
+    ),
+    "digamma": (lambda x: 1 / torch.digamma(torch.cat([x, torch.tensor([0.0, -0.0])])), (4,)),
     "multilabel, one": (lambda x: functional.multilabel_margin_loss(x, LABELS[0]), (4,)),
 }
+
+
+def test_product_of_segments():
+    lengths = torch.tensor([2, 0, 2])
+
+    def product(x):
+        return torch.segment_reduce(x, "prod", lengths=lengths).sum()
+
+    got = jax.grad(to_jax(product))(jnp.asarray([2.0, 0.0, 3.0, 5.0]))
+    np.testing.assert_allclose(got, [0, 2, 5, 3])
+
+
+def test_derivatives_of_powers_of_zero():
+    x, y = torch.tensor([0.0, 0, 0, 2, 2, -2, -2]), torch.tensor([0.0, 1, 2, 0, 3, 3, 0])
+
+    def total(x, y):
+        return (x**y).sum()
+
+    # NaN in the exponent of a negative base does not reach the base.
+    for argnums, size in ((0, 7), (1, 5), ((0, 1), 5)):
+        expected = torch.func.grad(total, argnums)(x[:size], y[:size])
+        arrays = jnp.asarray(x[:size].numpy()), jnp.asarray(y[:size].numpy())
+        for f in (to_jax(total), jax.jit(to_jax(total))):
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+                jax.grad(f, argnums)(*arrays),
+                expected,
+            )
+    mixed = jax.grad(lambda a, b: jax.grad(to_jax(total))(a, b).sum(), 1)
+    again = torch.func.grad(lambda a, b: torch.func.grad(total)(a, b).sum(), 1)
+    np.testing.assert_allclose(mixed(jnp.asarray([2.0]), jnp.asarray([0.0])), again(x[3:4], y[3:4]))
 
 
 @pytest.mark.parametrize("name", CASES)
