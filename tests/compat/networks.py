@@ -113,3 +113,11 @@ def count_dots(f: Callable[..., Any], *args: Any, barriers: bool = True) -> int:
     options = KEEP_RECOMPUTE if barriers else None
     text = jax.jit(f).lower(*args).compile(compiler_options=options).as_text()
     return len(re.findall(r"\bdot\(", text))
+
+
+def as_usual(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit(f)``, coded as XLA codes by itself, also where ``make test`` has it done quickly.
+
+    The bits of a product and a sum depend on it: the usual code rounds them once.
+    """
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 3})

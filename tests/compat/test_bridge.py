@@ -205,7 +205,8 @@ def test_narrowing_is_refused_unless_it_fits():
 def test_arrays_on_several_devices_are_gathered():
     code = """
 import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+two = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = f"{two} {os.environ.get('XLA_FLAGS', '')}"
 import jax, jax.numpy as jnp, torch
 from functx.compat import from_jax
 mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -101,8 +101,9 @@ print(json.dumps(failures))
 @pytest.fixture(scope="module")
 def failures():
     """What each case raised, of one process: it takes longer to start than any case."""
+    four = "--xla_force_host_platform_device_count=4"
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{four} {os.environ.get('XLA_FLAGS', '')}",
         "JAX_PLATFORMS": "cpu",
     }
     broken = {"a case that fails": "assert len(jax.devices()) == 5"}

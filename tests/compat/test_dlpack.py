@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functx._errors import LoweringError
@@ -27,6 +27,7 @@ def test_round_trip(dtype):
     assert torch.equal(back, x)
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=4),
     seed=st.integers(0, 100),
