@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from functx._errors import LoweringError
 from functx.compat._counters import only_written
-from functx.compat._torch import own_tensors
+from functx.compat._torch import has_backward_hooks, own_tensors
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _NAMED = (torch.Tensor, torch.nn.Module, types.FunctionType, *_PLAIN)
@@ -67,6 +68,12 @@ def _summary(thing: Any, seen: set[int], depth: int) -> Iterator[Hashable]:
 def _parts(thing: Any) -> Iterator[Any]:
     if isinstance(thing, torch.nn.Module):
         for module in thing.modules():
+            if has_backward_hooks(module):
+                raise LoweringError(
+                    f"{type(module).__name__} or a parameter of it has backward hooks, which JAX's"
+                    " derivatives would leave out silently: remove them (handle.remove()), or put"
+                    " what they do to gradients into an autograd.Function"
+                )
             yield module.training
             yield from own_tensors(module)
     elif isinstance(thing, types.FunctionType):

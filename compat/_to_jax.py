@@ -26,7 +26,7 @@ from functx.compat._lowering._dtypes import check_fits, to_jax_dtype, to_torch_d
 from functx.compat._lowering._interpret import Interpreter, Observe
 from functx.compat._lowering._trace import Program, Spec, trace
 from functx.compat._modules import as_module, function_of, function_with_buffers, state_of
-from functx.compat._torch import version_of
+from functx.compat._torch import original_of, version_of
 from functx.compat._trees import teach_jax
 
 _STATIC = (bool, int, float, complex, str, bytes, type(None))
@@ -52,7 +52,8 @@ def to_jax(
     seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
     Python numbers, strings and flags are static: another value traces again, as does a rebound
     tensor or module.  State in attributes of other objects is read when tracing, not at each call.
-    With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``.  A write to an
+    With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``, and what is computed
+    of it wraps at 32 bits.  Of what ``torch.compile`` made the original is taken.  A write to an
     argument stays inside the call (with a warning, since the caller will not see it).  What a
     ``torch.distributions`` object refuses with a ``ValueError`` makes all floating-point results
     NaN, since JAX compiles before it sees data.
@@ -95,6 +96,7 @@ def to_jax(
         >>> int(buffers["num_batches_tracked"])
         1
     """
+    f = original_of(f)
     module = as_module(f)
     if module is not None:
         params, state = state_of(module)

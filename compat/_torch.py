@@ -67,6 +67,7 @@ __all__ = [
     "core_aten_decompositions",
     "decomposition_table",
     "function_being_applied",
+    "has_backward_hooks",
     "is_functorch_wrapped",
     "is_mutable",
     "is_once_differentiable",
@@ -278,6 +279,19 @@ def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:
     """Parameters and buffers of a module itself, without the walk that ``parameters()`` makes."""
     yield from module._parameters.values()
     yield from module._buffers.values()
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module itself, or a parameter of its own, has hooks that see gradients."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(p is not None and p._backward_hooks for p in module._parameters.values())
+
+
+def original_of(f: Any) -> Any:
+    """What ``torch.compile`` compiled; anything else as it is."""
+    name = "_orig_mod" if isinstance(f, torch.nn.Module) else "_torchdynamo_orig_callable"
+    return getattr(f, name, f)
 
 
 def version_of(x: torch.Tensor) -> int:

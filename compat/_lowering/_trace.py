@@ -34,6 +34,7 @@ from functx.compat._lowering._table import decompositions
 from functx.compat._torch import FakeTensorMode, make_fx
 
 _NO_DATA = "data is not allocated yet"
+_COMPILED = "dynamo-optimized function"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ def trace(
             raise LoweringError(
                 "an operation reads the values of a tensor while the function is traced (indices"
                 " or sizes given as a tensor, for example): pass them as Python numbers"
+            ) from err
+        if _COMPILED in str(err):
+            raise LoweringError(
+                f"{name} calls what torch.compile made, which a trace can't look into: call the"
+                " function or module itself, JAX compiles it"
             ) from err
         raise
     finally:

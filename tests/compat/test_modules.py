@@ -144,6 +144,39 @@ def test_a_function_has_no_buffers():
         to_jax(torch.sin, buffers=True)
 
 
+HOOKS = {
+    "full": lambda net: net[0].register_full_backward_hook(lambda *_: None),
+    "before": lambda net: net.register_full_backward_pre_hook(lambda *_: None),
+    "parameter": lambda net: net[1].weight.register_hook(lambda g: 2 * g),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_backward_hooks_are_refused(name):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    x = jnp.ones((5, 3))
+    params, fn = to_jax(net)
+    expected = np.asarray(fn(params, x))
+    handle = HOOKS[name](net)
+    for refused in (lambda: fn(params, x), lambda: to_jax(lambda x: net(x))(x)):
+        with pytest.raises(LoweringError, match="backward hooks"):
+            refused()
+    handle.remove()
+    np.testing.assert_array_equal(fn(params, x), expected)
+
+
+def test_what_was_compiled():
+    net = nn.Linear(3, 2)
+    params, fn = to_jax(torch.compile(net))
+    assert list(params) == ["weight", "bias"]
+    x = torch.randn(5, 3)
+    assert_close(fn(params, arrays(x)), net(x))
+    compiled = torch.compile(torch.sin)
+    assert_close(to_jax(compiled)(arrays(x)), x.sin())
+    with pytest.raises(LoweringError, match=r"torch\.compile"):
+        to_jax(lambda x: 2 * compiled(x))(arrays(x))
+
+
 # torch.export uses what torch.utils._pytree deprecates.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("decomposed", [False, True])
