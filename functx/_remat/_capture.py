@@ -74,13 +74,9 @@ class FirstRun(Standins):
         """The body begins, at the innermost level; explicit inputs are the first externals."""
         self.holders = [Holders(t) for t in standins]
         self._depth = _torch.interpreter_depth()
-        outer = self._region.outer
-        self._captures_leaves = outer is None and self._at_base()
+        self._captures_leaves = self._region.outer is None and self._at_base()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
             self._register("input", i, original, standin)
-            if outer is not None and (known := outer.aliases.get(id(original))) is not None:
-                self._index[id(known)] = (known, standin, i)
-                self.aliases[id(standin)] = known
         if self._region.options.by_sight:
             # A body may close over what it is also given.
             self._region.given = [weakref.ref(t) for t in originals]

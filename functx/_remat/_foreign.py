@@ -285,6 +285,10 @@ class Standins(Tracker):
         self._index[id(original)] = (original, standin, position)
         if standin is not original:
             self._index[id(standin)] = (standin, standin, position)
+        outer = self._region.outer
+        if outer is not None and (known := outer.aliases.get(id(original))) is not None:
+            self._index[id(known)] = (known, standin, position)
+            self.aliases[id(standin)] = known
         return position
 
     def _made_here(self, t: Tensor, in_engine: bool) -> bool:

@@ -15,6 +15,7 @@ FEATURES = {
         *("no gradient", "hook", "custom function", "custom function of the old style"),
         *("complex", "autocast", "state", "module", "batch norm", "batch norm of given buffers"),
         *("functional call", "autograd.grad inside", "named value", "loop of functx"),
+        *("not differentiated", "values read by Python"),
     ),
     "regions": (
         *("nested", "no arguments", "module region", "static argument", "pytree argument"),
@@ -27,7 +28,8 @@ FEATURES = {
     ),
     "transforms": (
         *("depth 0", "depth 1", "depth 2", "depth 3", "grad", "vmap", "jvp", "vjp", "jacrev"),
-        *("jacfwd", "inner grad", "inner vmap", "inner jvp", "remat around transforms"),
+        *("jacfwd", "inner grad", "inner vmap", "inner jvp", "functx inside"),
+        *("torch.func inside", "remat around transforms"),
         *("random under vmap", "pulled back twice"),
     ),
 }
@@ -107,7 +109,7 @@ class Census:
         assert not rare, f"rare features: {rare}"
         assert self.refused < 0.1 * self.programs
         assert self.refusals.total() < 0.1 * self.programs
-        assert self.reached > 0.4 * self.programs
+        assert self.reached > 0.35 * self.programs  # without a policy
         assert self.again > self.forward
 
     def dumps(self) -> str:

@@ -65,6 +65,7 @@ class Env:
         self.box: list[torch.Tensor] = []
         self.generator = torch.Generator().manual_seed(3)
         self.buffer = numbers(3, start=4.0)
+        self.constant = numbers(3, start=7.0)
         self.linear = nn.Linear(3, 3, dtype=DTYPE)
         self.mlp = nn.Sequential(
             nn.Linear(3, 4, dtype=DTYPE), nn.Tanh(), nn.Linear(4, 3, dtype=DTYPE)

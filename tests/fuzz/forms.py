@@ -41,6 +41,9 @@ MIXED = [
     ("{0}[torch.tensor([2, 0, 0])]", "v", "v"),
     ("{0}.sort()[0]", "v", "v"),
     ("torch.nn.functional.linear({0}, {1}, {2}).tanh()", "vmv", "v"),
+    ("functx.vmap(torch.tanh)({0})", "v", "v"),
+    ("torch.func.vmap(lambda t: t.exp() * 0.5, 1, 1)({0})", "m", "m"),
+    ("torch.func.vmap(lambda t: t)({0}.sin())", "m", "m"),
 ]
 VIEWS = [
     ("{0}.mT", "m", "m"),
@@ -117,4 +120,7 @@ POLICIES = [
     "save_costing_at_least(0.4)",
     "offload(functx.checkpoint_policies.dots_saveable)",
     "dots_saveable | functx.checkpoint_policies.save_only_these_names('a')",
+    "offload(functx.checkpoint_policies.everything_saveable)",
+    "everything_saveable & ~functx.checkpoint_policies.save_only_these_names('a')",
+    "save_at_least(40) & ~functx.checkpoint_policies.dots_saveable",
 ]

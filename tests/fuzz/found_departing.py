@@ -183,4 +183,21 @@ def build(remat, env):
         (0,),
         library="torch.func",
     ),
+    "a constant that a region is given, and one inside closes over by both names": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        v1 = torch.sin(env.constant)
+        def region2(p3):
+            def region4():
+                return torch.sigmoid(v1) * p3.cos()
+            v5 = remat(region4)()
+            return torch.sigmoid(leaf0 * v5)
+        v6 = remat(region2)(v1)
+        return v6 * 0.5 + v6.sin()
+    return f
+""",
+        set(),
+    ),
 }

@@ -187,14 +187,15 @@ class Regions(SmallRegions):
         place = f"remat(lambda {t}: {region.name}(){first} * {t}.sin(){self.options()})"
         vector = self.operand(scope, "v")
         kind = self.pick(["grad", "jvp", "vmap"])
-        self.features |= {"inner transform", f"inner {kind}"}
+        library = self.pick(["functx", "torch.func"])
+        self.features |= {"inner transform", f"inner {kind}", f"{library} inside"}
         if kind == "grad":
-            text = f"functx.grad(lambda t: {place}(t).sum())({vector})"
+            text = f"{library}.grad(lambda t: {place}(t).sum())({vector})"
         elif kind == "jvp":
-            text = f"functx.jvp({place}, ({vector},), ({self.operand(scope, 'v')},))[1]"
+            text = f"{library}.jvp({place}, ({vector},), ({self.operand(scope, 'v')},))[1]"
         else:
             rows = self.operand(scope, "m")
-            text = f"functx.vmap({place}, randomness=env.randomness)({rows}).sum(0) * 0.3"
+            text = f"{library}.vmap({place}, randomness=env.randomness)({rows}).sum(0) * 0.3"
         self.define(scope, text, "v")
 
 

@@ -117,6 +117,22 @@ class Statements(Pen):
         text, name = self.operand(scope, shape), self.pick("ab")
         self.define(scope, f"functx.checkpoint_name({text}.sin(), {name!r})", shape)
 
+    def export(self, scope: Scope) -> None:
+        """Values that are read by what is no operation."""
+        if not self.at_base:
+            return self.operation(scope)
+        self.features.add("values read by Python")
+        value = f"{self.operand(scope, 'v')}.detach()"
+        how = self.pick(
+            [
+                f"torch.tensor({value}.tolist(), dtype=torch.float64)",
+                f"torch.tensor({value}.numpy())",
+                f"torch.full((3,), float({value}.numpy().sum()), dtype=torch.float64)",
+            ]
+        )
+        self.define(scope, f"{how} * {self.operand(scope, 'v')}", "v")
+        return None
+
     def rebind(self, scope: Scope) -> None:
         """A name that means something else from here on: closures of regions before must not."""
         own = scope.names[scope.own :]

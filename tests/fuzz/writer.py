@@ -31,7 +31,7 @@ class Writer(Regions):
         depth = self.pick(DEPTHS)
         self.budget = BUDGETS[depth]
         self.stack = tuple(self.pick(TRANSFORMS) for _ in range(depth))
-        self.policies = self.chance(5)
+        self.policies = self.chance(3)
         self._choose_kinds()
         self.lines = ["def build(remat, env):"]
         outer = Scope([], 1, 0)
@@ -39,12 +39,26 @@ class Writer(Regions):
             shape = self.pick("vms") if i else "v"
             self.emit(outer, f"leaf{i} = env.leaf({SHAPES[shape]})")
             outer.names.append((f"leaf{i}", shape))
+        if self.chance(3):
+            self.features.add("not differentiated")
+            self.emit(outer, "constant = env.constant")
+            outer.names.append(("constant", "v"))
         self.emit(outer, "def f(x):")
-        body = Scope([*outer.names, ("x", "v")], 2, len(outer.names) + 1)
+        names = [*outer.names, ("x", "v")]
+        if self.chance(3):
+            # As the input, under the same transforms; but no derivative flows to it.
+            self.features.add("not differentiated")
+            self.emit(Scope(names, 2, 0), "given = x.detach()")
+            names.append(("given", "v"))
+        body = Scope(names, 2, len(names))
         for _ in range(1 + self.choose(3)):
             self.statement(body)
         self.region(body)
-        used = next(n for n, s in body.names[::-1] if s == "v" and n not in ("x", "leaf0"))
+        used = next(
+            n
+            for n, s in body.names[::-1]
+            if s == "v" and n not in ("x", "leaf0", "constant", "given")
+        )
         for _ in range(self.choose(3)):
             self.statement(body)
         results = [f"{self.operand(body, 'v')} * 0.5 + {used}.sin()"]
@@ -68,6 +82,7 @@ class Writer(Regions):
             self.escape,
             self.autograd,
             self.escape,
+            self.export,
         ]
         chosen = [self.pick(special) for _ in range(3)]
         if self.at_base:
