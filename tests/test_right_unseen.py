@@ -138,10 +138,19 @@ def test_what_an_extension_reads_of_an_outer_level_is_refused(way, region):
         ways_by_x[way](of)
 
 
-def test_an_unseen_leaf_that_the_region_computed_is_kept():
+@pytest.mark.parametrize("make", ["unseen", "parameter"])
+@pytest.mark.parametrize("reads", ["on the tape", "before the tape", "off the tape"])
+def test_a_leaf_that_the_region_computed_is_kept(make, reads):
     def f(x, w):
-        leaf = unseen(lambda x: x.tanh().requires_grad_())(x)
-        return (leaf.cos() * w).sum()
+        if make == "parameter":
+            leaf = torch.nn.Parameter(x.tanh())
+        else:
+            leaf = unseen(lambda x: x.tanh().requires_grad_())(x)
+        if reads == "on the tape":
+            return (leaf.cos() * w).sum()
+        with torch.set_grad_enabled(reads == "before the tape"):
+            read = leaf.exp().sin()
+        return (read * w).sum()
 
     w = W.clone().requires_grad_()
     expected = torch.autograd.grad(f(X, w), w)

@@ -127,6 +127,7 @@ class Standins(Tracker):
             and t.grad_fn is None
             and _torch.peek_interpreter_stack() is None
             and id(t) not in self.leaves
+            and not self._computed_here(t)
         ):
             return self._admit(t)  # a parameter, nearly always
         in_engine = _torch.current_graph_task_id() != self._engine
