@@ -1,4 +1,4 @@
-"""remat in DDP, FSDP2 and tensor parallelism, on two and four processes of this machine."""
+"""remat in DDP, FSDP2 and tensor parallelism, on two processes of this machine; four in sweeps."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def on_processes(number, script):
     return everyone
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.sweep)])
 def found(request):
     return on_processes(request.param, distributed_cases.__file__)
 

@@ -14,7 +14,7 @@ from functx import per_sample
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_ranks_together_compute_the_sum_of_one_process(ranks, tmp_path):
     from ranks_per_sample import loss, problem
 
