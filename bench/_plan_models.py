@@ -78,4 +78,75 @@ def u_net() -> Chain:
     return blocks, (torch.randn(8, 3, 48, 48),)
 
 
-NETWORKS = {"MLP": mlp, "transformer": transformer, "conv net": conv_net, "U-Net": u_net}
+class Steps(nn.Module):
+    """Some steps of a recurrent cell; all blocks share its weights."""
+
+    def __init__(self, cell: nn.LSTMCell, first: int, steps: int) -> None:
+        super().__init__()
+        self.cell = cell
+        self.steps = range(first, first + steps)
+
+    def forward(self, state: Any) -> Any:
+        x, hidden, memory = state
+        for step in self.steps:
+            hidden, memory = self.cell(x[:, step], (hidden, memory))
+        return x, hidden, memory
+
+
+class Branches(nn.Module):
+    """Convolutions of several sizes side by side, some of them deeper than others."""
+
+    def __init__(self, channels: int, *widths: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList()
+        for i, width in enumerate(widths):
+            parts: list[nn.Module] = [nn.Conv2d(channels, width, 1), nn.ReLU()]
+            for _ in range(i):
+                parts += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
+            self.branches.append(nn.Sequential(*parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class Hidden(nn.Module):
+    """A block of a Hugging Face model, from hidden states to hidden states."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.block(x)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def gpt2() -> Chain:
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=8, n_positions=64, vocab_size=64)
+    return [Hidden(block) for block in GPT2Model(config).eval().h], torch.randn(8, 64, 64)
+
+
+def rnn() -> Chain:
+    cell = nn.LSTMCell(32, 64)
+    state = torch.randn(64, 64, 32), torch.zeros(64, 64), torch.zeros(64, 64)
+    return [Steps(cell, first, 4) for first in range(0, 32, 4)], state
+
+
+def branchy() -> Chain:
+    blocks: list[Any] = [Branches(3, 4, 8, 4), Branches(16, 8, 16, 8), nn.MaxPool2d(2)]
+    blocks += [Branches(32, 4, 4, 4, 4), nn.BatchNorm2d(16), Branches(16, 32, 16), nn.MaxPool2d(2)]
+    blocks += [Branches(48, 8), nn.Upsample(scale_factor=2), nn.Conv2d(8, 4, 3)]
+    return blocks, torch.randn(8, 3, 40, 40)
+
+
+NETWORKS = {
+    "MLP": mlp,
+    "transformer": transformer,
+    "conv net": conv_net,
+    "U-Net": u_net,
+    "GPT-2 (transformers)": gpt2,
+    "LSTM, weights shared": rnn,
+    "branches of unequal size": branchy,
+}

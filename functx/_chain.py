@@ -74,6 +74,7 @@ class Chain:
             later blocks read, or that are results.
         unsaved: bytes of what goes into each block that no tape holds, but a region would.
         finest: points of a frontier to keep.
+        held: of the cotangents of a region's results, what share is live while it is pulled back.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Chain:
         leaving: Sequence[Sequence[int]],
         unsaved: Sequence[int] = (),
         finest: int = FINEST,
+        held: float = 1.0,
     ) -> None:
         self._blocks = blocks
+        self._held = held
         self._unsaved = unsaved or [0] * len(blocks)
         self._finest = finest
         self._leaving = leaving
@@ -103,11 +106,11 @@ class Chain:
             for start in range(n - length + 1):
                 self._frontiers[start, start + length] = self._solve(start, start + length)
 
-    def scaled(self, backward: float, leaving: float) -> Chain:
-        """The chain with other costs, by factors: of pullbacks, and of what regions hand on."""
+    def scaled(self, backward: float, leaving: float, held: float) -> Chain:
+        """The chain with other costs, by factors: of pullbacks, of what regions hand on and hold."""
         blocks = [replace(b, backward=int(b.backward * backward)) for b in self._blocks]
         out = [[int(n * leaving) for n in row] for row in self._leaving]
-        return Chain(blocks, out, self._unsaved, self._finest)
+        return Chain(blocks, out, self._unsaved, self._finest, held)
 
     @property
     def work(self) -> list[int]:
@@ -135,24 +138,27 @@ class Chain:
             again = self._before[cut] - self._before[start]
             out = self._leaving[start][cut]
             inside, rest = self._frontiers[start, cut], self._frontiers[cut, end]
-            found += _both(inside, rest, self._unsaved[start], out, again)
+            cotangents = int(self._held * out)
+            found += _both(inside, rest, self._unsaved[start], (cotangents, out), again)
         return thinned(nondominated(found), self._finest)
 
 
-def _both(inside: list[Point], rest: list[Point], held: int, out: int, again: int) -> list[Point]:
+def _both(
+    inside: list[Point], rest: list[Point], held: int, out: tuple[int, int], again: int
+) -> list[Point]:
     """A region, then the rest: for each amount of memory, the least work of either."""
     found = []
     i = j = 0
     while True:
-        # The cotangents of what leaves the region are held while it is pulled back.
-        memory = held + out + max(inside[i].memory, rest[j].memory)
+        # What leaves the region is there for the rest; its cotangents while it is pulled back.
+        memory = held + max(out[0] + inside[i].memory, out[1] + rest[j].memory)
         tree = ([inside[i].tree], rest[j].tree)
         found.append(Point(memory, again + inside[i].work + rest[j].work, tree))
         following = []
         if i + 1 < len(inside):
-            following.append((inside[i + 1].memory, 0))
+            following.append((out[0] + inside[i + 1].memory, 0))
         if j + 1 < len(rest):
-            following.append((rest[j + 1].memory, 1))
+            following.append((out[1] + rest[j + 1].memory, 1))
         if not following:
             return found
         if min(following)[1]:

@@ -234,8 +234,8 @@ def set_function_planner(planner: Any) -> Any:
 FEW = 5
 
 # The model of memory is no more than that. Others, that think more or less of a pullback or of what
-# regions hand on, propose further trees to measure.
-MODELS = ((1.0, 1.0), (1.4, 1.0), (0.6, 1.0), (1.0, 2.0))
+# regions hand on, or that cotangents go as they are read, propose further trees to measure.
+MODELS = ((1.0, 1.0, 1.0), (1.0, 1.0, 0.0), (1.4, 1.0, 1.0), (0.6, 1.0, 1.0), (1.0, 2.0, 1.0))
 
 # From so many blocks on, two of them have to do.
 MANY = 16
@@ -266,14 +266,22 @@ def _fitting(
 STEPS, WIDTH = 8, 40
 
 
-def _around(tree: Tree) -> list[Tree]:
-    """Trees that differ in two regions at most; in one, if there are many blocks."""
+def _around(tree: Tree, work: list[int]) -> list[Tree]:
+    """Trees of less work that differ in one region, and some, evenly by work, that do in two."""
+    again = work_again(tree, work)
+
+    def some(trees: list[Tree]) -> list[Tree]:
+        less = sorted((t for t in trees if work_again(t, work) < again), key=str)
+        less.sort(key=lambda t: work_again(t, work))
+        return less[:: -(-len(less) // WIDTH) or 1]
+
     near = neighbours(tree)
     if len(near) > WIDTH:
-        return near
-    found = {str(t): t for one in near for t in (one, *neighbours(one))}
-    found.pop(str(tree), None)
-    return list(found.values())
+        return some(near)
+    found = {str(t): t for one in near for t in neighbours(one)}
+    for t in (tree, *near):
+        found.pop(str(t), None)
+    return [*some(near), *some(list(found.values()))]
 
 
 class _Candidates:
@@ -329,9 +337,7 @@ class _Candidates:
                     return
                 continue
             _, again, tree = min(fitting, key=lambda p: (p[1], p[0]))
-            less = [t for t in _around(tree) if work_again(t, self._work) < again]
-            less.sort(key=lambda t: work_again(t, self._work))
-            self.add(less[:WIDTH])
+            self.add(_around(tree, self._work))
             if self._least == again:
                 return
 
