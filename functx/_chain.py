@@ -107,7 +107,7 @@ class Chain:
                 self._frontiers[start, start + length] = self._solve(start, start + length)
 
     def scaled(self, backward: float, leaving: float, held: float) -> Chain:
-        """The chain with other costs, by factors: of pullbacks, of what regions hand on and hold."""
+        """The chain at other costs, by factors: of pullbacks, of what regions hand on and hold."""
         blocks = [replace(b, backward=int(b.backward * backward)) for b in self._blocks]
         out = [[int(n * leaving) for n in row] for row in self._leaving]
         return Chain(blocks, out, self._unsaved, self._finest, held)

@@ -270,18 +270,18 @@ def _around(tree: Tree, work: list[int]) -> list[Tree]:
     """Trees of less work that differ in one region, and some, evenly by work, that do in two."""
     again = work_again(tree, work)
 
-    def some(trees: list[Tree]) -> list[Tree]:
-        less = sorted((t for t in trees if work_again(t, work) < again), key=str)
+    def some(trees: list[Tree], most: int) -> list[Tree]:
+        less = [t for t in trees if work_again(t, work) < again]
         less.sort(key=lambda t: work_again(t, work))
-        return less[:: -(-len(less) // WIDTH) or 1]
+        return less[:: -(-len(less) // most) or 1]
 
     near = neighbours(tree)
     if len(near) > WIDTH:
-        return some(near)
+        return some(near, WIDTH)
     found = {str(t): t for one in near for t in neighbours(one)}
     for t in (tree, *near):
         found.pop(str(t), None)
-    return [*some(near), *some(list(found.values()))]
+    return [*some(near, WIDTH), *some([*found.values()], WIDTH // 2)]
 
 
 class _Candidates:
