@@ -208,7 +208,7 @@ def unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
             name
             for d, m, old in before
             for name in old.keys() | d.keys()
-            if d.get(name) is not old.get(name) and not _of_parameters(d.get(name), m)
+            if d.get(name) is not old.get(name) and not _lists_parameters(name, m)
         ]
         for d, _, old in before:
             d.clear()
@@ -220,9 +220,9 @@ def unchanged(modules: Sequence[Any], name: str) -> Iterator[None]:
         )
 
 
-def _of_parameters(value: Any, module: Any) -> bool:
-    """Whether it lists the module's own parameters, or refers to them, as recurrent layers do."""
-    own = {id(p) for p in module.__dict__.get("_parameters", {}).values()}
-    return isinstance(value, list) and all(
-        id(x() if isinstance(x, weakref.ref) else x) in own for x in value
-    )
+def _lists_parameters(name: str, module: Any) -> bool:
+    """Whether it is the list that a recurrent layer makes anew of its parameters at each call.
+
+    Called by `functional_call`, it lists those that it was called with.
+    """
+    return isinstance(module, torch.nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")

@@ -351,6 +351,20 @@ class TestModulesCalledWithOtherParameters:
         assert_same(list(gradients(planned).values()), list(expected.values()), 64)
         assert peak(gradients, planned) <= most
 
+    def test_inside_of_the_function(self):
+        """Whose recurrent layers list the parameters that they were called with."""
+        torch.manual_seed(0)
+        module, x = nn.GRU(6, 6, 2, batch_first=True), torch.randn(8, 10, 6)
+        params = {name: p.detach() for name, p in module.named_parameters()}
+
+        def f(params, x):
+            return torch.func.functional_call(module, params, (x,))[0].square().sum()
+
+        most = peak(functx.grad(f), params, x)
+        planned = functx.grad(functx.remat(f, budget=most))
+        assert_same(planned(params, x), functx.grad(f)(params, x), 64)
+        assert peak(planned, params, x) <= most
+
 
 class Experts(nn.Module):
     """A mixture: each expert sees everything, two of them count."""
