@@ -123,8 +123,9 @@ def run(device: torch.device) -> Result:
     ]
     notes = []
     for key, title in (("plan", "of blocks"), ("fine", "of operations")):
-        less = sum(row[key] < row["uniform"] for row in rows)
-        more = sum(row[key] > row["uniform"] for row in rows)
+        # The whole network counts a little more work than its blocks, one by one.
+        less = sum(row[key] < 0.99 * row["uniform"] for row in rows)
+        more = sum(row[key] > 1.01 * row["uniform"] for row in rows)
         notes.append(f"Plans {title}: less in {less} of {len(rows)} cases, more in {more}.")
     return Result(NAME, CLAIM, columns, rows, notes, environment(device))
 
