@@ -7,6 +7,7 @@ a torch release which moves one fails there, by name, and not somewhere inside t
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -154,7 +155,8 @@ def unwrap_if_dead(t: torch.Tensor) -> torch.Tensor:
 
 def unwrap_dead(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """`unwrap_if_dead` of each."""
-    return [t if (v := _functorch.unwrap_if_dead(t)) is t else unwrap_if_dead(v) for t in tensors]
+    values = [*map(_functorch.unwrap_if_dead, given := [*tensors])]
+    return given if all(map(operator.is_, values, given)) else [*map(unwrap_if_dead, values)]
 
 
 def batch_dim(t: torch.Tensor) -> int:

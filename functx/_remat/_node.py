@@ -102,12 +102,13 @@ class RegionNode(_torch.SingleLevelFunction):
         ctx.payload, region = payload, payload.region
         ctx.set_materialize_grads(False)
         kept = []
+        needed, before = payload.needed, region.before
         for i, t in enumerate(tensors):
-            if payload.needed[i] and t.is_inference():
-                payload.needed[i] = False  # torch refuses to save it; it can't be written to
+            if needed[i] and t.is_inference():
+                needed[i] = False  # torch refuses to save it; it can't be written to
                 payload.absent.append(functools.partial(_same, t))
-            elif payload.needed[i]:
-                kept.append(region.as_it_was(t) if region.before else t)
+            elif needed[i]:
+                kept.append(region.as_it_was(t) if before else t)
             else:
                 # Its tape at this level is no matter: here it gets no gradient that is not zero.
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
