@@ -11,7 +11,6 @@ import pytest
 import torch
 from cases import numbers
 from references import assert_same, count
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import functx
 from functx.memory import profile
@@ -50,30 +49,6 @@ def test_sines(name, way):
     counts = count(way, f, X)
     assert counts["sin"] == n + again
     assert counts["cos"] == n
-
-
-def live_nodes(f, *args):
-    """Operations left of a traced program when dead code is gone, by name."""
-    graph = make_fx(f)(*args)
-    graph.graph.eliminate_dead_code()
-    names = [
-        node.target.overloadpacket.__name__
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-    ]
-    return {name: names.count(name) for name in names}
-
-
-@pytest.mark.parametrize("name", ["remat(sin, sin)", "eight regions of one", "binomial, 4"])
-def test_second_order_runs_no_more_than_a_compiler_would_leave(name):
-    _, _, f = PROGRAMS[name]
-
-    def second(x):
-        return functx.grad(lambda x: functx.grad(lambda x: f(x).sum())(x).sum())(x)
-
-    left, ran = live_nodes(second, X), count(second, X)
-    for operation in ("sin", "cos"):
-        assert ran[operation] <= left[operation]
 
 
 WEIGHTS = [numbers(4, 4, start=i) for i in range(3)]
