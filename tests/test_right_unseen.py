@@ -155,3 +155,23 @@ def test_a_leaf_that_the_region_computed_is_kept(make, reads):
     w = W.clone().requires_grad_()
     expected = torch.autograd.grad(f(X, w), w)
     assert_same(torch.autograd.grad(functx.remat(f)(X, w), w), expected)
+
+
+@pytest.mark.parametrize("gone", ["freed", "collected"])
+@pytest.mark.parametrize("way", ["plain", "grad by w", "vmap of grad"])
+def test_another_tensor_over_the_memory_of_an_input_goes_meanwhile(gone, way):
+    # How many hold the memory is then as before, though the tape has come to hold a view.
+    def program():
+        held = [X[0]]
+        if gone == "collected":
+            held[0] = held  # a cycle
+            held.append(X[0])
+
+        def f(x, w):
+            held.clear()
+            return (x.mT @ w).sum()
+
+        return f
+
+    derivative = ways(X, W)[way]
+    assert_same(derivative(functx.remat(program())), derivative(program()))

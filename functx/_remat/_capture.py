@@ -72,7 +72,7 @@ class FirstRun(Standins):
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
-        self.holders = [Holders(t) for t in standins]
+        self.holders = [Holders(t, o) for t, o in zip(standins, originals)]
         self._depth = _torch.interpreter_depth()
         self._captures_leaves = self._region.outer is None and self._at_base()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):

@@ -6,6 +6,7 @@ is told by its memory: by storages, which are kept from being another's by weak 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class Computed(Watcher):
         self._writers: dict[int, int] = {}  # storage -> key of what wrote to it last
         self._external: dict[int, int] = {}  # storage from outside -> what it is a copy of
         self._made = _torch_memory.Memories()
+        self.viewed: set[int] = set()  # storages that views were taken of
 
     def computed(self, t: Tensor) -> bool:
         """Whether what is in the memory of ``t`` comes from operations of the body."""
@@ -32,6 +34,11 @@ class Computed(Watcher):
         except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
             return False
         return storage in self._writers and storage not in self._external
+
+    def take_view(self, t: Tensor) -> None:
+        """An operation gives a view of ``t``."""
+        with suppress(RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
+            self.viewed.add(_torch.storage_key(t))
 
     def copied_unseen(self, source: Tensor, copy: Tensor) -> None:
         """Who reads the copy reads the source."""

@@ -193,7 +193,7 @@ class Standins(Tracker):
         captured = self._region.captured
         captured.append(t)
         standin = self._region.frames[0].admit_one(t)
-        self.holders.append(Holders(standin))
+        self.holders.append(Holders(standin, t))
         self._sources.append(self._register("capture", len(captured) - 1, t, standin))
         return standin
 
@@ -254,7 +254,7 @@ class Standins(Tracker):
         region.captured.append(t)
         if self._at_base() and _torch.peek_interpreter_stack() is None:
             standin = region.frames[0].admit_one(t)
-            self.holders.append(Holders(standin))
+            self.holders.append(Holders(standin, t))
             return standin
         if nodes_of([t]) and not of_ended_level(t):
             self._lasting.append(t)
@@ -266,7 +266,7 @@ class Standins(Tracker):
             for frame in region.frames:
                 values = frame.admit(values)
         (standin,) = values
-        self.holders.append(Holders(standin))
+        self.holders.append(Holders(standin, t))
         return standin
 
     def check_captures(self) -> None:

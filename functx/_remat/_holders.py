@@ -48,17 +48,31 @@ def held_by_the_engine(storage: int) -> int:
 
 
 class Holders:
-    """How many holders a tensor has, at every level of its wrappers. ``NOTE [alive]``."""
+    """How many holders a tensor has, at every level of its wrappers. ``NOTE [alive]``.
 
-    __slots__ = ("_before", "_tensor", "storage")
+    Args:
+        t: the tensor.
+        owner: what it stands for, which holds the same memory.
 
-    def __init__(self, t: Tensor) -> None:
+    Attributes:
+        storage: the key of its memory.
+        shared: whether others hold that. They may let go of it any time (garbage is collected),
+            and then the number does not tell that a tape has come to hold a view.
+    """
+
+    __slots__ = ("_before", "_tensor", "shared", "storage")
+
+    def __init__(self, t: Tensor, owner: Tensor | None = None) -> None:
         self._tensor = t
+        self.shared = False
         self.storage: int | None
         try:
             self._before, self.storage = _holders(t)
         except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
             self.storage = None
+            return
+        if owner is not None and self._before[-1] > 2:  # one is this very look at it
+            self.shared = self._before[-1] - 1 > _known(t, owner)
 
     def grown(self, accumulators: set[int]) -> bool:
         """Whether anything but the tape's leaf nodes has come to hold the tensor since.
@@ -83,6 +97,16 @@ class Holders:
             if _torch.is_wrapped(t):
                 t = _torch.get_unwrapped(t)
         return False
+
+
+def _known(t: Tensor, owner: Tensor) -> int:
+    """How many tensors over the memory of ``t`` are known to stay: it, its owner, their bases."""
+    found: list[Tensor] = []
+    for each in (base_of(t), base_of(owner)):
+        for tensor in (each, _torch.view_base(each)):
+            if tensor is not None and not any(tensor is other for other in found):
+                found.append(tensor)
+    return len(found)
 
 
 def _holders(t: Tensor) -> tuple[list[int], int]:

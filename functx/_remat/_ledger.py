@@ -97,6 +97,8 @@ class Ledger(Computed):
         kind = kinds.get(id(func)) or kind_of(func)
         run = kind.run
         if kind.view:
+            if not self.paused:
+                self.take_view(args[0])
             if kind.opaque:
                 self.opaque(func)
             return run(*args, **kwargs) if kwargs else run(*args)

@@ -64,7 +64,8 @@ def _named(t: Tensor, name: str) -> Tensor:
     if tracker is not None and _copies(t, name, tracker):
         t = tracker.run(_copy, (t,), {})
         _tell(t, name)
-    notify_name(base_of(t), name)
+    with _torch.without_function_modes():
+        notify_name(base_of(t), name)
     return t
 
 

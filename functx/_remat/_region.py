@@ -269,7 +269,8 @@ class Region:
                 self.passing = passing = [False] * len(needed)
                 may_go = may_pass(ledger, self.environment, first) and not self.options.records
                 for i, holders in enumerate(first.holders):
-                    if not holders.grown(leaves):
+                    told = not holders.shared or holders.storage not in ledger.viewed
+                    if told and not holders.grown(leaves):
                         needed[i] = passing[i] = ledger.needs(holders.storage)
                 if not may_go:
                     self.passing = ()
