@@ -21,6 +21,7 @@ _FLAGS = (
 LEAN = tuple(name for name in vars(_dispatch) if name.startswith("_is_in_")) == _FLAGS
 
 Flags = tuple[bool, bool, bool]
+_NONE: Flags = (False, False, False)
 
 
 def enter_dispatch_mode(mode: Any) -> Flags:
@@ -39,12 +40,18 @@ def enter_dispatch_mode(mode: Any) -> Flags:
 
 
 def leave_dispatch_mode(before: Flags) -> None:
-    """Leave the mode that was entered last."""
+    """Leave the mode that was entered last.
+
+    The flags are the process's, so what another thread found and puts back may be a mode of ours
+    that is gone by then: where this thread is in no mode, they say so.
+    """
     d: Any = _dispatch
+    d._pop_torch_dispatch_stack(None)
+    if not torch._C._len_torch_dispatch_stack():
+        before = _NONE
     (
         d._is_in_torch_dispatch_mode,
         d._is_in_non_infra_torch_dispatch_mode,
         d._is_in_any_mode_without_ignore_compile_internals,
     ) = before
     d.set_is_in_mode_without_ignore_compile_internals(before[2])
-    d._pop_torch_dispatch_stack(None)

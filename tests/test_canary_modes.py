@@ -1,9 +1,11 @@
 """Private names of modes, modules and memory still exist, and mean what they are used for."""
 
 import importlib
+import threading
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 
 from functx import _torch, _torch_compiler, _torch_memory, _torch_modes, _torch_modules
 
@@ -104,3 +106,35 @@ def test_nothing_is_compiled_until_told():
     _torch_compiler.compile_again()  # told twice, as where the compiler was not loaded before
     block(torch.ones(2))
     assert len(graphs) == 1
+
+
+def test_flags_of_modes_do_not_stay_after_threads():
+    """Entered in one thread, then in another, and left in the same order."""
+
+    class Observer(_torch.TorchDispatchMode):
+        pass
+
+    turns = [threading.Event() for _ in range(3)]
+
+    def first():
+        before = _torch_modes.enter_dispatch_mode(Observer())
+        turns[0].set()
+        turns[1].wait()
+        _torch_modes.leave_dispatch_mode(before)
+        turns[2].set()
+
+    def second():
+        turns[0].wait()
+        before = _torch_modes.enter_dispatch_mode(Observer())
+        turns[1].set()
+        turns[2].wait()
+        _torch_modes.leave_dispatch_mode(before)
+
+    threads = [threading.Thread(target=f) for f in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    assert not _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
+    assert not _python_dispatch._is_in_any_mode_without_ignore_compile_internals
