@@ -9,6 +9,7 @@ from references import assert_same
 from torch import nn
 
 import functx
+from functx import _offload
 from functx._policies import Everything
 from functx._remat import _holders, _prune, _whole
 from functx._remat._saving import Saver
@@ -236,3 +237,17 @@ def test_what_a_region_inside_handed_out_is_not_run_for(poisoned):
     ours, expected = program(with_policies), program(lambda f, policy=None: f)
     assert expected.abs().min() > 0
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)
+
+
+def test_a_failed_copy_to_host_memory_leaves_no_counts():
+    """Stale ones are taken for the engine's, by address: live values would not be computed."""
+
+    def fails(value, copy):
+        raise MemoryError("no host memory")
+
+    region = functx.remat(
+        lambda x: x.sin().sigmoid(), policy=POLICIES.offload(POLICIES.everything_saveable)
+    )
+    with pytest.raises(MemoryError), _offload.on_offload(fails):
+        region(X.clone().requires_grad_())
+    assert not _holders._own.holds

@@ -245,13 +245,15 @@ class Saver:
         All others are let go.
         """
         kept, devices = [], {}
-        for key in keys:
-            t, decision = self._held[key]
-            if decision is Decision.OFFLOAD:
-                devices[key] = t.device
-                t = to_host(t)
-            kept.append(t)
-        self.let_go()
+        try:
+            for key in keys:
+                t, decision = self._held[key]
+                if decision is Decision.OFFLOAD:
+                    devices[key] = t.device
+                    t = to_host(t)  # at which a replay of a region around this one may depart
+                kept.append(t)
+        finally:
+            self.let_go()
         return kept, devices
 
     def let_go(self) -> None:

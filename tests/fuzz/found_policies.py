@@ -57,4 +57,24 @@ def build(remat, env):
         set(),
         ("grad", "grad", "grad"),
     ),
+    "a replay departs at a copy to host memory, of a region inside": Program(
+        """
+def build(remat, env):
+    cp = functx.checkpoint_policies
+    leaf = env.leaf(())
+    def f(x):
+        def region1(p):
+            def region2():
+                unread = torch.sin(leaf), torch.outer(p, p).mT
+                return torch.sigmoid(x)
+            v = remat(region2, policy=cp.offload(cp.everything_saveable))()
+            return torch.sigmoid(v * 0.9 + 0.05)
+        v = remat(region1, policy=cp.dots_saveable)(x)
+        return v * 0.5 + v.sin()
+    return f
+""",
+        set(),
+        ("vmap", "vjp"),
+        (2,),
+    ),
 }
