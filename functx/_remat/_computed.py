@@ -35,8 +35,10 @@ class Computed(Watcher):
             return False
         return storage in self._writers and storage not in self._external
 
-    def take_view(self, t: Tensor) -> None:
-        """An operation gives a view of ``t``."""
+    def take_view(self, t: Any) -> None:
+        """An operation gives a view of ``t``, a tensor or what torch shows as a number of one."""
+        if not isinstance(t, Tensor):
+            return
         with suppress(RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
             self.viewed.add(_torch.storage_key(t))
 

@@ -97,10 +97,10 @@ class Ledger(Computed):
         kind = kinds.get(id(func)) or kind_of(func)
         run = kind.run
         if kind.view:
-            if not self.paused:
-                self.take_view(args[0])
             if kind.opaque:
                 self.opaque(func)
+            elif not self.paused:
+                self.take_view(args[0])
             return run(*args, **kwargs) if kwargs else run(*args)
         if kind.scalar or (args and type(args[0]) is not Tensor):
             args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
