@@ -113,7 +113,11 @@ def held_to_budgets(seed, stacks, shares):
     possible = 0
     for name in stacks:
         plain = STACKS[name](f)
-        most = peak(plain, weights, x)
+        try:
+            most = peak(plain, weights, x)
+        except RuntimeError as error:  # without a budget: draws in a hessian, a vjp of no weights
+            assert "random operation" in str(error) or "non-empty" in str(error)  # noqa: PT017
+            continue
         for share in shares:
             budget = int(share * most)
             planned = STACKS[name](functx.remat(f, budget=budget))
