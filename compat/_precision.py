@@ -170,7 +170,8 @@ def _of_leaf(
     top: float,
 ) -> Difference:
     inexact = ours.dtype in RTOL
-    a, b = numbers(ours), np.asarray(theirs).astype(numbers(ours).dtype)
+    a = numbers(ours)
+    b = np.asarray(theirs).astype(a.dtype)
     r = numbers(reference) if reference is not None and inexact else None
     if r is not None and r.shape != a.shape:
         r = None

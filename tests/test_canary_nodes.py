@@ -29,7 +29,9 @@ def test_a_hook_before_a_node_lets_the_engine_let_go():
     assert held == [1]
 
 
-def test_registration_of_hooks_can_be_wrapped():
+def an_alias_function():
+    """A Function of its own each time: what is wrapped of its nodes stays wrapped."""
+
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -39,7 +41,11 @@ def test_registration_of_hooks_can_be_wrapped():
         def backward(ctx, g):
             return g
 
-    seen = []
+    return Node
+
+
+def test_registration_of_hooks_can_be_wrapped():
+    Node, seen = an_alias_function(), []
 
     def wrapper(register):
         def registering(node, hook):
@@ -83,23 +89,13 @@ def test_hooks_of_a_tensor_are_known():
 
 def test_the_engine_says_whether_a_tape_stays():
     """And a hook can be hung before nodes of torch's own and of custom Functions alike."""
-
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g
-
     seen = []
 
     def hook(gradients):
         seen.append(_torch_nodes.graph_is_kept())
 
     x = torch.ones(3, requires_grad=True)
-    y = Node.apply(x.sin())
+    y = an_alias_function().apply(x.sin())
     _torch_nodes.hang_before(y.grad_fn, hook)
     _torch_nodes.hang_before(y.grad_fn.next_functions[0][0], hook)
     for keeps in (True, False):

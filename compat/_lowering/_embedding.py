@@ -27,8 +27,9 @@ def _differentiated_as_jvp(primals: Any, tangents: Any) -> Any:
     return x, tangents[0] * factor.astype(x.dtype)
 
 
-def _counts(indices: Any, weight: Any) -> Any:
-    return jnp.zeros(weight.shape[0], weight.dtype).at[indices.reshape(-1)].add(1)
+def _reads(indices: Any, rows: int, dtype: Any) -> Any:
+    """How often the row that an index names was read, for each index."""
+    return jnp.zeros(rows, dtype).at[indices.reshape(-1)].add(1)[indices]
 
 
 @rule("embedding")
@@ -41,7 +42,7 @@ def _embedding(
         return rows
     factor = jnp.where(indices == padding_idx, 0, 1) if padding_idx >= 0 else jnp.ones_like(indices)
     if scale_grad_by_freq:
-        factor = factor / _counts(indices, weight)[indices]
+        factor = factor / _reads(indices, weight.shape[0], weight.dtype)
     return _differentiated_as(rows, factor[..., None])
 
 
@@ -51,8 +52,7 @@ def _embedding_backward(
 ) -> Any:
     flat, rows = indices.reshape(-1), g.reshape(-1, g.shape[-1])
     if scale_by_freq:
-        count = jnp.zeros(num_weights, g.dtype).at[flat].add(1)
-        rows = rows / count[flat][:, None]
+        rows = rows / _reads(flat, num_weights, g.dtype)[:, None]
     rows = jnp.where((flat == padding_idx)[:, None], 0, rows) if padding_idx >= 0 else rows
     return jnp.zeros((num_weights, g.shape[-1]), g.dtype).at[flat].add(rows)
 
@@ -71,7 +71,7 @@ def _embedding_bag(
     real = indices != padding_idx
     rows = weight[indices]
     if scale_grad_by_freq:
-        rows = _differentiated_as(rows, 1 / _counts(indices, weight)[indices][:, None])
+        rows = _differentiated_as(rows, 1 / _reads(indices, weight.shape[0], weight.dtype)[:, None])
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     count = jnp.zeros(n, indices.dtype).at[bag].add(real.astype(indices.dtype))

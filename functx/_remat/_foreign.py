@@ -129,7 +129,7 @@ class Standins(Tracker):
             and id(t) not in self.leaves
             and not self._computed_here(t)
         ):
-            return self._admit(t)  # a parameter, nearly always
+            return self._stand_in(t, self._admit(t))  # a parameter, nearly always
         in_engine = _torch.current_graph_task_id() != self._engine
         if alive is not t:
             if t.requires_grad and self._made_here(t, in_engine):
@@ -183,18 +183,19 @@ class Standins(Tracker):
 
     def _capture(self, t: Tensor, value: Tensor) -> Tensor:
         """Make a foreign tensor an input, by what it is for the region around this one."""
-        standin = self._lift(_torch.unwrap_if_dead(value))
+        return self._stand_in(t, self._lift(_torch.unwrap_if_dead(value)))
+
+    def _stand_in(self, t: Tensor, standin: Tensor) -> Tensor:
+        """``standin``, which from now on is ``t`` here: the input that was captured last."""
         position = self._register("capture", len(self._region.captured) - 1, t, standin)
         self._sources.append(position)
         return standin
 
     def _admit(self, t: Tensor) -> Tensor:
-        """`_capture`, where there is but plain autograd."""
-        captured = self._region.captured
-        captured.append(t)
+        """`_lift`, where there is but plain autograd."""
+        self._region.captured.append(t)
         standin = self._region.frames[0].admit_one(t)
         self.holders.append(Holders(standin, t))
-        self._sources.append(self._register("capture", len(captured) - 1, t, standin))
         return standin
 
     def _stood_for(self, t: Tensor, alive: Tensor) -> Tensor | None:
@@ -250,12 +251,10 @@ class Standins(Tracker):
 
     def _lift(self, t: Tensor) -> Tensor:
         """Make ``t`` an input of the region while it runs."""
+        if self._at_base() and _torch.peek_interpreter_stack() is None:
+            return self._admit(t)
         region = self._region
         region.captured.append(t)
-        if self._at_base() and _torch.peek_interpreter_stack() is None:
-            standin = region.frames[0].admit_one(t)
-            self.holders.append(Holders(standin, t))
-            return standin
         if nodes_of([t]) and not of_ended_level(t):
             self._lasting.append(t)
         values = [t]
