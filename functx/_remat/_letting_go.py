@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_vmap
+from functx import _torch, _torch_nodes, _torch_vmap
 from functx._remat._entry import REWRAPPED, Entry
 from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
@@ -139,7 +139,7 @@ def lend(edge: Any, cotangent: Tensor) -> None:
     if hasattr(node, "payload"):  # another region, which takes it over
         cotangent._functx_lent = True  # type: ignore[attr-defined]
     else:
-        node.register_prehook(_Lender(cotangent, edge.output_nr))
+        _torch_nodes.hang_before(node, _Lender(cotangent, edge.output_nr))
 
 
 class _Lender:
