@@ -315,6 +315,35 @@ def test_an_inner_region_captures_a_tensor_and_its_value(stack, first):
     check_program(program, eps=8)
 
 
+@pytest.mark.parametrize("handed", ["as it is", "as what it is inside"])
+@pytest.mark.parametrize("stack", ["", "grad", "vmap(grad)", "grad(grad)", "jvp"])
+def test_an_inner_region_is_given_a_constant_and_closes_over_it(stack, handed):
+    """As under `functional_call` with a frozen parameter; around it all is a region, too."""
+    constant, weight = numbers(3, start=2.0), numbers(3, 3).requires_grad_()
+
+    def program(remat):
+        def f(x):
+            def outer(given):
+                def inner(given):
+                    return torch.tanh(given @ weight) * constant.sin() * x.sin()
+
+                return remat(inner)(constant if handed == "as it is" else given) * given
+
+            return remat(outer)(constant).sum()
+
+        if stack == "vmap(grad)":
+            y = remat(functx.vmap(remat(functx.grad(f))))(numbers(2, 3))
+        elif stack == "grad(grad)":
+            y = remat(functx.grad(lambda x: remat(functx.grad(f))(x).sum()))(X)
+        elif stack == "jvp":
+            y = remat(lambda x: functx.jvp(f, (x,), (Y,)))(X)
+        else:
+            y = remat(functx.grad(f) if stack else f)(X)
+        return y, torch.autograd.grad(total(y), weight, allow_unused=True)
+
+    check_program(program, eps=8)
+
+
 def test_the_check_can_fail():
     """Replay without captures, the mistake this file is about, is seen."""
 

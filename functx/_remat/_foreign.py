@@ -288,7 +288,8 @@ class Standins(Tracker):
         outer = self._region.outer
         if outer is not None and (known := outer.aliases.get(id(original))) is not None:
             self._index[id(known)] = (known, standin, position)
-            self.aliases[id(standin)] = known
+            if standin is original:  # not wrapped, here as in the forward
+                self.aliases[id(standin)] = known
         return position
 
     def _made_here(self, t: Tensor, in_engine: bool) -> bool:
