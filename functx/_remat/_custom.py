@@ -21,9 +21,11 @@ class Running(threading.local):
 
     Attributes:
         engine: the engine's own operations: a ``detach`` is none that a user wrote.
+        keeping: how many traces are under way that leave each region in their graph as a node.
     """
 
     engine = False
+    keeping = 0
 
 
 running = Running()

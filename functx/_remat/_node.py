@@ -12,6 +12,7 @@ from torch import Tensor
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
 from functx._remat._apart import hooked, nodes_apart
+from functx._remat._custom import running
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
 from functx._remat._holders import base_of
@@ -297,7 +298,9 @@ def _mapped_at_most() -> bool:
     """Whether nothing but ``vmap`` is active: nothing could differentiate what runs now."""
     vmap = _torch.TransformType.Vmap
     levels = _torch.interpreters()
-    return not levels or (all(i.key() == vmap for i in levels) and not _torch.tracing())
+    if not levels:
+        return not running.keeping  # a compiler is to see that it is a replay
+    return all(i.key() == vmap for i in levels) and not _torch.tracing()
 
 
 def _same(t: Tensor) -> Tensor:

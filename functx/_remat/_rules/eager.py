@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_vmap
@@ -60,9 +61,11 @@ class EagerFrame(Frame):
         """A leaf of the throw-away tape."""
         (value,) = values
         leaf = value.detach().requires_grad_() if slot else value
-        self.leaves.append(id(leaf))
-        if slot:
-            self.region.first_run.leaves[id(leaf)] = leaf
+        first = self.region.first_run
+        if first is not None:  # else it is traced, after its first run
+            self.leaves.append(id(leaf))
+            if slot:
+                first.leaves[id(leaf)] = leaf
         return leaf
 
     def admit_one(self, t: Tensor) -> Tensor:
@@ -125,10 +128,12 @@ def _off_the_tape(t: Tensor | None) -> Tensor:
 @base_rule
 def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """The first run of a region, at the bottom of the stack."""
-    if proxy.keeping():
+    keeping = proxy.keeping()
+    if keeping and (isinstance(fn, EagerFrame) or not torch.is_grad_enabled()):
         return proxy.emit(fn, inputs, region, first_run)
     if (
-        _torch.forward_ad_level() >= 0
+        not keeping
+        and _torch.forward_ad_level() >= 0
         and not isinstance(fn, (DualFrame, LegacyVmapFrame))
         and has_dual(inputs, fn)
     ):
@@ -147,7 +152,8 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
     lowered = frame.lower_all(inputs)
     frame.inputs = inputs
     region.frames.insert(0, frame)
-    outs = first_run(frame, lowered, region)
+    # A function that is lowered may ask plain autograd for derivatives of its own.
+    outs = run(frame, lowered, region) if keeping else first_run(frame, lowered, region)
     return frame.finish(outs, inputs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx.traceback import has_preserved_node_meta
 
 from functx import _torch
+from functx._remat._custom import running
 from functx._remat._operator import call
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
@@ -21,12 +22,11 @@ from functx._remat._rules.base import Frame
 from functx._remat._saving import asks_per_example
 
 
-class _Keeping(threading.local):
-    depth = 0
-    batch = 1
+class _Batch(threading.local):
+    size = 1
 
 
-_keeping = _Keeping()
+_batch = _Batch()
 
 
 @contextmanager
@@ -37,16 +37,16 @@ def keep_regions() -> Iterator[None]:
     inputs (captures and constants among them), its result a tuple;
     ``node.meta["functx_region"]`` is a `RegionInfo`.
     """
-    _keeping.depth += 1
+    running.keeping += 1
     try:
         yield
     finally:
-        _keeping.depth -= 1
+        running.keeping -= 1
 
 
 def keeping() -> bool:
     """Whether regions are to be kept in a graph."""
-    return _keeping.depth > 0
+    return running.keeping > 0
 
 
 def batch_being_traced() -> int:
@@ -54,7 +54,7 @@ def batch_being_traced() -> int:
 
     1 unless the region has a policy which is to be asked about one of them.
     """
-    return _keeping.batch
+    return _batch.size
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def emit(fn: Flat, inputs: Sequence[Tensor], region: Region, first_run: Any) -> 
     sizes = [f.batch_size for f in region.frames if f.batch_size is not None]
     policy = region.options.policy
     per_example = bool(sizes) and policy is not None and asks_per_example(policy)
-    before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
+    before, _batch.size = _batch.size, math.prod(sizes) if per_example else 1
     try:
         module = _torch.trace_subgraph(explicit, *operands)
     finally:
-        _keeping.batch = before
+        _batch.size = before
     tracer = mode.tracer
     name = tracer.get_fresh_qualname("region_")
     tracer.root.register_module(name, module)
