@@ -108,6 +108,20 @@ def test_nothing_is_compiled_until_told():
     assert len(graphs) == 1
 
 
+def test_graphs_are_counted_and_made_again_where_hooks_change():
+    module = torch.nn.Identity()
+    before = _torch_compiler.graphs_compiled()
+    with _torch_compiler.hooks_guarded():
+        compiled = torch.compile(lambda x: module(x) + 1, backend="eager")
+        compiled(torch.ones(2))
+        compiled(torch.ones(2))
+        assert _torch_compiler.graphs_compiled() == before + 1
+        module.register_forward_hook(lambda module, args, out: out * 2)
+        assert compiled(torch.ones(2)).tolist() == [3, 3]
+        assert _torch_compiler.graphs_compiled() == before + 2
+    torch._dynamo.reset()
+
+
 def test_flags_of_modes_do_not_stay_after_threads():
     """Entered in one thread, then in another, and left in the same order."""
 

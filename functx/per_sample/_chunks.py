@@ -11,7 +11,6 @@ measured too, and corrected.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from functx import _torch, memory
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
-from functx.per_sample._failure import free_memory, is_of_vmap, is_out_of_memory
+from functx.per_sample._failure import free_memory, is_of_vmap, is_out_of_memory, outside
 
 
 class Job(Protocol):
@@ -145,7 +144,7 @@ class Chunking:
                 f"{self.api}: out of memory with {size} examples at a time, going on with "
                 f"{chunk}; give chunk_size={chunk} or a memory_budget to avoid this ({failure})",
                 RuntimeWarning,
-                stacklevel=_outside(),
+                stacklevel=outside(),
             )
             if chunk < batch.size:
                 job.reserve(batch.size)
@@ -242,12 +241,3 @@ class Chunking:
             return memory.profile(run)
         finally:
             _random.restore(saved)
-
-
-def _outside() -> int:
-    """The ``stacklevel`` of a warning for whoever called ``per_sample``."""
-    level, frame = 1, inspect.currentframe()
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("functx."):
-        level, frame = level + 1, frame.f_back
-    return level

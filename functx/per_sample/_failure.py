@@ -1,8 +1,9 @@
-"""Which errors mean that memory ran out, and which that ``vmap`` can't run a function."""
+"""Which errors mean that memory ran out, and which that ``vmap`` can't run a function; warnings."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -68,3 +69,12 @@ def in_halves(
         ran_out = True
         left += [(middle, stop), (start, middle)]
     return ran_out
+
+
+def outside() -> int:
+    """The ``stacklevel`` of a warning for whoever called ``per_sample``."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("functx."):
+        level, frame = level + 1, frame.f_back
+    return level

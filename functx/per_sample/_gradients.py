@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from functx.per_sample import _parallel
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
 from functx.per_sample._chunks import Chunking
+from functx.per_sample._compiled import compiled_by
 from functx.per_sample._extras import returned
 from functx.per_sample._groups import Groups, Scaling, groups_of, scaling_of
 from functx.per_sample._jobs import ClippedSum, Gradients, Leaves, Norms
@@ -31,6 +32,7 @@ def grads(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     randomness: str = "error",
+    compile: bool | Mapping[str, Any] = False,
 ) -> Callable[..., Any]:
     """The gradient of a loss for each example.
 
@@ -55,6 +57,11 @@ def grads(
             size follows, from measurements at the first call with a shape (of up to eight examples,
             which may take more than that). The result counts too.
         randomness: ``"error"``, ``"different"`` or ``"same"``, as for :func:`torch.func.vmap`.
+        compile: Compile the gradients of a chunk with :func:`torch.compile`; a dict has its
+            options. For chunks of one size, ``chunk_size`` or that of the first call, of more than
+            one example, without random numbers, where no argument requires grad. The first chunk
+            of a graph also runs in eager, to compare: where they differ, or ``func`` can't be
+            compiled, a warning says why and all runs in eager.
 
     Returns:
         A function of the same arguments, for a batch of ``B`` examples, and
@@ -88,7 +95,7 @@ def grads(
             loss, leaves, groups, return_values=return_values, return_norms=return_norms
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness)
+    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
     return _transform(api, func, argnums, *options, None, make, return_values or return_norms)
 
 
@@ -104,6 +111,7 @@ def norms(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     randomness: str = "error",
+    compile: bool | Mapping[str, Any] = False,
 ) -> Callable[..., Any]:
     """The norm of the gradient of each example, exactly, for any code.
 
@@ -122,6 +130,7 @@ def norms(
         chunk_size: As for `grads`.
         memory_budget: As for `grads`.
         randomness: As for `grads`.
+        compile: As for `grads`.
 
     Returns:
         A function of the same arguments as that of `grads`, that returns norms of shape ``(B,)``,
@@ -151,7 +160,7 @@ def norms(
             return_norms=True,
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness)
+    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
     return _transform(
         api, func, argnums, *options, lambda tree: groups_of(tree, groups, None, api), make,
         return_values,
@@ -174,6 +183,7 @@ def clipped_sum(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     randomness: str = "error",
+    compile: bool | Mapping[str, Any] = False,
     process_group: Any = None,
 ) -> Callable[..., Any]:
     """The sum over examples of clipped gradients: what differential privacy adds noise to.
@@ -205,6 +215,7 @@ def clipped_sum(
         chunk_size: As for `grads`.
         memory_budget: As for `grads`.
         randomness: As for `grads`.
+        compile: As for `grads`.
         process_group: Add up over the ranks of a :mod:`torch.distributed` group (or a
             ``DeviceMesh`` of one dimension; ``True`` for the default group), in one all-reduce.
             Every rank has to call, also without examples.
@@ -245,7 +256,7 @@ def clipped_sum(
             return_norms=return_norms,
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness)
+    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
     return _transform(
         api, func, argnums, *options, lambda tree: groups_of(tree, groups, max_norm, api), make,
         return_values or return_norms, lambda total: _parallel.all_reduced(total, process_group),
@@ -261,6 +272,7 @@ def _transform(
     chunk_size: int | None,
     memory_budget: int | None,
     randomness: str,
+    compile: bool | Mapping[str, Any],
     group: Callable[[Any], Groups] | None,
     make: Callable[[Loss, Leaves, Groups], Any],
     extras_wanted: bool,
@@ -275,12 +287,13 @@ def _transform(
     call = Call(loss_of_one, in_dims, shared, chunking, api, module is not None)
 
     hints: dict[Any, bool] = {}
+    compiled = compiled_by(compile, chunk_size, memory_budget, api)
 
     def make_job(batch: Batch) -> Any:
         args = batch.args()
         positions = _validate.resolve_argnums(argnums, len(args), api)
         _validate.check_inputs(args, positions, api)
-        loss = Loss(loss_of_one, positions, has_aux, randomness, api, hints)
+        loss = Loss(loss_of_one, positions, has_aux, randomness, api, hints, compiled)
         leaves = Leaves(loss, batch, single=isinstance(argnums, int))
         chosen = tuple(args[position] for position in positions)
         tree = chosen[0] if isinstance(argnums, int) else chosen

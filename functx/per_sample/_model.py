@@ -62,7 +62,8 @@ def functional(
         )
 
     def loss(params: Params, inputs: Any, *targets: Any) -> torch.Tensor:
-        check_module(module)
+        if not torch.compiler.is_compiling():
+            check_module(module)
         inputs, targets = _tree.map_(_batch_of_one, (inputs, targets))
         if isinstance(inputs, Mapping):
             output = functional_call(module, params, (), dict(inputs))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from functx import _torch, _tree, _validate
 from functx._pullback import Pullback, record
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
+from functx.per_sample._compiled import Compiled
 from functx.per_sample._factors import Factored
 from functx.per_sample._failure import is_out_of_memory
 from functx.per_sample._outer import KeepFactors, Outer
@@ -43,6 +44,7 @@ class Loss:
         randomness: As for :func:`torch.func.vmap`.
         api: The name for error messages.
         hints: For signatures of batches, whether factors were worth looking for; shared by calls.
+        compiled: Runs it compiled, if that was asked for.
     """
 
     func: Callable[..., Any]
@@ -51,6 +53,7 @@ class Loss:
     randomness: str
     api: str
     hints: dict[Any, bool] = field(default_factory=dict)
+    compiled: Compiled | None = None
 
 
 class Receiver(Protocol):
@@ -82,11 +85,11 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
         leaves of shape ``(c, ...)``.
     """
     run = _pull_one if batch.size == 1 and not _torch.transforming() else _pull_mapped
-    if not receiver.factors or _torch.transforming():
-        return run(loss, batch, receiver, None)
+    serves = loss.compiled is not None and loss.compiled.serves(loss, batch)
     key = (batch.size == 1, batch.signature())
-    if not loss.hints.get(key, True):
-        return run(loss, batch, receiver, None)
+    if not receiver.factors or _torch.transforming() or not loss.hints.get(key, True):
+        found = _pull_compiled(loss, batch, receiver) if serves else None
+        return run(loss, batch, receiver, None) if found is None else found
     mode = KeepFactors(batch.size)
     before = _random.state() if loss.randomness != "error" else None
     try:
@@ -104,6 +107,26 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
     if before is not None:
         _random.restore(before)
     return run(loss, batch, receiver, None)
+
+
+def _pull_compiled(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any] | None:
+    """As `pull`, compiled; ``None`` where that can't be, and nothing was fed."""
+    assert loss.compiled is not None
+
+    def eager(receiver: Receiver, func: Callable[..., Any]) -> tuple[Any, Any]:
+        return _pull_mapped(replace(loss, func=func), batch, receiver, None)
+
+    found = loss.compiled.rows(loss, batch, eager)
+    if found is None:
+        return None
+    value, aux, rows = found
+    for leaf in range(len(rows)):
+        receiver.gradient(leaf, rows[leaf])
+        if not receiver.may_ask_again():
+            rows[leaf] = None
+    for leaf in receiver.again():
+        receiver.gradient(leaf, rows[leaf])
+    return value, aux
 
 
 def _pull_mapped(
