@@ -66,15 +66,18 @@ def pull_back_basis(
         if chunk_size == 1 or total == 1:  # NOTE [one row]
             row = [block.squeeze(0) for block in _identity_rows(outputs, start, stop)]
             rows = [leaf.unsqueeze(0) for leaf in _tree.leaves(pull(_tree.unflatten(spec, row)))]
+            del row
         else:
             basis = _tree.unflatten(spec, _identity_rows(outputs, start, stop))
             mend_batching_rules()
             rows = _tree.leaves(vmap(pull)(basis))
+            del basis
         if preallocate:
             for whole, part in zip(result, rows, strict=True):
                 whole[start:stop].copy_(part)
         else:
             chunks.append(rows)
+        del rows
     if preallocate:
         return result
     if len(chunks) == 1:

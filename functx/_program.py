@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from functx import _tree
+from functx._flags import Flags
 
 # A block for each operation up to so many; more are taken together.
 MOST_BLOCKS = 32
@@ -38,13 +40,18 @@ class Ref:
 
 @dataclass
 class Operation:
-    """One call: the function, its arguments as leaves, the values it gives, the grad mode."""
+    """One call: the function, its arguments as leaves, the values it gives, the grad mode.
+
+    Attributes:
+        flags: settings that it ran under, where the program had changed them.
+    """
 
     function: Callable[..., Any]
     leaves: list[Any]
     spec: Any
     gives: list[int]
     grad: bool
+    flags: Flags | None = None
 
 
 class Program:
@@ -56,6 +63,7 @@ class Program:
         outside: tensors that it reached otherwise than through its arguments.
         cuts: where it may be cut, by the number of operations before; ends included.
         layouts: shape, dtype and device of each value.
+        flags: settings that it began under.
     """
 
     def __init__(self, takes: int) -> None:
@@ -66,6 +74,7 @@ class Program:
         self.layouts: list[Any] = []
         self.results: list[Any] = []  # references, or what is no tensor
         self.spec: Any = None
+        self.flags = Flags.now()
 
     def without_tensors(self) -> Program:
         """The same, with nothing in place of the tensors from outside."""
@@ -75,12 +84,18 @@ class Program:
 
     def signature(self) -> tuple[Any, ...]:
         """Equal for programs that cost the same."""
-        inputs = tuple(self.layouts[: self.takes])
+        values = tuple(self.layouts)  # `1` and `1.0` are equal, what is made with them is not
         outside = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in self.outside)
         return (
-            inputs,
+            values,
+            self.takes,
             outside,
-            tuple((o.function, o.grad, tuple(map(_plain, o.leaves))) for o in self.operations),
+            tuple(
+                (o.function, o.grad, str(o.flags), tuple(map(_plain, o.leaves)))
+                for o in self.operations
+            ),
+            str(self.flags),
+            tuple(map(_plain, self.results)),  # what is returned stays
         )
 
     def blocks(self, outside: Sequence[Tensor] | None = None) -> list[Segment]:
@@ -127,6 +142,24 @@ class Program:
 
     def _bytes(self, numbers: Sequence[int]) -> int:
         return sum(self.layouts[n][0].numel() * self.layouts[n][1].itemsize for n in numbers)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """What the function returns for such arguments."""
+        state = dict(enumerate(inputs))
+        for block in self.blocks():
+            state = block(state)
+        return self.finish(state)
+
+    @contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """Put the generators that operations are given back to the states they have now."""
+        given = {leaf for o in self.operations for leaf in o.leaves if _is_generator(leaf)}
+        before = [(generator, generator.get_state()) for generator in given]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
 
     def finish(self, values: dict[int, Tensor]) -> Any:
         """The result of the function, from the values that the last block gives."""
@@ -180,12 +213,15 @@ class Segment:
     def __call__(self, state: dict[int, Tensor]) -> dict[int, Tensor]:
         values = dict(state)
         del state
-        for operation, dead in zip(self._operations, self._dead):
-            outs = self._run(operation, values)
-            values.update(zip(operation.gives, outs, strict=True))
-            del outs
-            for number in dead:
-                values.pop(number, None)
+        together = itertools.groupby(zip(self._operations, self._dead), lambda pair: pair[0].flags)
+        for flags, pairs in together:
+            with nullcontext() if flags is None else flags.entered():
+                for operation, dead in pairs:
+                    outs = self._run(operation, values)
+                    values.update(zip(operation.gives, outs, strict=True))
+                    del outs
+                    for number in dead:
+                        values.pop(number, None)
         return {n: values[n] for n in self.gives if n in values}
 
     def _run(self, operation: Operation, values: dict[int, Tensor]) -> list[Tensor]:
@@ -204,6 +240,10 @@ class Segment:
             with torch.set_grad_enabled(operation.grad):
                 out = operation.function(*args, **kwargs)
         return [t for t in _tree.leaves(out) if isinstance(t, Tensor)]
+
+
+def _is_generator(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Generator)
 
 
 def _plain(leaf: Any) -> Any:

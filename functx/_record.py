@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_fake, _torch_modules, _tree
 from functx._errors import RematError
+from functx._flags import Flags, no_casts_kept
 from functx._program import Operation, Program, Ref
 from functx._remat._function import recording
 from functx._remat._functions import PASSIVE, TENSOR_GETTERS
@@ -33,6 +35,9 @@ class _Recorder(TorchFunctionMode):
         self._first: dict[int, int] = {}  # storage -> number of operations before its first use
         self._values = 0
         self._forbidden: list[tuple[int, int]] = []
+        self._modes = len(_torch.user_modes())
+        self._generators: dict[torch.Generator, tuple[Tensor, bytes]] = {}
+        self.check_generators([torch.default_generator])
         for t in fakes:
             self._new(t, 0)
 
@@ -62,7 +67,10 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         elif name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
+        if len(_torch.user_modes()) > self._modes:
+            raise self.refuse("it enters a mode that its operations run under; enter it outside")
         leaves, spec = _tree.flatten((args, kwargs))
+        self.check_generators(leaf for leaf in leaves if isinstance(leaf, torch.Generator))
         real, refs = [], []
         for leaf in leaves:
             ref, stand = self._resolve(leaf)
@@ -82,12 +90,33 @@ class _Recorder(TorchFunctionMode):
                 gives.append(self._new(t, 0))
             else:
                 gives.append(known.number if known is not None else self._new(t, at))
-        self._program.operations.append(Operation(func, refs, spec, gives, grad))
+        now = Flags.now()
+        flags = None if now == self._program.flags else now
+        self._program.operations.append(Operation(func, refs, spec, gives, grad, flags))
         for t, version, ref in zip(real, before, refs):
             # What is outside is put back by regions, wherever they are cut.
             if isinstance(t, Tensor) and _torch.version(t) != version and not ref.outside:
                 self._forbidden.append((self._first[_torch.storage_key(t)], at + 1))
         return out
+
+    def check_generators(self, given: Iterable[torch.Generator] = ()) -> None:
+        """Refuse what seeds them: on fake tensors nothing is drawn, so that they stay as they are.
+
+        Args:
+            given: further ones that are used from now on.
+        """
+        for generator in given:
+            if generator not in self._generators:
+                state = generator.get_state()
+                generator.manual_seed(_NOBODY_S_SEED)
+                self._generators[generator] = state, _bytes_of(generator.get_state())
+        if any(_bytes_of(g.get_state()) != own for g, (_, own) in self._generators.items()):
+            raise self.refuse("it seeds a random generator; seed it before")
+
+    def put_generators_back(self) -> None:
+        """Let them go on as if nobody had been here."""
+        for generator, (state, _) in self._generators.items():
+            generator.set_state(state)
 
     def _resolve(self, leaf: Any) -> tuple[Any, Any]:
         if isinstance(leaf, slice) and any(
@@ -136,6 +165,13 @@ class _Recorder(TorchFunctionMode):
         ]
 
 
+_NOBODY_S_SEED = 0x5EED0FA71A1
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())  # no operation that a mode could see
+
+
 def _made_of_fakes(t: Tensor) -> bool:
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
@@ -170,6 +206,7 @@ def record(
         _torch.without_dispatch_modes(),  # nothing runs that a counter or a profiler should see
         unchanged(modules, name),
         torch.random.fork_rng(devices=[]),
+        no_casts_kept(),
         _torch_fake.FakeTensorMode(),
     ):
         fakes = [fake_of(t) for t in inputs]
@@ -179,12 +216,15 @@ def record(
         try:
             with recording(), recorder:
                 result = f(*fake_args, **fake_kwargs)
+            recorder.check_generators()
             recorder.finish(result)
         except (
             _torch_fake.DataDependentOutputException,
             _torch_fake.DynamicOutputShapeException,
         ) as e:
             raise recorder.refuse(f"it depends on values ({e})") from e
+        finally:
+            recorder.put_generators_back()
         made = recorder.let_go()
         del result, stand, fake_args, fake_kwargs, fakes
     if any(ref() is not None for ref in made):

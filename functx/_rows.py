@@ -17,6 +17,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_fake, _tree
 from functx._errors import RematError
+from functx._flags import no_casts_kept
 from functx._pullback import AGAIN, Rows
 from functx._record import fake_of, unchanged
 from functx._remat._function import recording
@@ -73,10 +74,12 @@ def _total(wanted: Rows) -> int:
         _torch.without_dispatch_modes(),
         unchanged(reachable(func, leaves), name),
         torch.random.fork_rng(devices=[]),
+        no_casts_kept(),
         _torch_fake.FakeTensorMode(allow_non_fake_inputs=True),
         recording(),
     ):
-        fakes = {id(x): fake_of(x) for x in leaves if isinstance(x, Tensor)}
+        with _torch.cleared_interpreter_stack():  # in which leaves of a tape can be made
+            fakes = {id(x): fake_of(x) for x in leaves if isinstance(x, Tensor)}
         fake_args, fake_kwargs = _tree.unflatten(spec, [fakes.get(id(x), x) for x in leaves])
         try:
             with seen:

@@ -50,3 +50,14 @@ def requires_grad_anywhere(t: torch.Tensor) -> bool:
             return False
         t = _torch.get_unwrapped(t)
     return True
+
+
+def is_computed(t: torch.Tensor) -> bool:
+    """Whether the memory of ``t`` was made by an operation that a tape of some level knows."""
+    while True:
+        base = _torch.view_base(t)
+        if (t if base is None else base).grad_fn is not None:
+            return True
+        if not _torch.is_wrapped(t):
+            return False
+        t = _torch.get_unwrapped(t)

@@ -31,7 +31,9 @@ def random_function(seed):
             weights.append(torch.randn(into, width, generator=generator) / into**0.5)
         steps.append((kind, len(weights) - 1, activation))
 
-    def f(weights, x):
+    def f(weights, x, scale=None):
+        if scale is not None:
+            weights = [w * scale.sum() for w in weights[:1]] + weights[1:]
         before = x
         for kind, i, activation in steps:
             before, here = x, before
@@ -99,12 +101,23 @@ STACKS = {
     "jvp(grad)": lambda f: (
         lambda weights, x: functx.jvp(lambda x: functx.grad(f, (0, 1))(weights, x), (x,), (x,))
     ),
-    "hessian": lambda f: (
+    "hessian": lambda f: lambda weights, x: functx.hessian(f, 2)(weights, x, SCALE),
+    "hessian around it": lambda f: (
         lambda weights, x: functx.hessian(
             lambda scale: f([w * scale.sum() for w in weights[:1]] + weights[1:], x)
-        )(torch.ones(3))
+        )(SCALE)
+    ),
+    "jacrev in chunks": lambda f: functx.jacrev(
+        lambda weights, x: per_example(lambda f: f)(f)(weights, x), 1, chunk_size=3
+    ),
+    "jacrev(jacrev)": lambda f: (
+        lambda weights, x: functx.jacrev(functx.jacrev(f, 2), 2)(weights, x, SCALE)
     ),
 }
+
+SCALE = torch.ones(3)
+# What whoever calls `f` holds: the basis of what it differentiates by.
+HELD = {"hessian around it": 4 * 3 * 3}
 
 
 def held_to_budgets(seed, stacks, shares):
@@ -133,7 +146,7 @@ def held_to_budgets(seed, stacks, shares):
                 for tree in (actual, plain(weights, x))
             ]
             assert_same(*leaves, 64)
-            assert peak(planned, weights, x) <= budget, (seed, name, share)
+            assert peak(planned, weights, x) <= budget + HELD.get(name, 0), (seed, name, share)
             possible += 1
     return possible
 

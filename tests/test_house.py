@@ -89,6 +89,7 @@ LAYERS = [
     ("functx._plan",),
     ("functx._origins", "functx._labels", "functx._residuals"),
     ("functx._saved",),
+    ("functx._flags",),
     ("functx._program",),
     ("functx._record",),
     ("functx._rows",),
