@@ -30,7 +30,7 @@ LAYERS = [
     ("functx._tree", "functx._validate", "functx._policies", "functx._where", "functx._unwritten"),
     ("functx._policy_kinds", "functx._offload"),
     ("functx.checkpoint_policies",),
-    ("functx._places", "functx._pictures"),
+    ("functx._places", "functx._pictures", "functx._padding"),
     ("functx._storages", "functx._traced", "functx.memory"),
     ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
     (

@@ -96,6 +96,18 @@ def test_the_losses_of_experts_count():
     assert not torch.allclose(gradients(0.0), gradients(0.5))
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_padding(name, attention):
+    """Of a mask that vmap maps, transformers can't ask whether it masks anything."""
+    model = functx.apply_remat(hf.build(name, attention=attention), "gradient_checkpointing")
+    inputs = {key: value[:, 0] for key, value in hf.batch(name, length=LENGTH).items()}
+    inputs["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [2], [5]])).long()
+    pair = (model, lambda output: output.loss)
+    mapped = functx.per_sample.grads(pair)(inputs)
+    assert_same(mapped, functx.per_sample.grads(pair, chunk_size=1)(inputs), eps=64)
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "mixtral", "bart"])
 @pytest.mark.parametrize("way", WAYS)
 def test_recorded_outputs(name, way):

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch.func import vmap
 
 from functx import _torch, _tree, _validate
 from functx._pullback import Pullback, record
@@ -28,6 +27,7 @@ from functx.per_sample._compiled import Compiled
 from functx.per_sample._factors import Factored
 from functx.per_sample._failure import is_out_of_memory
 from functx.per_sample._outer import KeepFactors, Outer
+from functx.per_sample._vmap import vmap
 
 # Factors are looked for where they spare this much of all gradients' numbers.
 _WORTH = 0.2

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.func import vmap
 
 from functx import _torch, _tree, _validate
 from functx._transforms import jacfwd, jacrev
@@ -18,6 +17,7 @@ from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
 from functx.per_sample._chunks import Chunking
 from functx.per_sample._stack import Stack
+from functx.per_sample._vmap import vmap
 
 Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]

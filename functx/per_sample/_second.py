@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.func import vmap
 
 from functx import _torch, _tree, memory
 from functx._pullback import record
 from functx.per_sample._batch import Batch
 from functx.per_sample._pull import Loss
+from functx.per_sample._vmap import vmap
 
 # Two passes where gradients of an example take this many times the bytes of its activations: the
 # second pass, which works on activations, is then next to nothing beside the first.
