@@ -260,3 +260,28 @@ def test_rows_of_an_embeddings_gradient(hook, chunk_size):
     norms = slow_norms(slow(loss, params, i))
     with torch.no_grad():
         assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, i), norms, eps=64)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_of_norms(name, chunk_size):
+    """What plain autograd follows is no factor, in a chunk of one example too."""
+    loss, params, batch, _ = CASES[name]
+    params, x = arguments(params, batch)
+
+    def derivatives(squares):
+        asked = [p.clone().requires_grad_() for p in params]
+        none = 0 * sum(p.sum() for p in asked)  # a norm may be constant
+        return torch.autograd.grad(squares(asked) + none, asked)
+
+    def expected(params):
+        rows = [
+            torch.autograd.grad(loss(params, one), params, create_graph=True, allow_unused=True)
+            for one in x
+        ]
+        return sum(g.square().sum() for row in rows for g in row if g is not None)
+
+    def found(params):
+        return per_sample.norms(loss, chunk_size=chunk_size)(params, x).square().sum()
+
+    assert_same(derivatives(found), derivatives(expected), eps=256)

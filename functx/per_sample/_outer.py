@@ -184,7 +184,8 @@ class KeepFactors(_torch.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func is aten.bmm.default:
             found = self._product(*args)
-        elif func is aten.mm.default and self._size == 1:
+        elif func is aten.mm.default and self._size == 1 and _plain(*args):
+            # (Views that are made here are followed by nobody.)
             found = self._product(*(one.unsqueeze(0) for one in args))
             if found is not None:
                 found = Outer(found.value, False, found.shape[1:], found)
@@ -227,7 +228,8 @@ class KeepFactors(_torch.TorchDispatchMode):
         if left.dim() == 3 and left.shape[2] == 1 and right.dim() == 3 and right.shape[1] == 1:
             # A size that is 1 on one side only would be broadcast.
             return self._product(left, right) if len(left) == len(right) else None
-        if self._size == 1 and left.dim() == 2 and left.shape[1] == 1 and right.dim() == 1:
+        of_one = self._size == 1 and left.dim() == 2 and left.shape[1] == 1 and right.dim() == 1
+        if of_one and _plain(left, right):
             found = self._product(left.unsqueeze(0), right.view(1, 1, -1))
             return None if found is None else Outer(found.value, False, found.shape[1:], found)
         return None
