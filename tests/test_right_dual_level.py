@@ -220,9 +220,9 @@ def test_a_policy_keeps_nothing_wrong():
     assert_same(program(functx.remat, policy=policy), program(identity), eps=16)
 
 
-def test_writes_to_an_input_are_refused():
+def test_writes_to_an_input_are_refused_where_duals_are_pulled_back():
     with forward_ad.dual_level():
-        _, _, dual, _ = leaves()
-        h = dual * 2
+        x, _, dual, _ = leaves()
+        y = functx.remat(lambda h: h.mul_(2).sin())(dual * 2)
         with pytest.raises(functx.RematError, match="in place"):
-            functx.remat(lambda h: h.mul_(2).sin())(h)
+            torch.autograd.grad(y.sum(), [x], create_graph=True)

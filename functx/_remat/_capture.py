@@ -141,7 +141,7 @@ class FirstRun(Standins):
             raise RematError(
                 f"remat: the region {self._region.options.name!r} writes in place, by "
                 f"{describe(func)}, to a tensor that it did not make and that requires grad: a "
-                "leaf, which torch lets nobody write to, or one in a trace, or with a tangent too. "
+                "leaf, which torch lets nobody write to, or one in a trace. "
                 "Write to a .clone() of it and return that, or write outside of the region."
             ) from error
 

@@ -103,13 +103,13 @@ class RegionNode(_torch.SingleLevelFunction):
         ctx.payload, region = payload, payload.region
         ctx.set_materialize_grads(False)
         kept = []
-        needed, before = payload.needed, region.before
+        needed = payload.needed
         for i, t in enumerate(tensors):
             if needed[i] and t.is_inference():
                 needed[i] = False  # torch refuses to save it; it can't be written to
                 payload.absent.append(functools.partial(_same, t))
             elif needed[i]:
-                kept.append(region.as_it_was(t) if before else t)
+                kept.append(t)
             else:
                 # Its tape at this level is no matter: here it gets no gradient that is not zero.
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
@@ -329,6 +329,8 @@ def attach(
     if not any(requires):
         return list(outs)
     region: Region = frame.region
+    if region.before:  # what they have become may be on the throw-away tape
+        tensors = [*map(region.as_it_was, tensors)]
     if region.outer is not None:
         for constant in region.constants:
             tell_of_a_constant(constant.value)

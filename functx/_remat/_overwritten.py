@@ -8,7 +8,8 @@ it right at every level of transforms:
 - Before the write, a copy of ``h`` with its history takes its place among what the nodes of the
   region keep. Replays start from it, and write to a copy of that.
 - The stand-in is a leaf of the throw-away tape, and torch lets nobody write to a leaf. So it is
-  made to follow from a leaf, in place: the body may hold it, and views of it.
+  made to follow from a leaf, in place: the body may hold it, and views of it. So is its tangent,
+  to which forward mode writes.
 - What the stand-in has become is one more result of the region; when the nodes are there, it is
   written back to ``h``, which changes its history and no memory.
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from functx import _torch
 from functx._errors import RematError
@@ -139,6 +141,8 @@ class Writes:
         """No tape knew it before the body wrote to it; now one does, or it has a tangent."""
         region = self._region
         if len(region.frames) > 1:
+            if position in self._owners:
+                return  # its history is what it was
             owner = None if kind == "constant" else _inputs(region.frames[-1], kind)[number]
             known = requires_grad_anywhere(standin) or any(f.dual() for f in region.frames)
             if owner is not None and owner is not standin and known:
@@ -226,11 +230,17 @@ def _levels(region: Region) -> Callable[[], AbstractContextManager[Any]]:
 
 def is_view_of(t: Tensor, whole: Tensor) -> bool:
     """Whether ``t`` is ``whole``, or a view of it that the tape of some level knows."""
-    while t is not whole and _torch.view_base(t) is not whole:
+    while t is not whole and _whole(t) is not _whole(whole):
         if not (_torch.is_wrapped(t) and _torch.is_wrapped(whole)):
             return False
         t, whole = _torch.get_unwrapped(t), _torch.get_unwrapped(whole)
     return True
+
+
+def _whole(t: Tensor) -> Tensor:
+    """What ``t`` is a view of: a dual is one of what it was made of."""
+    base = _torch.view_base(t)
+    return t if base is None else base
 
 
 def may_be_written(t: Tensor) -> bool:
@@ -268,13 +278,18 @@ def let_write(standin: Tensor, leaves: dict[int, Tensor]) -> None:
 
 
 def _follow(t: Tensor, leaves: dict[int, Tensor]) -> None:
-    wrapped = _torch.is_wrapped(t)
+    wrapped, tangent = _torch.is_wrapped(t), None
     with at_level(_torch.wrapper_level(t) if wrapped else 0):
-        if id(t) in leaves and t.requires_grad and t.grad_fn is None:
-            leaf = _torch.require_grad(t.detach())
-            _torch.require_grad(t, False)
+        whole = _whole(t)
+        if id(whole) in leaves and whole.requires_grad and whole.grad_fn is None:
+            leaf = _torch.require_grad(whole.detach())
+            _torch.require_grad(whole, False)
             # Past the `apply` that regions observe: it is no operation of the body.
-            super(_torch.SingleLevelFunction, _Following).apply(t, leaf)  # type: ignore[misc]
+            super(_torch.SingleLevelFunction, _Following).apply(whole, leaf)  # type: ignore[misc]
             leaves[id(leaf)] = leaf
+        if _torch.forward_ad_level() >= 0 and not _torch.is_batched(t):
+            tangent = forward_ad.unpack_dual(t).tangent
+    if tangent is not None:  # which is written to as well
+        _follow(tangent, leaves)
     if wrapped:
         _follow(_torch.get_unwrapped(t), leaves)

@@ -322,6 +322,10 @@ class Region:
             assert isinstance(r, int)
             value = distinct[r]
             if value is not None and value is not owner:
+                inside = base_of(owner)
+                if id(inside) in self.before and inside.grad_fn and _torch.detachable(inside):
+                    with _torch.cleared_interpreter_stack():
+                        inside.detach_()  # off the throw-away tape
                 with watching(True):
                     owner.copy_(value)
         if hasattr(self.body, "forget"):
