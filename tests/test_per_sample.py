@@ -326,3 +326,19 @@ def test_penalties_on_norms(monkeypatch):
     (found,) = torch.autograd.grad(per_sample.norms(loss)(scale, asked).sum(), asked)
     assert mended
     assert_same(found, wanted, eps=64)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_tangents_of_plain_forward_mode(chunk_size):
+    """In a dual level of torch's, without functorch and in whatever grad mode."""
+    w, tangent, x = numbers(4), numbers(4, start=2.0), numbers(3, 4)
+
+    def gradients(w):
+        return per_sample.grads(lambda w, x: (w * x).sin().sum(), chunk_size=chunk_size)(w, x)
+
+    expected = -torch.sin(w * x) * x.square() * tangent
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode), torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(w, tangent)
+            found = torch.autograd.forward_ad.unpack_dual(gradients(dual)).tangent
+            assert_same(found, expected, eps=16)

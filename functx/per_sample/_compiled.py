@@ -51,7 +51,7 @@ class Compiled:
         size = self._sizes.setdefault(batch.signature(), self._chunk_size or batch.size)
         if self._gave_up or batch.size != size or size == 1 or loss.randomness != "error":
             return False
-        if _torch.transforming() or _torch.dispatch_mode_depth():
+        if _torch.transforming() or _torch.dispatch_mode_depth() or _torch.forward_ad_level() >= 0:
             return False
         leaves = (leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
         return not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves)

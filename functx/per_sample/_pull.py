@@ -157,7 +157,8 @@ def _pull_one(
     """As `pull`, for one example, as it is."""
     args = batch.one(0)
     with _random.allowed(loss.randomness, first=batch.start == 0):
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        followed = torch.is_grad_enabled() or _torch.forward_ad_level() >= 0
+        if followed or torch.is_inference_mode_enabled():
             value, aux, pullback = _record(loss, args, batch.kwargs)
         else:
             value, aux, pullback = _record_plain(loss, args, batch.kwargs)
