@@ -27,7 +27,7 @@ class _Internal(dict[str, bool]):
         return internal
 
 
-_internal = _Internal()
+is_internal = _Internal()
 
 
 def where(skipped: int = 0) -> Place:
@@ -39,7 +39,7 @@ def where(skipped: int = 0) -> Place:
     # Never this function's own frame: a frame that holds itself is garbage with all it refers to.
     frame: Any = _torch_modules.frame_above(skipped + 1)
     here = frame
-    while _internal[frame.f_code.co_filename]:
+    while is_internal[frame.f_code.co_filename]:
         frame = frame.f_back
         if frame is None:
             frame = here

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -58,6 +58,7 @@ propagate_functional_input_mutation = _functorch._propagate_functional_input_mut
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_batchedtensor
 is_functional = _functorch.is_functionaltensor
+unwrap_once_if_dead = _functorch.unwrap_if_dead
 wrapper_level = _functorch.maybe_get_level
 get_unwrapped = _functorch.get_unwrapped
 # A tensor without memory of its own; the public way makes one with memory.
@@ -77,6 +78,10 @@ next_sequence_number = torch.autograd._get_sequence_nr
 # Which run of the engine is executing on this thread: tells whether code runs inside a backward
 # that was started within a region.
 current_graph_task_id = torch._C._current_graph_task_id
+# When a node of the tape was made, in the count of its thread.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+# The node that the engine is running on this thread; ``None`` outside of a backward.
+current_node = torch._C._current_autograd_node
 # torch.autograd.grad without its torch-function check: a backward that the engine starts must not
 # hide the operations of its hooks from the region's own mode.
 _run_backward = _graph._engine_run_backward
@@ -138,6 +143,8 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 
 # How many tensors (and Python objects) hold a piece of memory, by its key.
 storage_use_count = torch._C._storage_Use_Count
+# How many hold a tensor, Python (which counts once) and C++ together.
+use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def cleared_interpreter_stack() -> AbstractContextManager[list[Any]]:
@@ -147,15 +154,15 @@ def cleared_interpreter_stack() -> AbstractContextManager[list[Any]]:
 
 def unwrap_if_dead(t: torch.Tensor) -> torch.Tensor:
     """The value inside wrappers whose levels have ended, one within another perhaps."""
-    value = _functorch.unwrap_if_dead(t)
+    value = unwrap_once_if_dead(t)
     while value is not t:
-        t, value = value, _functorch.unwrap_if_dead(value)
+        t, value = value, unwrap_once_if_dead(value)
     return value
 
 
 def unwrap_dead(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """`unwrap_if_dead` of each."""
-    values = [*map(_functorch.unwrap_if_dead, given := [*tensors])]
+    values = [*map(unwrap_once_if_dead, given := [*tensors])]
     return given if all(map(operator.is_, values, given)) else [*map(unwrap_if_dead, values)]
 
 
@@ -169,11 +176,6 @@ def batch_dim(t: torch.Tensor) -> int:
 def storage_key(t: torch.Tensor) -> int:
     """The address of the memory behind a plain tensor, which is no other's while it lives."""
     return t.untyped_storage()._cdata
-
-
-def use_count(t: torch.Tensor) -> int:
-    """How many hold a tensor, Python (which counts once) and C++ together."""
-    return t._use_count()  # type: ignore[attr-defined]
 
 
 def view_base(t: torch.Tensor) -> torch.Tensor | None:
@@ -230,16 +232,6 @@ def interpreter_depth() -> int:
     return 0 if stack is None else len(stack)
 
 
-def sequence_number(node: Any) -> int:
-    """When a node of the tape was made, in the count of its thread."""
-    return int(node._sequence_nr())
-
-
-def current_node() -> Any:
-    """The node that the engine is running on this thread; ``None`` outside of a backward."""
-    return torch._C._current_autograd_node()
-
-
 def current_node_number() -> int:
     """When the node that the engine is running was made; -1 outside of a backward."""
     node = torch._C._current_autograd_node()
@@ -262,7 +254,7 @@ def inside_dispatcher() -> bool:
 
     There tensors are bare values of some level, which only that operator can make sense of.
     """
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+    if _key_is_excluded(_AUTOGRAD):
         # Inference mode leaves autograd out as well, and what runs in it is the user's.
         return not torch.is_inference_mode_enabled()
     return peek_interpreter_stack() is not None and not (
@@ -270,6 +262,7 @@ def inside_dispatcher() -> bool:
     )
 
 
+_key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther
 _TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 

@@ -12,6 +12,9 @@ from torch.nn.utils import parametrize as _parametrize
 
 from functx import _torch
 
+# The hooks that see what the tape saves, if there are any; the argument ends no tracing by it.
+hooks_on_saved = torch._C._autograd._top_saved_tensors_default_hooks
+
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
@@ -24,7 +27,7 @@ def grad_mode(enabled: bool) -> AbstractContextManager[Any]:
 
 def without_saved_tensors_hooks() -> AbstractContextManager[None]:
     """Hooks that the user has around this point do not see what tapes in here save."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if hooks_on_saved(True) is None:
         return _AS_IT_IS
     return _without_hooks()
 
@@ -33,7 +36,7 @@ def without_saved_tensors_hooks() -> AbstractContextManager[None]:
 def _without_hooks() -> Iterator[None]:
     hooks = []
     try:
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        while (top := hooks_on_saved(True)) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             hooks.append(top)
         yield
@@ -56,7 +59,7 @@ def set_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> None:
 
 def foreign_saved_tensors_hooks() -> bool:
     """Whether hooks see what the tape saves that torch did not make: what it holds is unknown."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = hooks_on_saved(True)
     if top is None:
         return False
     return not (getattr(top[0], "__module__", None) or "").startswith("torch.")

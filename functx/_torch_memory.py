@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+# Of a piece of memory: its key, and a weak reference to it, to be freed.
+memory_key = operator.attrgetter("_cdata")
+weak_reference = torch.UntypedStorage._weak_ref
+
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`_torch.storage_key` of each."""
-    return [t.untyped_storage()._cdata for t in tensors]
+    return [memory_key(t.untyped_storage()) for t in tensors]
 
 
 def memory_of(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
@@ -22,23 +27,23 @@ def memory_of(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
 class Memories:
     """Weak references to pieces of memory: `_torch.StorageWeakRef`, many at a time."""
 
-    __slots__ = ("_refs",)
+    __slots__ = ("refs",)
 
     def __init__(self) -> None:
-        self._refs: list[tuple[Any, int]] = []
+        self.refs: list[tuple[Any, int]] = []
 
     def add(self, memory: torch.UntypedStorage, key: int) -> None:
         """Refer to a piece of memory."""
-        self._refs.append((memory._weak_ref(), key))
+        self.refs.append((weak_reference(memory), key))
 
     def alive(self) -> list[int]:
         """The keys of those that are still there, in the order in which they were added."""
         expired = torch.UntypedStorage._expired
-        return [key for ref, key in self._refs if not expired(ref)]
+        return [key for ref, key in self.refs if not expired(ref)]
 
     def clear(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
         """Refer to none."""
-        refs, self._refs = self._refs, []
+        refs, self.refs = self.refs, []
         for ref, _ in refs:
             free(ref)
 

@@ -19,9 +19,8 @@ def neg_view(t: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(t)
 
 
-def is_zero_tensor(t: torch.Tensor) -> bool:
-    """Whether ``t`` is forward mode's zero, which has no memory."""
-    return t._is_zerotensor()
+# Whether a tensor is forward mode's zero, which has no memory.
+is_zero_tensor = torch.Tensor._is_zerotensor
 
 
 # What autograd and vmap write for a reshape of what they have just made.

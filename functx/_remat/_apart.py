@@ -66,10 +66,12 @@ def nodes_apart(
     Returns:
         Places of results, and of inputs with hooks. ``NOTE [nodes apart]``.
     """
+    if len(places) < 2:
+        return [([*places], set())]
     region = frame.region
     by = getattr(region.reached, "by", ())
     unknown = region.connected or region.rewritten or region.overwritten or region.options.by_sight
-    if len(places) < 2 or not by or unknown or any(f.dual() for f in region.frames):
+    if not by or unknown or any(f.dual() for f in region.frames):
         return [([*places], set())]
     inside = region.frames[region.frames.index(frame) + 1 :]
     those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i])}

@@ -36,6 +36,8 @@ class BySight(FirstRun):
         explicit: how many of them are explicit inputs.
     """
 
+    _plain = False
+
     def __init__(self, region: Region, externals: Sequence[Tensor], explicit: int) -> None:
         super().__init__(region)
         self._externals = externals

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
-from functx._places import Place, where
+from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
 from functx._remat._entry import Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
-from functx._remat._functions import IN_C
+from functx._remat._functions import IN_C, known_of
+from functx._remat._functions import known as known_functions
 from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._ledger import Ledger
@@ -25,12 +26,13 @@ from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
 from functx._remat._region import Region
-from functx._remat._saving import called, watched_per_example
+from functx._remat._saving import called, now, watched_per_example
 from functx._remat._tapes import leaves_below, nodes_of, tensors_of
 from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import tell_of_a_region
 from functx._remat._writes import written_by
+from functx._torch_modules import frame_above
 
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
 
@@ -45,6 +47,8 @@ class FirstRun(Standins):
 
     _forgotten: Sequence[int] = ()
     _place: Place | None = None
+    # Whether operations that only compute are recorded, and no more: `_run_ordinary`.
+    _plain = True
     _writes: Writes | None = None
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
@@ -55,6 +59,9 @@ class FirstRun(Standins):
         # Where values are compared, all of them are computed again.
         pruned = options.prune and not options.values
         self.entries: list[Entry] = []
+        self._pulls_back = options.replay
+        if options.by_sight:
+            self._plain = False
         tell_of_a_region()
         self.entry = slot_of(region)
         decided, self.entry.inside = self.entry.inside, []
@@ -67,7 +74,7 @@ class FirstRun(Standins):
 
     def says_what_is_kept(self) -> None:
         """The run has ended: a replay of a region around this one is to keep the same."""
-        if self.ledger is not None:
+        if self.ledger is not None and self._region.outer is not None:
             self.entry.says(self.ledger.kept, self.ledger.devices.keys(), self.ledger.copied)
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
@@ -129,7 +136,54 @@ class FirstRun(Standins):
         self._scalars = []
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One operation."""
+        """One operation; `_run_ordinary` does the same for nearly all of them, with less code."""
+        try:
+            known = known_functions[func]
+        except (KeyError, TypeError):
+            known = known_of(func)
+        if self._plain and not now.savers:
+            if known.ordinary and not kwargs:
+                return self._run_ordinary(func, args)
+            if known.nothing:
+                return func(*args, **kwargs)
+        return self._run_any(func, args, kwargs)
+
+    def _run_ordinary(self, func: Any, args: Any) -> Any:
+        """An operation in C that only computes, where nobody looks at what it gives."""
+        args = self.swap_all(args)
+        entries, ledger = self.entries, self.ledger
+        frame: Any = frame_above(3)  # past `run` and the mode
+        if not self._pulls_back:
+            try:
+                while is_internal[frame.f_code.co_filename]:
+                    frame = frame.f_back
+                place: Place = (frame.f_code, frame.f_lasti)
+            except AttributeError:  # there is nothing but torch and functx
+                place = where()
+        else:
+            place = self._begun()
+        del frame
+        operation = len(entries)
+        entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
+        self._sources = []
+        self._scalars = []
+        if ledger is None:
+            out = func(*args)
+        else:
+            steps = ledger.steps
+            first = len(steps)
+            out = func(*args)
+            if len(steps) > first:
+                ledger.belong(operation, first, len(steps))
+        if out.__class__ is Tensor:
+            ref = self._known[id(out)] = weakref.ref(out)
+            births = self.births
+            births.append((len(births), ref, place))
+        else:
+            self.note(out)
+        return out
+
+    def _run_any(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             out = Tracker.run(self, func, args, kwargs)
             if watched_per_example():

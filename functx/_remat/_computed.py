@@ -15,6 +15,8 @@ from functx import _torch, _torch_memory
 from functx._remat._holders import base_of
 from functx._remat._tapes import tensors_of
 from functx._remat._watch import Watcher
+from functx._torch import is_wrapped
+from functx._torch_memory import memory_key
 
 
 class Computed(Watcher):
@@ -30,7 +32,7 @@ class Computed(Watcher):
     def computed(self, t: Tensor) -> bool:
         """Whether what is in the memory of ``t`` comes from operations of the body."""
         try:
-            storage = _torch.storage_key(base_of(t))
+            storage = memory_key((base_of(t) if is_wrapped(t) else t).untyped_storage())
         except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
             return False
         return storage in self._writers and storage not in self._external

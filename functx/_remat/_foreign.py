@@ -41,6 +41,7 @@ from functx._remat._tapes import (
 from functx._remat._tracker import Tracker, rewrap
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
+from functx._torch import peek_interpreter_stack, unwrap_once_if_dead
 from functx._torch_edges import requires_grad_anywhere
 
 
@@ -118,18 +119,18 @@ class Standins(Tracker):
         return self._meet(t)
 
     def _meet(self, t: Tensor) -> Tensor:
-        alive = _torch.unwrap_if_dead(t)
         if (
             self._captures_leaves
-            and alive is t
             and type(t) in PLAIN
             and t.requires_grad
             and t.grad_fn is None
-            and _torch.peek_interpreter_stack() is None
+            and unwrap_once_if_dead(t) is t
+            and peek_interpreter_stack() is None
             and id(t) not in self.leaves
             and not self._computed_here(t)
         ):
-            return self._stand_in(t, self._admit(t))  # a parameter, nearly always
+            return self._capture_leaf(t)  # a parameter, nearly always
+        alive = _torch.unwrap_if_dead(t)
         in_engine = _torch.current_graph_task_id() != self._engine
         if alive is not t:
             if t.requires_grad and self._made_here(t, in_engine):
@@ -188,6 +189,20 @@ class Standins(Tracker):
     def _stand_in(self, t: Tensor, standin: Tensor) -> Tensor:
         """``standin``, which from now on is ``t`` here: the input that was captured last."""
         position = self._register("capture", len(self._region.captured) - 1, t, standin)
+        self._sources.append(position)
+        return standin
+
+    def _capture_leaf(self, t: Tensor) -> Tensor:
+        """`_stand_in` and `_admit`, of what has no levels to be taken through."""
+        captured, position = self._region.captured, len(self.origins)
+        self.origins.append(("capture", len(captured)))
+        captured.append(t)
+        standin = self._region.frames[0].admit_one(t)
+        self.holders.append(Holders(standin, t))
+        self._originals.append(t)
+        self._standins.append(standin)
+        self._index[id(t)] = t, standin, position
+        self._index[id(standin)] = standin, standin, position
         self._sources.append(position)
         return standin
 

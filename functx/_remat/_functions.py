@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -39,7 +44,9 @@ _EXPORTS = frozenset(
     }
 )
 
-IN_C = frozenset({BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType})
+IN_C = frozenset(
+    {BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType}
+)
 """Types of functions written in C, whose names say what they write to."""
 
 _MANY = 8192
@@ -56,9 +63,14 @@ class Known:
         looks: whether it tells how a tensor lies in memory, or where.
         exports: whether it hands values, or memory, to what is no operation.
         differentiates: whether it is `torch.autograd.grad`.
+        ordinary: whether it is none of these, and written in C.
+        nothing: whether it is no operation, and none of these either.
     """
 
-    __slots__ = ("differentiates", "exports", "label", "looks", "passive", "python", "writes")
+    __slots__ = (
+        *("differentiates", "exports", "label", "looks", "nothing", "ordinary", "passive"),
+        *("python", "writes"),
+    )
 
     def __init__(self, func: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -79,6 +91,9 @@ class Known:
         self.writes = name == "__set__" or not (type(func) in IN_C and _only_reads(name))
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
+        special = self.python or self.exports or self.looks or self.label
+        self.nothing = self.passive and not special
+        self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
 
 
 def _only_reads(name: str) -> bool:

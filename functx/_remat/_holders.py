@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from functx import _torch
+from functx._torch import is_wrapped, storage_use_count, use_count
+from functx._torch_memory import memory_key
 
 
 class _Own(threading.local):
@@ -67,12 +69,17 @@ class Holders:
         self.shared = False
         self.storage: int | None
         try:
-            self._before, self.storage = _holders(t)
+            if _own.holds or is_wrapped(t):
+                self._before, self.storage = _holders(t)
+            else:
+                self.storage = storage = memory_key(t.untyped_storage())
+                self._before = [use_count(t), storage_use_count(storage)]
         except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
             self.storage = None
             return
-        if owner is not None and self._before[-1] > 2:  # one is this very look at it
-            self.shared = self._before[-1] - 1 > _known(t, owner)
+        uses = self._before[-1]  # one is this very look at it
+        if owner is not None and uses > 2 and (uses > 3 or t is owner or is_wrapped(owner)):
+            self.shared = uses - 1 > _known(t, owner)  # which knows two that are not the same
 
     def grown(self, accumulators: set[int]) -> bool:
         """Whether anything but the tape's leaf nodes has come to hold the tensor since.
@@ -84,7 +91,10 @@ class Holders:
         if self.storage is None:
             return True
         t, before = self._tensor, self._before
-        now, _ = _holders(t)
+        if len(before) == 2 and not _own.holds:  # no wrapper
+            now = [use_count(t), storage_use_count(memory_key(t.untyped_storage()))]
+        else:
+            now, _ = _holders(t)
         if now == before:
             return False
         if now[-1] > before[-1]:
@@ -111,11 +121,11 @@ def _known(t: Tensor, owner: Tensor) -> int:
 
 def _holders(t: Tensor) -> tuple[list[int], int]:
     """How many hold a tensor, each that it wraps, and its memory; and the key of that."""
-    uses = _torch.use_count(t)
-    if not _torch.is_wrapped(t):
-        storage = _torch.storage_key(t)
+    uses = use_count(t)
+    if not is_wrapped(t):
+        storage = memory_key(t.untyped_storage())
         own = held_by_the_engine(storage) if _own.holds else 0
-        return [uses, _torch.storage_use_count(storage) - own], storage
+        return [uses, storage_use_count(storage) - own], storage
     counts = [uses]
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)

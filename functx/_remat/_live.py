@@ -33,7 +33,8 @@ def needed(
         for key in live:
             runs[key >> 6] = True
         for number in range(len(steps) - 1, -1, -1):
-            step, read = steps[number], runs[number]
+            step = steps[number]
+            read = runs[number]
             if step.kind.draws:
                 must = draws and (drawn or (step.layouts is None and not step.writes))
                 runs[number] = runs[number] or must

@@ -19,7 +19,7 @@ from functx._remat._entry import nested_region, nested_values
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
 
 _RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}
 _BASE: list[Callable[[Flat, Sequence[Tensor], Region], list[Tensor | None]]] = []
@@ -60,14 +60,19 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     region.inputs, region.outer = inputs, outer
     if outer is not None or _torch.peek_interpreter_stack() is not None:
         region.outer_levels = saved_levels()
-    with nested(region.options.name), tracking(SILENT):
+    with nested(region.options.name):
+        silence = None if nobody_watches() else tracking(SILENT)
+        if silence is not None:
+            silence.__enter__()
         try:
             outs = _lower(region, inputs, region)
             region.write_back(outs)
             results = region.assemble(outs)
-            computed = region.computed(results)
+            computed = () if outer is None else region.computed(results)
         finally:
             region.release()
+            if silence is not None:
+                silence.__exit__()
     if outer is not None:
         outer.note(computed)
         if region.options.values:

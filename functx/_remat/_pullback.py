@@ -13,7 +13,7 @@ from functx import _torch, _torch_vmap
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._region import Flat
-from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
 from functx._torch_edges import gradient_edge
 
 
@@ -102,8 +102,12 @@ class Pullback:
         primals = (*map(_bare, primals),)
         depth = max(map(_torch.wrapper_level, primals), default=-1)
         plain = self.level == 0 and depth <= 0
-        with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
-            tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)
+        if plain and nobody_watches() and _torch.peek_interpreter_stack() is None:
+            with _recording():
+                tape = _plain(self, primals, kept, recording)
+        else:
+            with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
+                tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)
         del primals, kept
         inputs, outs = tape
         if tracker is not None:

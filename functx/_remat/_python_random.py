@@ -23,20 +23,7 @@ Generator = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 def reachable(f: Any, preserve: bool | str) -> list[Generator]:
     """The global generators whose state a region must keep: name, how to read it, how to set it."""
-    if preserve == "all":
-        named = {"random", "numpy"}
-    else:
-        named = set()
-        for function in _functions(f):
-            scope = function.__globals__
-            for name in _names(function.__code__):
-                value = scope.get(name)
-                if value is not None and type(value) not in _BUILT_IN:
-                    top = _top_of(value)
-                    if top in ("random", "numpy"):
-                        named.add(top)
-                elif value is None and name in ("random", "numpy"):  # imported inside the function
-                    named.add(name)
+    named = {*_GENERATORS} if preserve == "all" else _named_by(f)
     found: list[Generator] = []
     if "random" in named:
         found.append(("random", random.getstate, random.setstate))
@@ -46,21 +33,25 @@ def reachable(f: Any, preserve: bool | str) -> list[Generator]:
     return found
 
 
-_BUILT_IN = (bool, int, float, str, tuple, list, dict, set, frozenset)
+_GENERATORS = frozenset({"random", "numpy"})
+_BUILT_IN = frozenset({bool, int, float, str, tuple, list, dict, set, frozenset})
 
 
-def _top_of(value: Any) -> str | None:
-    """The package that a value is, or is of."""
+def _top_of(value: Any) -> str:
+    """The package that a value is, or is of; ``""`` where that is not known."""
     module = value.__name__ if isinstance(value, types.ModuleType) else None
     module = module or getattr(value, "__module__", None)
-    return module.partition(".")[0] if isinstance(module, str) else None
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-def _functions(f: Any) -> list[types.FunctionType]:
-    """Functions that ``f`` reaches through cells, partials, methods, and submodules."""
+def _named_by(f: Any) -> set[str]:
+    """Those of `_GENERATORS` that the code of functions names.
+
+    Of all that ``f`` reaches through globals, cells, partials, methods, and submodules.
+    """
+    named: set[str] = set()
     if isinstance(f, types.BuiltinFunctionType):
-        return []
-    found: list[types.FunctionType] = []
+        return named
     seen: set[int] = set()
     stack = [f]
     while stack:
@@ -69,11 +60,17 @@ def _functions(f: Any) -> list[types.FunctionType]:
             continue
         seen.add(id(f))
         if isinstance(f, types.FunctionType):
-            found.append(f)
             scope = f.__globals__
             for name in _names(f.__code__):
                 value = scope.get(name)
-                if type(value) is types.FunctionType and not _not_the_users(value):
+                if value is None:  # an attribute, mostly; or imported inside the function
+                    if name in _GENERATORS:
+                        named.add(name)
+                    continue
+                kind = type(value)
+                if kind not in _BUILT_IN and (top := _top_of(value)) in _GENERATORS:
+                    named.add(top)
+                if kind is types.FunctionType and not _not_the_users(value):
                     stack.append(value)
             for cell in f.__closure__ or ():
                 try:
@@ -91,7 +88,7 @@ def _functions(f: Any) -> list[types.FunctionType]:
             stack += (f.__func__, f.__self__)
         elif isinstance(f, functools.partial):
             stack += (f.func, *f.args, *f.keywords.values())
-    return found
+    return named
 
 
 _NOT_THE_USERS = ("torch", "functx")

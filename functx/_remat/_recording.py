@@ -104,6 +104,8 @@ class RecordingReplay(Recording, Replay):
 
     __slots__ = ("_debug", "_ran", "_running")
 
+    _plain = False
+
     def __init__(
         self,
         entries: Sequence[Entry],

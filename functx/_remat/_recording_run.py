@@ -10,6 +10,8 @@ from functx._remat._region import Region
 class RecordingRun(Recording, FirstRun):
     """A first run that also writes down what operations give."""
 
+    _plain = False
+
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
         super().__init__(region, lift_constants=lift_constants)
         self.start(region.options)

@@ -269,9 +269,12 @@ class Region:
                 self.passing = passing = [False] * len(needed)
                 may_go = may_pass(ledger, self.environment, first) and not self.options.records
                 for i, holders in enumerate(first.holders):
+                    need = ledger.needs(holders.storage)
+                    if need and not may_go:
+                        continue
                     told = not holders.shared or holders.storage not in ledger.viewed
                     if told and not holders.grown(leaves):
-                        needed[i] = passing[i] = ledger.needs(holders.storage)
+                        needed[i] = passing[i] = need
                 if not may_go:
                     self.passing = ()
                 for position in self.rewritten:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -17,11 +18,14 @@ from functx import _torch
 from functx._places import where
 from functx._remat._arguments import NUMBERS, same
 from functx._remat._departure import departed
-from functx._remat._entry import REWRAPPED, Entry, describe, nested_values
+from functx._remat._entry import MADE_HERE, REWRAPPED, Entry, describe, nested_values
+from functx._remat._functions import known as known_functions
+from functx._remat._functions import known_of
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
 from functx._remat._tracker import Tracker, rewrap
+from functx._torch import sequence_number
 
 NOTHING: Mapping[int, Any] = MappingProxyType({})
 
@@ -38,6 +42,8 @@ class Replay(Tracker):
     """
 
     _at = _made = _slot = 0
+    # Whether operations that only compute are compared, and no more: `_run_ordinary`.
+    _plain = True
     passing: Passing | None = None
     pruned: Pruned | None = None
 
@@ -61,6 +67,70 @@ class Replay(Tracker):
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         self.left: dict[int, Any] = dict.fromkeys(left)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One operation; nearly all of them are `_run_ordinary`, which does the same."""
+        try:
+            known = known_functions[func]
+        except (KeyError, TypeError):
+            known = known_of(func)
+        if self._plain and not kwargs:
+            if known.ordinary and self._at < len(self._entries):
+                return self._run_ordinary(func, args)
+            if known.nothing:
+                return func(*args)
+        return super().run(func, args, kwargs)
+
+    def _run_ordinary(self, func: Any, args: Any) -> Any:
+        """An operation in C that only computes."""
+        at, externals = self._at, self._externals
+        entry = self._entries[at]
+        sources, scalars = entry.sources, self._scalars
+        slot, n = self._slot, len(sources)
+        swapped: list[Any] = []
+        for a in args:
+            if isinstance(a, Tensor):
+                source = sources[slot] if slot < n else MADE_HERE
+                if source >= 0:
+                    a = externals[source]
+                elif (
+                    source != MADE_HERE
+                    or id(a) in self._external_ids
+                    or ((node := a.grad_fn) is not None and sequence_number(node) < self._start)
+                ):
+                    self._slot = slot
+                    a = self.resolve(a)
+                slot += 1
+            elif a.__class__ in NUMBERS:
+                scalars.append(a)
+            else:
+                self._slot = slot
+                a = self.swap(a)
+                slot = self._slot
+            swapped.append(a)
+        if (
+            entry.func is func
+            and slot == n
+            and len(scalars) == len(entry.scalars)
+            and all(map(is_, scalars, entry.scalars))
+        ):
+            self._at = at + 1
+            self._slot = 0
+            if scalars:
+                self._scalars = []
+        else:
+            self._slot = slot
+            self.close(func)
+        pruned = self.pruned
+        if pruned is None or at not in (pruned.sections or ()):
+            out = func(*swapped)
+        else:
+            out = pruned.run(at, func, swapped, {})
+        if self.passing is not None:
+            self.passing.after(at)
+        if self.left:
+            self.note(out)
+        return out
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation, or what of it a pullback reads."""

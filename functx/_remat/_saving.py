@@ -64,7 +64,7 @@ class _Now(threading.local):
         self.untouched: dict[int, Tensor] = {}
 
 
-_now = _Now()
+now = _Now()
 _META = torch.device("meta")
 
 
@@ -76,18 +76,18 @@ def standing_in(what: StoodIn, untouched: dict[int, Tensor] | None = None) -> No
         untouched: of results that it gave as copies, because they are going to be written to, what
             was copied, by place.
     """
-    _now.stood_in = what
-    _now.untouched = untouched or {}
+    now.stood_in = what
+    now.untouched = untouched or {}
 
 
 def stood_in() -> StoodIn:
     """What replays did for the operation that ran last."""
-    return _now.stood_in
+    return now.stood_in
 
 
 def untouched(place: int, t: Tensor) -> Tensor:
     """What a replay has copied to give ``t``; ``t`` itself if it is no copy."""
-    return _now.untouched.get(place, t)
+    return now.untouched.get(place, t)
 
 
 class Saver:
@@ -120,11 +120,11 @@ class Saver:
         self.per_example = bool(batch_sizes) and asks_per_example(policy)
 
     def __enter__(self) -> None:
-        _now.savers.append(self)
+        now.savers.append(self)
 
     def __exit__(self, *exc: Any) -> None:
-        if self in _now.savers:
-            _now.savers.remove(self)
+        if self in now.savers:
+            now.savers.remove(self)
 
     def ran(
         self, number: int, func: Any, args: Any, kwargs: Any, out: Any, made: list[Any]
@@ -313,7 +313,7 @@ def alias(t: Tensor, layout: Layout | None = None) -> Tensor:
 
 def watched_per_example() -> bool:
     """Whether a policy has to be asked about one example of what runs. ``NOTE [one example]``."""
-    savers = _now.savers
+    savers = now.savers
     return any(saver.per_example for saver in savers) if savers else False
 
 
@@ -321,7 +321,7 @@ def kept_around() -> dict[int, Tensor]:
     """What the regions around, that are running, may keep, by memory; of it the newest value."""
     return {
         storage: t
-        for saver in _now.savers
+        for saver in now.savers
         for key, (t, _) in saver._held.items()
         if (storage := _torch.storage_key(t)) not in saver._lost
         and saver._places.get(storage, key) == key
@@ -330,7 +330,7 @@ def kept_around() -> dict[int, Tensor]:
 
 def called(func: Any, args: Any, kwargs: Any) -> None:
     """A function of the body returned: what it ran is judged, by what one example would run."""
-    savers = [s for s in _now.savers if s._waiting]
+    savers = [s for s in now.savers if s._waiting]
     if savers:
         examples = _one_example(func, args, kwargs)
         for saver in savers:

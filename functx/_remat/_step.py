@@ -131,18 +131,23 @@ class Step:
         part_of: what it is a part of: an operation of the body, a node of a tape.
     """
 
-    layouts: list[Layout | None] | None = None
     writes = False
     rewritten = False
     handed_out = False
 
     def __init__(
-        self, kind: Kind, reads: Sequence[int], externals: Sequence[int], part_of: Any
+        self,
+        kind: Kind,
+        reads: Sequence[int],
+        externals: Sequence[int],
+        part_of: Any,
+        layouts: list[Layout | None] | None = None,
     ) -> None:
         self.kind = kind
         self.reads = reads
         self.externals = externals
         self.part_of = part_of
+        self.layouts = layouts
 
 
 def has_memory(t: Tensor) -> bool:

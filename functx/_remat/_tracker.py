@@ -33,6 +33,7 @@ from functx._remat._entry import custom_function, nested_transform, results
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._watch import python_on_tape, tell_of_an_export, watching
+from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
 def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
@@ -242,8 +243,8 @@ class RegionMode(TorchFunctionMode):
         what they work on; only their callers' operations count.
         """
         tracker = self.tracker
-        if _torch.dispatch_mode_depth() < tracker.modes or (
-            _torch.current_graph_task_id() != -1 and _torch.inside_dispatcher()
+        if dispatch_mode_depth() < tracker.modes or (
+            current_graph_task_id() != -1 and _torch.inside_dispatcher()
         ):
             return func(*args, **(kwargs or {}))
         return tracker.run(func, args, kwargs or _NOTHING)
@@ -284,6 +285,11 @@ def leave_transform(tree: Any) -> Any:
 
 
 _observing: list[bool] = []
+
+
+def nobody_watches() -> bool:
+    """Whether there is no mode to hide the engine's own operations from."""
+    return not (_torch.function_mode_depth() or dispatch_mode_depth())
 
 
 class tracking:

@@ -21,6 +21,7 @@ from functx._remat._rules.base import Frame
 from functx._remat._rules.jvp import DualFrame, has_dual
 from functx._remat._rules.legacy_vmap import LegacyVmapFrame
 from functx._remat._tapes import PLAIN
+from functx._torch import dispatch_mode_depth
 from functx._torch_nodes import leaf_over
 
 
@@ -73,21 +74,21 @@ class EagerFrame(Frame):
 
         What it runs is a view, which no record has.
         """
-        requires_grad = t.requires_grad
-        self.captured.append(t)
-        self.slots.append(requires_grad)
         leaf = t
-        if requires_grad:
-            leaf = self._leaf_over(t) if type(t) in PLAIN else t.detach().requires_grad_()
+        self.captured.append(t)
+        if not t.requires_grad:
+            self.slots.append(False)
+        else:
+            self.slots.append(True)
+            if dispatch_mode_depth() != self._looked_at:
+                self._looked_at, self._traced = dispatch_mode_depth(), _torch.tracing()
+            if self._traced or type(t) not in PLAIN:
+                leaf = t.detach().requires_grad_()
+            else:
+                leaf = leaf_over(t)
             self.region.first_run.leaves[id(leaf)] = leaf
         self.leaves.append(id(leaf))
         return leaf
-
-    def _leaf_over(self, t: Tensor) -> Tensor:
-        depth = _torch.dispatch_mode_depth()
-        if depth != self._looked_at:
-            self._looked_at, self._traced = depth, _torch.tracing()
-        return t.detach().requires_grad_() if self._traced else leaf_over(t)
 
     def cut(self, t: Tensor) -> Tensor:
         """The value alone."""

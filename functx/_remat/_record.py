@@ -1,0 +1,297 @@
+"""Writing down what runs: which operation read what, and which memory it gave or wrote to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch, _torch_globals, _torch_memory, _torch_operators
+from functx._policies import Everything
+from functx._remat._arguments import NUMBERS
+from functx._remat._computed import Computed
+from functx._remat._saving import IN_PLACE, Saver, StoodIn, key_of, now, stood_in, untouched
+from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_of
+from functx._remat._tapes import PLAIN, tensors_of
+from functx._torch import current_node, sequence_number
+from functx._torch_globals import hooks_on_saved
+from functx._torch_memory import memory_key, weak_reference
+from functx._torch_operators import is_zero_tensor
+
+_STRIDED, _NOTHING = torch.strided, StoodIn.NOTHING
+_FEW = 8
+_SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+class Record(Computed):
+    """Runs operations, and writes them down.
+
+    Args:
+        operations: those of the body, so far.
+        saver: asks the policy of the region what to keep; ``None`` where it keeps nothing.
+
+    Attributes:
+        steps: what ran, in order.
+        writes: whether anything wrote to memory.
+    """
+
+    writes = False
+
+    def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
+        super().__init__()
+        self._operations = operations
+        self.saver = saver
+        self.steps: list[Step] = []
+        self._roots: set[int] = set()  # keys of what must come about
+        self._exported: set[int] = set()  # storages that something else has, too
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and write down what it read and made."""
+        kind = kinds.get(id(func)) or kind_of(func)
+        run = kind.run
+        if kind.view:
+            if kind.opaque:
+                self.opaque(func)
+            elif not self.paused:
+                try:
+                    self.viewed.add(memory_key(args[0].untyped_storage()))
+                except (AttributeError, RuntimeError, NotImplementedError):
+                    self.take_view(args[0])
+            return run(*args, **kwargs) if kwargs else run(*args)
+        if kind.scalar or (args and type(args[0]) is not Tensor):
+            args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
+        if self.paused:
+            return run(*args, **kwargs) if kwargs else run(*args)
+        if self.saver is not None or not (kind.plain and self.reliable):
+            return self._run(kind, func, args, kwargs or {})
+        out = run(*args, **kwargs) if kwargs else run(*args)
+        if (kwargs and not _SIMPLE.issuperset(map(type, kwargs.values()))) or (
+            not self._write_down_plain(kind, args, out)
+        ):
+            self._after(kind, func, args, kwargs or {}, out)
+        return out
+
+    def _write_down_plain(self, kind: Kind, args: Any, out: Any) -> bool:
+        """Record an operation as nearly all are: of tensors and numbers, to tensors of its own.
+
+        Returns:
+            Whether it is one; if not, nothing is on the record.
+        """
+        if hooks_on_saved(True) is not None:
+            return False
+        writers, external = self._writers, self._external
+        read: list[int] = []
+        reads: list[int] = []
+        externals: list[int] = []
+        try:
+            for a in args:
+                if a.__class__ is Tensor:
+                    read.append(storage := memory_key(a.untyped_storage()))
+                    if storage not in writers:
+                        externals.append(external.setdefault(storage, storage))
+                    else:
+                        reads.append(writers[storage])
+                        if storage in external:
+                            externals.append(external[storage])
+                elif a.__class__ not in NUMBERS and not (
+                    a.__class__ is list and a and a[0].__class__ is int  # sizes
+                ):
+                    return False
+            made = _in_memory_of_its_own(out, read)
+        except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
+            return False
+        if made is None:
+            return False
+        steps = self.steps
+        key = len(steps) << 6
+        refs = self._made.refs
+        for memory, storage in made:
+            writers[storage] = key
+            key += 1
+            if storage in external:
+                del external[storage]
+            refs.append((weak_reference(memory), storage))
+        node = current_node()
+        outs = (out,) if out.__class__ is Tensor else out
+        steps.append(
+            Step(
+                kind,
+                reads,
+                externals,
+                (len(self._operations), -1 if node is None else sequence_number(node)),
+                [(t.shape, t.stride(), t.dtype, t.device) for t in outs],
+            )
+        )
+        if now.stood_in is not _NOTHING:
+            places = enumerate(zip(outs, made))
+            self._offer_again(len(steps) - 1, [(i, t, storage) for i, (t, (_, storage)) in places])
+        return True
+
+    def _run(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run any operation, and write it down."""
+        if self.saver is not None and kind.mutable:
+            written = _torch_operators.arguments_written(func, args, kwargs)
+            self.saver.about_to_write(written)
+        out = kind.run(*args, **kwargs)
+        self._after(kind, func, args, kwargs, out)
+        return out
+
+    def _after(self, kind: Kind, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Write any operation down, which has run."""
+        if made := self._note(kind, args, kwargs, out):
+            number = len(self.steps) - 1
+            if stood_in() is not StoodIn.NOTHING:
+                self._offer_again(number, made)
+            elif self.saver is not None and not kind.unwritten:
+                self.saver.ran(number, func, args, kwargs, out, made)
+
+    def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """NOTE [what inner regions leave out] in `_watch`."""
+        before = len(self.steps)
+        self._note(kind_of(func), args, kwargs, out)
+        if stood_in() is StoodIn.KEPT and len(self.steps) > before:
+            self.steps[-1].handed_out = True
+
+    def _offer_again(self, number: int, made: list[Any]) -> None:
+        """A replay around this region did not run the operation: whether it keeps the result."""
+        if stood_in() is StoodIn.KEPT:
+            self.saver = self.saver or Saver(Everything(False))
+            for place, t, storage in made:
+                self.saver.given(key_of(number, place), untouched(place, t).detach(), storage)
+        elif self.saver is not None:
+            self.saver.left_out(number, made)
+
+    def _note(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
+        if self.reliable:
+            try:
+                made = self._write_down(kind, args, kwargs, out)
+            except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
+                self.reliable = False
+            if self.reliable:
+                return made
+        self.ran_unrecorded(args, kwargs, out)
+        return []
+
+    def _write_down(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:
+        """Record an operation; place, tensor and storage of each result that could be kept."""
+        steps = self.steps
+        number = len(steps)
+        if _torch_globals.foreign_saved_tensors_hooks():
+            self.reliable = False
+            return []
+        given = []
+        for a in (*args, *kwargs.values()) if kwargs else args:
+            if a.__class__ is Tensor:
+                given.append(a)
+            elif a.__class__ not in NUMBERS:
+                if a.__class__ is list and a and a[0].__class__ is int:
+                    continue  # sizes
+                for t in tensors_of(a):
+                    if type(t) not in PLAIN:
+                        self.reliable = False
+                        return []
+                    given.append(t)
+        writers, external = self._writers, self._external
+        read = _torch_memory.storage_keys(given)
+        reads: list[int] = []
+        externals: list[int] = []
+        for storage in read:
+            if storage in writers:
+                reads.append(writers[storage])
+                if storage in external:
+                    externals.append(external[storage])
+            else:
+                externals.append(external.setdefault(storage, storage))
+        node = _torch.current_node_number()
+        step = Step(kind, reads, externals, (len(self._operations), node))
+        steps.append(step)
+        if kind.plain and out.__class__ is Tensor and has_memory(out):
+            memory, storage = _torch_memory.memory_of(out)
+            if storage not in read:  # as nearly all do: one result, in memory of its own
+                writers[storage] = number << 6
+                external.pop(storage, None)
+                self._made.add(memory, storage)
+                step.layouts = [layout_of(out)]
+                return [(0, out, storage)]
+        return self._write_results(number, read, args, kwargs, out)
+
+    def _write_results(
+        self, number: int, read: Collection[int], args: Any, kwargs: Any, out: Any
+    ) -> list[Any]:
+        """Record what an operation gave, and wrote to."""
+        step = self.steps[number]
+        kind, writers, external = step.kind, self._writers, self._external
+        parts = out if isinstance(out, (tuple, list)) else (out,)
+        dense = all(part is None or isinstance(part, Tensor) for part in parts)
+        read = set(read)
+        made = []
+        views = False  # of what it reads, or written in place
+        for place, t in enumerate(parts if dense else tensors_of(out)):
+            if t is None:
+                continue
+            memory, storage = _torch_memory.memory_of(t)
+            if storage in read:
+                views = True
+                continue
+            dense = dense and type(t) is Tensor and has_memory(t) and place < IN_PLACE
+            made.append((place, t, storage))
+            writers[storage] = key_of(number, min(place, IN_PLACE))
+            external.pop(storage, None)
+            self._made.add(memory, storage)
+        alone = kind.writes and kind.in_place and bool(args) and out is args[0]
+        if kind.writes:
+            self.writes = True
+            func = kind.func
+            targets = tensors_of(*_torch_operators.arguments_written(func, args, kwargs or {}))
+            # By what is written silently, nobody knows.
+            for storage in {*_torch_memory.storage_keys(targets)} or read:
+                self._wrote(number, storage, step.reads, alone=alone)
+        if kind.changes_view:
+            return []
+        if alone:
+            step.writes = True
+        elif kind.writes or not (dense and kind.skippable and (made or views)):
+            self._roots.add(key_of(number, IN_PLACE))
+        elif made:
+            step.layouts = [None if t is None else layout_of(t) for t in parts]
+            return made
+        return []
+
+    def _wrote(self, number: int, storage: int, before: Sequence[int], *, alone: bool) -> None:
+        """An operation wrote to some memory: it read what was there before."""
+        for key in before:
+            self.steps[key >> 6].rewritten = True
+        if storage in self._external or storage in self._exported:
+            self._roots.add(key_of(number, IN_PLACE))
+        self._writers[storage] = key_of(number, IN_PLACE)
+        if self.saver is not None:
+            known = alone and stood_in() is StoodIn.NOTHING
+            self.saver.wrote(number, storage) if known else self.saver.lost(storage)
+
+
+Memory = tuple[torch.UntypedStorage, int]
+
+
+def _in_memory_of_its_own(out: Any, read: Collection[int]) -> Sequence[Memory] | None:
+    """The memory of each tensor that an operation gave, if all have some that it did not read."""
+    if out.__class__ is Tensor:
+        memory = out.untyped_storage()
+        storage = memory_key(memory)
+        if storage in read or out.layout is not _STRIDED or is_zero_tensor(out):
+            return None
+        return ((memory, storage),)
+    if out.__class__ is not tuple or len(out) > _FEW:
+        return None
+    made: list[Memory] = []
+    seen = {*read}
+    for t in out:
+        if t.__class__ is not Tensor or t.layout is not _STRIDED or is_zero_tensor(t):
+            return None
+        memory = t.untyped_storage()
+        if (storage := memory_key(memory)) in seen:
+            return None
+        seen.add(storage)
+        made.append((memory, storage))
+    return made
