@@ -1,5 +1,7 @@
 """Gradients of chunks by torch.compile: those of eager, or a warning and eager."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from references import assert_same
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 
 import functx
 from functx import per_sample
+from functx.per_sample import _compiled
 
 
 class Graphs:
@@ -79,6 +82,17 @@ def test_as_in_eager(graphs, kind):
         if kind != "passes":
             assert graphs.made == 1
             assert graphs.ran in (2 * calls + 2, 2 * calls + 1)
+
+
+def test_few_shapes_are_compiled(graphs, monkeypatch):
+    monkeypatch.setattr(_compiled, "_SHAPES", 2)
+    f = per_sample.grads(lambda w, x: (w * x).sin().sum(), compile={"backend": graphs})
+    w = torch.randn(())
+    for length in (1, 2, 1, 3, 4, 2):
+        x = X[:, :length]
+        with pytest.warns(RuntimeWarning, match="pad them") if length == 3 else nullcontext():
+            assert_same(f(w, x), (torch.cos(w * x) * x).sum(1), eps=16)
+    assert (graphs.made, graphs.ran) == (2, 4)
 
 
 @pytest.mark.sweep

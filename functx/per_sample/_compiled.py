@@ -27,6 +27,8 @@ from functx._remat import _tapes
 from functx.per_sample._batch import Batch
 from functx.per_sample._failure import is_out_of_memory, outside
 
+# Examples of so many shapes are compiled for; after that it takes longer than it spares.
+_SHAPES = 8
 Eager = Callable[["_Kept", Callable[..., Any]], tuple[Any, Any]]
 
 
@@ -44,11 +46,15 @@ class Compiled:
         self._chunk_size, self._api = chunk_size, api
         self._sizes: dict[Any, int] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._gave_up = False
+        self._gave_up = self._warned = False
 
     def serves(self, loss: Any, batch: Batch) -> bool:
         """Whether a chunk may run compiled; those of other sizes would each have to be compiled."""
-        size = self._sizes.setdefault(batch.signature(), self._chunk_size or batch.size)
+        signature = batch.signature()
+        if signature not in self._sizes and len(self._sizes) >= _SHAPES:
+            self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
+            return False
+        size = self._sizes.setdefault(signature, self._chunk_size or batch.size)
         if self._gave_up or batch.size != size or size == 1 or loss.randomness != "error":
             return False
         if _torch.transforming() or _torch.dispatch_mode_depth() or _torch.forward_ad_level() >= 0:
@@ -84,11 +90,16 @@ class Compiled:
 
     def _give_up(self, cause: str) -> None:
         self._gave_up = True
-        warnings.warn(
-            f"{self._api}: compile=True has no effect here, chunks run in eager: {cause}",
-            RuntimeWarning,
-            stacklevel=outside(),
-        )
+        self._warn(cause)
+
+    def _warn(self, cause: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._api}: compile=True has no effect here, chunks run in eager: {cause}",
+                RuntimeWarning,
+                stacklevel=outside(),
+            )
 
     def _function(self, loss: Any, batch: Batch) -> Callable[..., Any]:
         key = (batch.signature(), batch.spec, loss.positions)

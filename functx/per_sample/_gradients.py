@@ -59,9 +59,10 @@ def grads(
         randomness: ``"error"``, ``"different"`` or ``"same"``, as for :func:`torch.func.vmap`.
         compile: Compile the gradients of a chunk with :func:`torch.compile`; a dict has its
             options. For chunks of one size, ``chunk_size`` or that of the first call, of more than
-            one example, without random numbers, where no argument requires grad. The first chunk
-            of a graph also runs in eager, to compare: where they differ, or ``func`` can't be
-            compiled, a warning says why and all runs in eager.
+            one example, without random numbers, where no argument requires grad; of up to eight
+            shapes of examples; not where gradients are known by their factors, which is quicker
+            still. The first chunk of a graph also runs in eager, to compare: where they differ, or
+            ``func`` can't be compiled, a warning says why and all runs in eager.
 
     Returns:
         A function of the same arguments, for a batch of ``B`` examples, and
