@@ -1,5 +1,7 @@
 """Policies on nests of regions, found by random programs: as without remat, and no false error."""
 
+import math
+
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -151,7 +153,8 @@ def poisoned(monkeypatch):
         with watching(False):
             if t.dtype == torch.bool:
                 return t.fill_(True)
-            return t.fill_(float("nan") if t.is_floating_point() else 10**6)
+            wrong = math.nan if t.is_floating_point() else min(10**6, torch.iinfo(t.dtype).max)
+            return t.fill_(wrong)
 
     monkeypatch.setattr(_prune, "empty", poison)
 
@@ -251,3 +254,25 @@ def test_a_failed_copy_to_host_memory_leaves_no_counts():
     with pytest.raises(MemoryError), _offload.on_offload(fails):
         region(X.clone().requires_grad_())
     assert not _holders._own.holds
+
+
+@pytest.mark.parametrize("inner", [None, POLICIES.dots_saveable])
+@pytest.mark.parametrize("between", [torch.clone, torch.sin])
+def test_of_several_results_those_that_were_kept_are_handed_on(inner, between, poisoned):
+    """What batch_norm may write to is not kept inside; outside it is, and its siblings are not."""
+
+    def program(remat):
+        def f(x):
+            return nn.functional.batch_norm(x.sort(-1)[0], None, None, training=True).pow(3).mean()
+
+        inside = remat(f, policy=inner)
+        region = remat(lambda x: inside(between(x)), policy=POLICIES.everything_saveable)
+        x = numbers(6, 4).requires_grad_()
+        plain = torch.autograd.grad(region(x), x)[0]
+        return plain, functx.grad(region)(x), functx.hessian(region)(x[:2])
+
+    def with_policies(f, policy=None):
+        return functx.remat(f, policy=policy)
+
+    ours, expected = program(with_policies), program(lambda f, policy=None: f)
+    assert_same(ours, expected, 64)

@@ -109,13 +109,12 @@ class Pruned(Watcher):
         with watching(False):
             out = self._stand_in(at, args)
         if at in self._giving:
-            standing_in(StoodIn.KEPT, self._untouched(step, at))
-        else:
-            standing_in(StoodIn.UNWRITTEN)
-        if at in self._giving:
+            standing_in(StoodIn.KEPT, self._handed_out(step, at, out))
             # A region around this one must know that the result comes from what is kept.
             values = [t for key, t in self._kept.items() if key >> 6 == at]
             args, kwargs = (*(args[:1] if step.writes else ()), *values), {}
+        else:
+            standing_in(StoodIn.UNWRITTEN)
         for watcher in watchers():
             watcher.skipped(func, args, kwargs or {}, out)
         return out
@@ -169,16 +168,16 @@ class Pruned(Watcher):
             return outs
         return outs[0] if _torch_operators.returns_one(step.kind.func) else tuple(outs)
 
-    def _untouched(self, step: Step, at: int) -> dict[int, Tensor]:
-        """Of what is handed out as a copy, the original, by place."""
-        if not step.rewritten:
-            return {}
-        fetcher = self._fetcher
-        return {
-            key & IN_PLACE: t
-            for key, t in self._kept.items()
-            if key >> 6 == at and not (fetcher is not None and fetcher.brings(key))
-        }
+    def _handed_out(self, step: Step, at: int, out: Any) -> dict[int, Tensor]:
+        """What is handed out, by place; where that is a copy, the original."""
+        fetcher, outs = self._fetcher, out if isinstance(out, (tuple, list)) else (out,)
+        found = {}
+        for key, t in self._kept.items():
+            place = key & IN_PLACE
+            if key >> 6 == at and place < len(outs):
+                copied = step.rewritten and not (fetcher is not None and fetcher.brings(key))
+                found[place] = t if copied else outs[place]
+        return found
 
     def _value(self, step: Step, key: int) -> Tensor:
         """A kept result; a copy if it is going to be written to."""

@@ -12,7 +12,7 @@ from functx import _torch, _torch_globals, _torch_memory, _torch_operators
 from functx._policies import Everything
 from functx._remat._arguments import NUMBERS
 from functx._remat._computed import Computed
-from functx._remat._saving import IN_PLACE, Saver, StoodIn, key_of, now, stood_in, untouched
+from functx._remat._saving import IN_PLACE, Saver, StoodIn, handed_out, key_of, now, stood_in
 from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_of
 from functx._remat._tapes import PLAIN, tensors_of
 from functx._torch import current_node, sequence_number
@@ -158,9 +158,11 @@ class Record(Computed):
         """A replay around this region did not run the operation: whether it keeps the result."""
         if stood_in() is StoodIn.KEPT:
             self.saver = self.saver or Saver(Everything(False))
-            for place, t, storage in made:
-                self.saver.given(key_of(number, place), untouched(place, t).detach(), storage)
-        elif self.saver is not None:
+            for place, _, storage in made:
+                if (t := handed_out(place)) is not None:
+                    self.saver.given(key_of(number, place), t.detach(), storage)
+            made = [one for one in made if handed_out(one[0]) is None]
+        if self.saver is not None:
             self.saver.left_out(number, made)
 
     def _note(self, kind: Kind, args: Any, kwargs: Any, out: Any) -> list[Any]:

@@ -61,23 +61,23 @@ class _Now(threading.local):
     def __init__(self) -> None:
         self.savers: list[Saver] = []  # of the regions that are running, outermost first
         self.stood_in = StoodIn.NOTHING
-        self.untouched: dict[int, Tensor] = {}
+        self.handed_out: dict[int, Tensor] = {}
 
 
 now = _Now()
 _META = torch.device("meta")
 
 
-def standing_in(what: StoodIn, untouched: dict[int, Tensor] | None = None) -> None:
+def standing_in(what: StoodIn, handed_out: dict[int, Tensor] | None = None) -> None:
     """A replay says what it does for the operation at hand.
 
     Args:
         what: it gives.
-        untouched: of results that it gave as copies, because they are going to be written to, what
-            was copied, by place.
+        handed_out: by place, the results that it had kept; nobody wrote to the others. Of those
+            that it gave as copies, because they are going to be written to, what was copied.
     """
     now.stood_in = what
-    now.untouched = untouched or {}
+    now.handed_out = handed_out or {}
 
 
 def stood_in() -> StoodIn:
@@ -85,9 +85,9 @@ def stood_in() -> StoodIn:
     return now.stood_in
 
 
-def untouched(place: int, t: Tensor) -> Tensor:
-    """What a replay has copied to give ``t``; ``t`` itself if it is no copy."""
-    return now.untouched.get(place, t)
+def handed_out(place: int) -> Tensor | None:
+    """What a replay had kept of the operation that ran last; ``None`` if it had not kept that."""
+    return now.handed_out.get(place)
 
 
 class Saver:
