@@ -1,9 +1,12 @@
 """Torch's own part of letting memory go: what the engine counts on."""
 
+import weakref
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functx import _torch, _torch_nodes
+from functx._remat._tapes import held_by_python
 
 
 def test_a_hook_before_a_node_lets_the_engine_let_go():
@@ -151,3 +154,20 @@ def test_the_engine_runs_inside_a_backward_as_torch_calls_it():
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(2).cos())
     assert left[0] == left[1]
+
+
+def test_python_and_tapes_count_as_the_engine_believes():
+    """Each reference of Python's counts, a variable or none; all that C++ holds counts as none."""
+    x = torch.ones(3, requires_grad=True)
+    made = weakref.ref(x.sin())
+    assert made() is None
+    held = [x.sin()]
+    made = weakref.ref(held[0])
+    assert held_by_python([made()]) == 1
+    held *= 2
+    assert held_by_python([made()]) == 2
+    tape = held[0].sin().grad_fn, held[0].cos().grad_fn
+    assert held_by_python([made()]) == 2
+    held.clear()
+    assert held_by_python([made()]) == 0
+    assert tape

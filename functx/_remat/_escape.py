@@ -12,15 +12,16 @@ somebody holds it.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 from torch import Tensor
 
 from functx import _torch, _torch_modules
 from functx._errors import RematError
 from functx._places import Place, describe_place
+from functx._remat._tapes import held_by_python
 
 Birth = tuple[int, "weakref.ref[Tensor]", Place]
 """A number, the tensor, and where it was made."""
@@ -57,9 +58,11 @@ def with_tangents(
     """Numbers of tensors that are held, and have a tangent at ``level``, which now still lives."""
     found = set()
     for number, ref, _ in births:
-        t = ref()
-        if t is not None and sys.getrefcount(t) > 2 and not any(t is out for out in returned):
-            t = _torch.unwrap_if_dead(t)
+        cell: list[Any] = [ref()]
+        if cell[0] is None or held_by_python(cell) <= 0:
+            continue
+        if not any(cell[0] is out for out in returned):
+            t = _torch.unwrap_if_dead(cell[0])
             while _torch.is_wrapped(t) and _torch.wrapper_level(t) > level:
                 t = _torch.unwrap_if_dead(_torch.get_unwrapped(t))
             if not t.is_inference() and tangent_of(t) is not None:
@@ -72,16 +75,14 @@ def _alive(
 ) -> Iterator[tuple[int, Tensor]]:
     own = {id(t) for t in returned if t is not None}
     for number, ref, _ in births:
-        if (t := ref()) is None:
-            continue
-        # Held by Python: beside `t` and the call's argument, and by a tensor of C++ (a cache of
-        # autocast, a tape) if there is one, which has the Python object too.
+        cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
         if (
-            id(t) not in own
-            and sys.getrefcount(t) > (3 if _torch.use_count(t) > 1 else 2)
-            and (number < 0 or number in duals or _taped(t))
+            cell[0] is not None
+            and id(cell[0]) not in own
+            and held_by_python(cell) > 0
+            and (number < 0 or number in duals or _taped(cell[0]))
         ):
-            yield number, t
+            yield number, cell[0]
 
 
 def _taped(t: Tensor) -> bool:

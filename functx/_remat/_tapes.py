@@ -102,9 +102,19 @@ def anonymous_below(t: Tensor, depth: int) -> bool:
     So it is with the alias that C++ makes of a primal to put it into a dual; a tensor from outside
     has a name there.
     """
-    # The caller must not have one, nor pass it: how many hold an argument depends on how Python
-    # calls, which changes as soon as a compiler, say, has asked to see its frames.
-    inner = below(t, depth)
-    # Held by `inner` and by the call; and by C++, if that has it too.
-    held = 2 + (_torch.use_count(inner) > 1)
-    return sys.getrefcount(inner) <= held and not requires_grad_anywhere(inner)
+    inner = [below(t, depth)]
+    return held_by_python(inner) <= 0 and not requires_grad_anywhere(inner[0])
+
+
+def held_by_python(cell: list[Tensor]) -> int:
+    """How many references Python has to the tensor in ``cell``, beside that list.
+
+    The caller must have it in no variable and pass it to nothing: how much those count depends on
+    the version of Python, and on whether a compiler, say, has asked to see its frames.
+    """
+    # C++ (a cache of autocast, a tape) has one reference, however often it holds the tensor.
+    return sys.getrefcount(cell[0]) - _LOOKING - (_torch.use_count(cell[0]) > 1)
+
+
+_LOOKING = 0
+_LOOKING = held_by_python([torch.empty(0)])
