@@ -175,3 +175,20 @@ def test_another_tensor_over_the_memory_of_an_input_goes_meanwhile(gone, way):
 
     derivative = ways(X, W)[way]
     assert_same(derivative(functx.remat(program())), derivative(program()))
+
+
+def test_another_tensor_is_given_the_memory_of_an_input_unseen():
+    def program(remat):
+        held = [X.detach()]
+
+        def f(x, w):
+            other = torch.empty_like(x)
+            other.data = x
+            out = other * w
+            held.clear()
+            return out
+
+        w = X.cos().requires_grad_()
+        return torch.autograd.grad(remat(f)(X, w).sum(), w)
+
+    assert_same(program(functx.remat), program(identity))

@@ -30,10 +30,11 @@ from functx._remat._saving import called, now, watched_per_example
 from functx._remat._tapes import leaves_below, nodes_of, tensors_of
 from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
-from functx._remat._watch import tell_of_a_region
+from functx._remat._watch import tell_of_a_region, tell_of_a_view
 from functx._remat._writes import written_by
 from functx._torch_modules import frame_above
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
 
 
@@ -233,6 +234,8 @@ class FirstRun(Standins):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
+        if func == _SET_DATA:
+            tell_of_a_view(args[1])
         targets = tensors_of(written_by(func, args, kwargs))
         if targets:
             self.written(targets)

@@ -80,6 +80,9 @@ class Watcher(_torch.TorchDispatchMode):
     def held_unseen(self, t: Tensor) -> None:
         """The node of a region inside this one reads a tensor that it does not hold on its tape."""
 
+    def take_view(self, t: Any) -> None:
+        """Another tensor comes to have the memory of ``t``."""
+
     def exported(self, t: Tensor) -> None:
         """The memory of a plain tensor, or what is in it, is handed to what is no operation."""
 
@@ -124,6 +127,16 @@ def tell_of_an_export(t: Tensor) -> None:
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher):
             mode.exported(t)
+
+
+def tell_of_a_view(t: Tensor) -> None:
+    """A tensor is given the memory of ``t``, where no dispatch mode sees it."""
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    for i in range(_torch.dispatch_mode_depth()):
+        mode = _torch.get_dispatch_mode_at(i)
+        if isinstance(mode, Watcher):
+            mode.take_view(t)
 
 
 def python_on_tape() -> None:
