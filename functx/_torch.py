@@ -59,6 +59,7 @@ is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_batchedtensor
 is_functional = _functorch.is_functionaltensor
 unwrap_once_if_dead = _functorch.unwrap_if_dead
+is_grad_wrapper = _functorch.is_gradtrackingtensor
 wrapper_level = _functorch.maybe_get_level
 get_unwrapped = _functorch.get_unwrapped
 # A tensor without memory of its own; the public way makes one with memory.

@@ -23,6 +23,19 @@ def has_hooks(t: torch.Tensor) -> bool:
     return bool(t._backward_hooks)
 
 
+def can_become(t: torch.Tensor) -> bool:
+    """Whether ``t`` is plain, and nobody looks at its gradient, so that `become` may be called."""
+    return type(t) is torch.Tensor and not (has_hooks(t) or t.retains_grad)
+
+
+def become(t: torch.Tensor, new: torch.Tensor) -> bool:
+    """Make ``t``, whoever holds it, another tensor; not where C++ holds one of them, as a tape."""
+    if t._use_count() > 1 or new._use_count() > 1:  # type: ignore[attr-defined]
+        return False
+    torch._C._swap_tensor_impl(t, new)
+    return True
+
+
 def graph_is_kept() -> bool:
     """Whether the tape that the engine is running stays: ``retain_graph``; no public way tells."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -115,12 +115,13 @@ class FirstRun(Standins):
         return self._place
 
     def standin_births(self) -> list[Birth]:
-        """Stand-ins that a gradient flows to, numbered by position from -1 down."""
+        """Stand-ins that a derivative flows to, numbered by position from -1 down."""
+        forward = any(frame.dual() for frame in self._region.frames)
         return [
             (-1 - position, weakref.ref(t), _NOWHERE)
             for position, t in enumerate(self._standins)
-            # A leaf somebody may hold; or what was written to from the tape.
-            if id(t) in self.leaves or t.grad_fn is not None
+            # A leaf somebody may hold, or a dual; or what was written to from the tape.
+            if id(t) in self.leaves or t.grad_fn is not None or (forward and _torch.is_wrapped(t))
         ]
 
     def close(self, func: Any) -> None:

@@ -1,9 +1,8 @@
 """Tensors that leave a region otherwise than by return: appended, stored, caught by a hook.
 
 Such a tensor hangs on the throw-away tape of the first run, and gradients through it would be
-lost. In plain autograd it becomes a further result of the region, so that it gets its gradient.
-Under a transform it is a wrapper of a level that has ended, so it is an error that says where it
-was made.
+lost. It becomes a further result of the region (`_leaving`), or is an error that says where it was
+made.
 
 They are found without looking for them: when the tape is gone, what a body made is alive only if
 somebody holds it.
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from functx import _torch, _torch_modules
 from functx._errors import RematError
 from functx._places import Place, describe_place
 from functx._remat._tapes import held_by_python
+from functx._torch_edges import requires_grad_anywhere
 
 Birth = tuple[int, "weakref.ref[Tensor]", Place]
 """A number, the tensor, and where it was made."""
@@ -61,13 +61,32 @@ def with_tangents(
         cell: list[Any] = [ref()]
         if cell[0] is None or held_by_python(cell) <= 0:
             continue
-        if not any(cell[0] is out for out in returned):
+        # At a level that ends, what is returned is another tensor; and this may be held as well.
+        if level or not any(cell[0] is out for out in returned):
             t = _torch.unwrap_if_dead(cell[0])
             while _torch.is_wrapped(t) and _torch.wrapper_level(t) > level:
                 t = _torch.unwrap_if_dead(_torch.get_unwrapped(t))
             if not t.is_inference() and tangent_of(t) is not None:
                 found.add(number)
     return found
+
+
+def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
+    """What a body made, somebody holds, and no derivative flows through, in two wrappers or more.
+
+    torch looks for what is inside of a wrapper whose level has ended, and not further.
+    """
+    found: dict[int, Tensor] = {}
+    others = {*map(id, but)}
+    for number, ref, _ in births:
+        cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
+        if cell[0] is None or number < 0 or id(cell[0]) in others:
+            continue
+        if not _torch.is_grad_wrapper(cell[0]):
+            continue
+        if held_by_python(cell) > 0 and _torch.is_grad_wrapper(_torch.get_unwrapped(cell[0])):
+            found[id(cell[0])] = cell[0]
+    return [*found.values()]
 
 
 def _alive(
@@ -80,13 +99,15 @@ def _alive(
             cell[0] is not None
             and id(cell[0]) not in own
             and held_by_python(cell) > 0
-            and (number < 0 or number in duals or _taped(cell[0]))
+            and (number in duals or _taped(cell[0], number < 0))
         ):
             yield number, cell[0]
 
 
-def _taped(t: Tensor) -> bool:
-    """Whether a gradient could flow to ``t`` through what a region computed it from."""
+def _taped(t: Tensor, given: bool) -> bool:
+    """Whether a gradient could flow to ``t``, by what a region computed it from or was given."""
+    if given:
+        return requires_grad_anywhere(t)
     while t.grad_fn is None:
         if not _torch.is_wrapped(t):
             return t.requires_grad  # a leaf of the region's own, which would get a ``grad``

@@ -19,7 +19,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from functx import _torch_compiler, _torch_operators, _tree
 from functx._arrays import backend_of
 from functx._errors import RematError
+from functx._remat._containers import MUTABLE, fresh, without
 from functx._remat._depth import is_nested
 from functx._remat._observers import inlined
 from functx._remat._operator import call, differentiating
@@ -136,6 +137,7 @@ class Body:
         self._out: Any = None
         # No cell of the user's: the result of this very call may end up in it, as in
         # ``x = remat(lambda: g(x))()``, and nothing could free them.
+        self._emptied: Set[int] = frozenset()  # ids of containers that are copied for each replay
         self._function, self._cells = f, snapshot(f)
         if self._cells:
             self._function = rebound(f, self._cells)
@@ -145,7 +147,9 @@ class Body:
         first, self._first = self._first, None
         f = first
         if f is None:
-            f = rebound(self._function, self._cells) if self._cells else self._function
+            f = self._function
+            if self._cells or self._emptied:
+                f = rebound(f, self._cells, copied=self._emptied)
         if self._spec is None:  # all arguments are tensors
             result = f(*[tensors[place] for place in self._where if place is not None])
         else:
@@ -166,15 +170,17 @@ class Body:
         """Do not close over tensors that depend on this very call: nothing could free them.
 
         A replay is handed what the forward found there; it only needs something to ask for it by.
+        ``NOTE [what was left in a list]`` in `_containers`.
         """
         held = {id(t) for t in owners}
-        if any(id(contents) in held for _, contents in self._cells.values()):
-            cells = {
-                key: (cell, contents.detach() if id(contents) in held else contents)
-                for key, (cell, contents) in self._cells.items()
-            }
-            self._function = rebound(self._function, cells)
-            self._cells = snapshot(self._function)
+        cells = {
+            key: (cell, contents.detach() if id(contents) in held else contents)
+            for key, (cell, contents) in self._cells.items()
+        }
+        emptied: dict[int, Any] = {}
+        self._function = rebound(self._function, cells, held=held, emptied=emptied)
+        self._cells = snapshot(self._function)
+        self._emptied = frozenset(emptied)
 
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""
@@ -220,10 +226,31 @@ def _cells_of(f: types.FunctionType) -> Iterator[tuple[types.CellType, Any]]:
             yield cell, _EMPTY
 
 
-def rebound(f: Any, cells: Cells) -> Any:
-    """``f`` with its cells as they were. ``NOTE [late binding]``."""
+def rebound(
+    f: Any,
+    cells: Cells,
+    *,
+    copied: Set[int] = frozenset(),
+    held: Set[int] = frozenset(),
+    emptied: dict[int, Any] | None = None,
+) -> Any:
+    """``f`` with its cells as they were. ``NOTE [late binding]``.
+
+    Args:
+        f: the function.
+        cells: what they held.
+        copied: ids of containers that are to be copied.
+        held: ids of tensors that no container is to hold.
+        emptied: is given, by id, the containers that hold them no more.
+    """
+    if not (cells or copied or held):
+        return f
     try:
-        return _Rebinder(cells).rebind(f) if cells else f
+        rebinder = _Rebinder(cells, copied, held)
+        f = rebinder.rebind(f)
+        if emptied is not None:
+            emptied.update((id(new), new) for old, new in rebinder.containers.values())
+        return f
     except RecursionError:
         if is_nested():  # the outermost region says how deep
             raise
@@ -249,11 +276,24 @@ def _depth(f: Any) -> int:
 
 
 class _Rebinder:
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: Cells, copied: Set[int], held: Set[int]) -> None:
         self._cells = cells
+        self._copied = copied
+        self._held = held
         self._copies: dict[int, types.CellType] = {}
+        self.containers: dict[int, tuple[Any, Any]] = {}  # by id, what was there and what is
+
+    def _container(self, c: Any) -> Any:
+        if id(c) not in self.containers:
+            new = fresh(c) if id(c) in self._copied else without(c, self._held)
+            if new is c:
+                return c
+            self.containers[id(c)] = c, new
+        return self.containers[id(c)][1]
 
     def rebind(self, f: Any) -> Any:
+        if type(f) in MUTABLE:
+            return self._container(f) if self._copied or self._held else f
         if isinstance(f, functools.partial):
             return functools.partial(
                 self.rebind(f.func),
@@ -265,7 +305,10 @@ class _Rebinder:
         if not isinstance(f, types.FunctionType) or not f.__closure__:
             return f
         closure = tuple(self._cell(cell) for cell in f.__closure__)
-        copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
+        defaults = f.__defaults__
+        if defaults and (self._copied or self._held):
+            defaults = tuple(self._container(x) if type(x) in MUTABLE else x for x in defaults)
+        copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, defaults, closure)
         copy.__kwdefaults__ = f.__kwdefaults__
         copy.__dict__.update(f.__dict__)
         return copy

@@ -16,6 +16,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat._depth import nested
 from functx._remat._entry import nested_region, nested_values
+from functx._remat._leaving import settle
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
@@ -60,12 +61,17 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     region.inputs, region.outer = inputs, outer
     if outer is not None or _torch.peek_interpreter_stack() is not None:
         region.outer_levels = saved_levels()
+    left: Sequence[Tensor] = ()
     with nested(region.options.name):
         silence = None if nobody_watches() else tracking(SILENT)
         if silence is not None:
             silence.__enter__()
         try:
             outs = _lower(region, inputs, region)
+            if region.leaving:
+                left = region.put_in_place(outs)
+            if region.settled:
+                settle(region.settled)
             region.write_back(outs)
             results = region.assemble(outs)
             computed = () if outer is None else region.computed(results)
@@ -74,6 +80,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
             if silence is not None:
                 silence.__exit__()
     if outer is not None:
+        outer.note(left)
         outer.note(computed)
         if region.options.values:
             # A replay of the outer region runs this one afresh; it can only compare from outside.

@@ -36,6 +36,7 @@ from functx._remat import _escape
 from functx._remat._constant import Constant
 from functx._remat._holders import base_of
 from functx._remat._kept_inside import Inside
+from functx._remat._leaving import can_leave, leaves_of, put_in_place
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass
 from functx._remat._options import Options
@@ -75,6 +76,8 @@ class Region:
         reached: ids of the leaves that the tapes of the first run end in.
         births: what the first run made, until it is known what of that left the region.
         left: numbers of the tensors that left the region otherwise than by return.
+        leaving: those tensors, until the call has ended.
+        settled: other tensors that left it, which no derivative flows through, until then.
         first_run: the tracker of the run that is finding out; ``None`` before and after.
         entries: the operations that the first run recorded.
         origins: kind and number of each external.
@@ -98,6 +101,8 @@ class Region:
     inner_keeps: Sequence[Any] = ()
     kept: Sequence[Tensor] = ()
     ledger: Ledger | None = None
+    leaving: Sequence[Tensor] = ()
+    settled: Sequence[Tensor] = ()
     left: Sequence[int] = ()
     needed: Sequence[bool] = ()
     origins: Sequence[tuple[str, int]] = ()
@@ -296,19 +301,27 @@ class Region:
         """Tensors of the first run that are held though its tape is gone, by their number."""
         births, self.births = self.births, ()
         views = [r[1] for r in self._results if isinstance(r, tuple)]
-        duals = self.frames[0].duals
-        if len(self.frames) > 1:
-            duals = set[int]().union(*(frame.duals for frame in self.frames))
-        if not (found := _escape.find(births, [*returned, *views], duals)):
+        duals = set[int]().union(*(frame.duals for frame in self.frames))
+        found = _escape.find(births, [*returned, *views], duals)
+        if len(self.frames) > 2:
+            self.settled = _escape.constants(births, [*found.values(), *views])
+        if not found:
             return found
-        # A stand-in that was written to; or a leaf, which can't be a result and a leaf.
-        written = any((n < 0) == (t.grad_fn is not None) for n, t in found.items())
         lenient = self.originals is not None or self.options.by_sight
-        convertible = len(self.frames) == 1 and not lenient and not written
-        if not (convertible and all(_torch.detachable(t) for t in found.values())):
+        if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
             _escape.refuse(self.options.name, births, found)
         self.left = list(found)
+        self.reached |= leaves_of(found.values(), births, self.frames, self.options.name)
+        self.leaving = [*found.values()]
         return found
+
+    def put_in_place(self, outs: list[Tensor | None]) -> Sequence[Tensor]:
+        """What left the region otherwise than by return is now what has come out for it."""
+        leaving, self.leaving = self.leaving, ()
+        if hasattr(self.body, "forget"):
+            self.body.forget(leaving)
+        put_in_place([*leaving], outs, self.options.name)
+        return leaving
 
     def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:
         distinct: list[Tensor | None] = []
@@ -369,7 +382,7 @@ class Region:
         self.captured = []
         self.kept = ()
         self._results = [r if isinstance(r, int) else None for r in self._results]
-        self.owners = ()
+        self.owners = self.leaving = self.settled = ()
         self.before = {}  # a result may be the very tensor that was written to
         for frame in self.frames:
             frame.captured = []

@@ -65,6 +65,16 @@ class Frame(ABC):
         """Whether an input has a tape at this level."""
         return False
 
+    def inside_of(self, t: Tensor) -> Tensor | None:
+        """The value of the level below in what was a tensor of this one, which has ended."""
+        return None
+
+    def leave(self, t: Tensor) -> Tensor:
+        """The same, as a further result. ``NOTE [leaving]`` in `_leaving`."""
+        value = self.inside_of(t)
+        assert value is not None
+        return value
+
     def holds_duals(self) -> bool:
         """Whether inputs are duals of the user's own ``dual_level``."""
         return False

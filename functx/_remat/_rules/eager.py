@@ -11,6 +11,7 @@ from torch import Tensor
 from functx import _torch, _torch_globals, _torch_vmap
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
+from functx._remat._leaving import values_at_base
 from functx._remat._node import attach
 from functx._remat._operator import base_rule
 from functx._remat._profile import shown
@@ -112,12 +113,10 @@ class EagerFrame(Frame):
         tensors = [*inputs, *self.captured]
         if not left:
             return attach(self, tensors, outs, self.out_requires)
-        results = [*outs, *map(_off_the_tape, left.values())]
-        requires = [*self.out_requires, *(True for _ in left)]
-        results = attach(self, tensors, results, requires)
-        if self.region.outer is not None:
-            self.region.outer.note(results[len(outs) :])
-        return results[: len(outs)]
+        values = values_at_base(left.values(), self.region.frames)
+        requires = [*self.out_requires, *(t.requires_grad for t in values)]
+        results = [*outs, *map(_off_the_tape, values)]
+        return attach(self, tensors, results, requires)
 
 
 def _off_the_tape(t: Tensor | None) -> Tensor:

@@ -67,6 +67,15 @@ class GradFrame(Frame):
         finally:
             _torch.exit_grad_level()
 
+    def inside_of(self, t: Tensor) -> Tensor | None:
+        """What the wrapper is around."""
+        return _torch.get_unwrapped(t) if _torch.is_grad_wrapper(t) else None
+
+    def leave(self, t: Tensor) -> Tensor:
+        """Whether it required grad is known still."""
+        self.out_requires.append(t.requires_grad)
+        return super().leave(t)
+
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results on the real tape, behind a node that keeps the inputs."""
         wrapped = [None if o is None else _torch.wrap_for_grad(o, self.level) for o in outs]

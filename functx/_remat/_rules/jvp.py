@@ -156,6 +156,15 @@ class JvpFrame(DualFrame):
         """Tensors of outer levels have none."""
         return _torch.unwrap_for_grad(t, self.level) is not t
 
+    def inside_of(self, t: Tensor) -> Tensor | None:
+        """The primal; the level has ended, and with it the tangent."""
+        return _torch.get_unwrapped(t) if _torch.is_grad_wrapper(t) else None
+
+    def leave(self, t: Tensor) -> Tensor:
+        """A primal alone: what had a tangent can't leave."""
+        self.out_slots.append(False)
+        return super().leave(t)
+
     def wrap(self, t: Tensor) -> Tensor:
         """A wrapper of this level."""
         return _torch.wrap_for_grad(t, self.level)

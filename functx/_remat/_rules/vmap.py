@@ -55,6 +55,17 @@ class VmapFrame(Frame):
         self.out_dims = dims
         return results
 
+    def inside_of(self, t: Tensor) -> Tensor | None:
+        """The physical tensor."""
+        if not _torch.is_batched(t):
+            return t
+        return _torch.get_unwrapped(t) if _torch.wrapper_level(t) == self.inside else None
+
+    def leave(self, t: Tensor) -> Tensor:
+        """With its batch dimension, if it has one."""
+        self.out_dims.append(_torch.batch_dim(t) if _torch.is_batched(t) else None)
+        return super().leave(t)
+
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Batched results."""
         return [
