@@ -171,3 +171,27 @@ def test_python_and_tapes_count_as_the_engine_believes():
     held.clear()
     assert held_by_python([made()]) == 0
     assert tape
+
+
+def test_a_tensor_becomes_another_one():
+    """Whoever holds it; also a wrapper whose level has ended. Not where C++ holds it."""
+    held = []
+
+    def inner(x):
+        held.append(x.sin())
+        return x.sum()
+
+    def outer(x):
+        torch.func.grad(inner)(x)
+        (left,) = held
+        assert _torch.is_grad_wrapper(left)
+        assert _torch_nodes.can_become(left)
+        assert _torch_nodes.become(left, x.cos())
+        return (held[0] * x).sum()
+
+    x = torch.arange(3.0)
+    torch.testing.assert_close(torch.func.grad(outer)(x), x.cos() - x * x.sin())
+    t = torch.ones(3, requires_grad=True).sin()
+    tape = t.sin()
+    assert not _torch_nodes.become(t, torch.ones(3))
+    assert tape.grad_fn is not None

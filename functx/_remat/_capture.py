@@ -14,7 +14,7 @@ from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
-from functx._remat._entry import Entry, describe, results
+from functx._remat._entry import MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
 from functx._remat._functions import IN_C, known_of
@@ -47,6 +47,7 @@ class FirstRun(Standins):
     """
 
     _forgotten: Sequence[int] = ()
+    _number = -1
     _place: Place | None = None
     # Whether operations that only compute are recorded, and no more: `_run_ordinary`.
     _plain = True
@@ -105,8 +106,9 @@ class FirstRun(Standins):
         # Where the operation was called that has made it.
         place = self.entries[-1].place if self.entries else None
         ref = self._known[id(t)] = weakref.ref(t)
-        births = self.births
-        births.append((len(births), ref, place or self._begun()))
+        # As a replay numbers it, however much other operations make.
+        self._number = number = max(self._number + 1, len(self.entries) << MAKES)
+        self.births.append((number, ref, place or self._begun()))
 
     def _begun(self) -> Place:
         """The line that runs what has no line of its own."""
@@ -115,13 +117,12 @@ class FirstRun(Standins):
         return self._place
 
     def standin_births(self) -> list[Birth]:
-        """Stand-ins that a derivative flows to, numbered by position from -1 down."""
-        forward = any(frame.dual() for frame in self._region.frames)
+        """Stand-ins that a derivative may flow to, numbered by position from -1 down."""
         return [
             (-1 - position, weakref.ref(t), _NOWHERE)
             for position, t in enumerate(self._standins)
-            # A leaf somebody may hold, or a dual; or what was written to from the tape.
-            if id(t) in self.leaves or t.grad_fn is not None or (forward and _torch.is_wrapped(t))
+            # A leaf somebody may hold, or is around one, or a dual; or what was written to.
+            if id(t) in self.leaves or t.grad_fn is not None or _torch.is_wrapped(t)
         ]
 
     def close(self, func: Any) -> None:
@@ -179,8 +180,11 @@ class FirstRun(Standins):
                 ledger.belong(operation, first, len(steps))
         if out.__class__ is Tensor:
             ref = self._known[id(out)] = weakref.ref(out)
-            births = self.births
-            births.append((len(births), ref, place))
+            number = len(entries) << MAKES
+            if number <= self._number:
+                number = self._number + 1
+            self._number = number
+            self.births.append((number, ref, place))
         else:
             self.note(out)
         return out

@@ -6,6 +6,7 @@ from typing import Any
 
 from functx._places import Place
 
+MAKES = 16  # bits for what one operation makes, below its place in the record
 MADE_HERE = -1
 """The source of a tensor argument that the region itself made."""
 

@@ -78,9 +78,9 @@ def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
     """
     found: dict[int, Tensor] = {}
     others = {*map(id, but)}
-    for number, ref, _ in births:
+    for _, ref, _ in births:
         cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
-        if cell[0] is None or number < 0 or id(cell[0]) in others:
+        if cell[0] is None or id(cell[0]) in others:
             continue
         if not _torch.is_grad_wrapper(cell[0]):
             continue

@@ -16,7 +16,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat._depth import nested
 from functx._remat._entry import nested_region, nested_values
-from functx._remat._leaving import settle
+from functx._remat._leaving import put_in_place, settle
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
@@ -69,7 +69,10 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
         try:
             outs = _lower(region, inputs, region)
             if region.leaving:
-                left = region.put_in_place(outs)
+                left, region.leaving = region.leaving, ()
+                if hasattr(region.body, "forget"):
+                    region.body.forget(left)
+                put_in_place([*left], outs, region.options.name)
             if region.settled:
                 settle(region.settled)
             region.write_back(outs)
@@ -80,8 +83,8 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
             if silence is not None:
                 silence.__exit__()
     if outer is not None:
-        outer.note(left)
         outer.note(computed)
+        outer.note(left)
         if region.options.values:
             # A replay of the outer region runs this one afresh; it can only compare from outside.
             outer.operands(nested_values, [region.values()])

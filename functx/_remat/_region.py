@@ -36,7 +36,7 @@ from functx._remat import _escape
 from functx._remat._constant import Constant
 from functx._remat._holders import base_of
 from functx._remat._kept_inside import Inside
-from functx._remat._leaving import can_leave, leaves_of, put_in_place
+from functx._remat._leaving import can_leave, leaves_of
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass
 from functx._remat._options import Options
@@ -314,14 +314,6 @@ class Region:
         self.reached |= leaves_of(found.values(), births, self.frames, self.options.name)
         self.leaving = [*found.values()]
         return found
-
-    def put_in_place(self, outs: list[Tensor | None]) -> Sequence[Tensor]:
-        """What left the region otherwise than by return is now what has come out for it."""
-        leaving, self.leaving = self.leaving, ()
-        if hasattr(self.body, "forget"):
-            self.body.forget(leaving)
-        put_in_place([*leaving], outs, self.options.name)
-        return leaving
 
     def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:
         distinct: list[Tensor | None] = []

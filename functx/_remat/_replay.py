@@ -18,7 +18,7 @@ from functx import _torch
 from functx._places import where
 from functx._remat._arguments import NUMBERS, same
 from functx._remat._departure import departed
-from functx._remat._entry import MADE_HERE, REWRAPPED, Entry, describe, nested_values
+from functx._remat._entry import MADE_HERE, MAKES, REWRAPPED, Entry, describe, nested_values
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._letting_go import Passing
@@ -41,7 +41,8 @@ class Replay(Tracker):
         passed_on: what the body was handed as it is, by position.
     """
 
-    _at = _made = _slot = 0
+    _at = _slot = 0
+    _made = -1
     # Whether operations that only compute are compared, and no more: `_run_ordinary`.
     _plain = True
     passing: Passing | None = None
@@ -148,9 +149,9 @@ class Replay(Tracker):
     def made(self, t: Tensor) -> None:
         """Keep what left the region in its forward."""
         if self.left:
-            if self._made in self.left:
-                self.left[self._made] = t
-            self._made += 1
+            self._made = number = max(self._made + 1, self._at << MAKES)
+            if number in self.left:
+                self.left[number] = t
 
     def swap_all(self, values: Sequence[Any]) -> list[Any]:
         """What every operation comes by: as `resolve` for each tensor, in one loop."""
@@ -243,6 +244,8 @@ class Replay(Tracker):
                 f"{describe(self._entries[self._at].func)}",
                 ended=True,
             )
+        if any(n >= 0 and t is None for n, t in self.left.items()):
+            self._depart("it does not leave behind what the forward left", ended=True)
 
     def _depart(self, how: str, *, ended: bool = False, **more: str) -> NoReturn:
         place = None if ended else where()
