@@ -61,15 +61,21 @@ class Pair(torch.autograd.Function):
 
 
 class OldStyle(torch.autograd.Function):
-    """A forward that is given the context; torch knows no transform of it."""
+    """A forward that is given the context; torch knows no transform of it.
+
+    What it reads may be an attribute of the context, which no tape knows.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.save_for_backward(a)
+        if factor == 1.0:
+            ctx.kept = a
+        else:
+            ctx.save_for_backward(a)
         ctx.factor = factor
         return a.sin() * factor
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        (a,) = ctx.saved_tensors
+        (a,) = (ctx.kept,) if ctx.factor == 1.0 else ctx.saved_tensors
         return -ctx.factor * cotangent * a.square().cos(), None
