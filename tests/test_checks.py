@@ -55,6 +55,24 @@ def line(f, offset):
     return f"test_checks.py:{f.__code__.co_firstlineno + offset}"
 
 
+def test_an_input_in_place_of_a_result_is_found():
+    def f(x):
+        y = x.sin()
+        return (y if FLAG["on"] else x).cos() * y
+
+    assert "reads an input where the forward read a result" in departure(f)
+
+
+def test_a_tensor_from_outside_in_place_of_a_result_is_found():
+    before = X.clone().requires_grad_() * 2
+
+    def f(x):
+        y = x.sin()
+        return (y if FLAG["on"] else before).cos() * y
+
+    assert "from outside where the forward read a result" in departure(f)
+
+
 class TestPlaces:
     """Where the replay is, and where the forward was."""
 
