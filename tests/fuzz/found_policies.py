@@ -77,4 +77,20 @@ def build(remat, env):
         ("vmap", "vjp"),
         (2,),
     ),
+    "what regions inside leave out of a gradient, of which a policy keeps a part": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        def region1(p2):
+            return torch.nn.functional.dropout(p2, 0.4)
+        def region3(p4):
+            return remat(region1)(p4) * 0.5
+        def region5(p6):
+            return torch.sigmoid(functx.grad(lambda t: remat(region3)(t).sum())(p6) * leaf0)
+        return remat(region5, policy=functx.checkpoint_policies.everything_saveable)(x)
+    return f
+""",
+        set(),
+    ),
 }

@@ -22,11 +22,15 @@ import torch
 from functx._remat._prune import Departed
 
 from .census import FEATURES, Census
+from .found import FOUND
+from .found_departing import DEPARTING
+from .found_policies import WITH_POLICIES
 from .mechanisms import MECHANISMS
 from .program import Program
 from .runner import Difference, Refused, check, reference
 from .writer import numbered
 
+KEPT = FOUND | WITH_POLICIES | DEPARTING
 PROGRAMS = 10_000
 SLICE = 100
 ROOT = Path(__file__).parents[2]
@@ -99,8 +103,11 @@ def slice_of_sweep(first: int, last: int) -> Census:
     return Census.loads(path.read_text())
 
 
-def notices(name: str, last: int = 1000) -> int | None:
-    """The first program that differs without a mechanism of the engine, and not with it."""
+def notices(name: str, last: int = 1000) -> int | str | None:
+    """The first program that differs without a mechanism of the engine, and not with it.
+
+    Numbered ones first, then those that were found before and are kept, which have names.
+    """
     path = results() / f"{name}.mechanism"
     if not path.exists():
         number = -1
@@ -109,8 +116,20 @@ def notices(name: str, last: int = 1000) -> int | None:
             while (number := _notices(name, number + 1, last)) is not None:
                 if not run_slice(number, number + 1).failures:
                     break
-        write(path.name, json.dumps(number))
+            found = _kept_that_notices(name) if number is None else number
+        write(path.name, json.dumps(found))
     return json.loads(path.read_text())
+
+
+def _kept_that_notices(name: str) -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        MECHANISMS[name](patch)
+        for kept, program in KEPT.items():
+            try:
+                one(program, kept, Census())
+            except (Difference, Departed):
+                return kept
+    return None
 
 
 def _notices(name: str, first: int, last: int) -> int | None:
@@ -138,12 +157,13 @@ def put_together() -> Census | None:
     return census
 
 
-def report(census: Census, noticed: dict[str, int | None]) -> str:
+def report(census: Census, noticed: dict[str, int | str | None]) -> str:
     """The report, in Markdown.
 
     Args:
         census: of the sweep.
         noticed: for each mechanism of the engine, the first program that differs without it.
+            A name is of a program that was found before and is kept.
     """
     n = census.programs
     errors = sum(said.startswith("raises ") for said in census.failures.values())
@@ -188,6 +208,9 @@ def report(census: Census, noticed: dict[str, int | None]) -> str:
         + ".",
         "",
         "## Mechanisms of the engine, taken out one by one",
+        "",
+        "A number is of one of the first 1,000 programs; where none of them differs, a name is of "
+        "one that was found before and is kept (`tests/fuzz/found*.py`).",
         "",
         "| mechanism | without it | first program that differs |",
         "|---|---|---|",

@@ -16,9 +16,6 @@ import functx
 
 from . import sweep
 from .census import NAMES, Census
-from .found import FOUND
-from .found_departing import DEPARTING
-from .found_policies import WITH_POLICIES
 from .mechanisms import MECHANISMS
 from .program import Program
 from .runner import Difference, check, plain, reference, run
@@ -57,13 +54,10 @@ def search(n: int, number: int, *, shrink: bool = True) -> Census:
     return census
 
 
-KNOWN = FOUND | WITH_POLICIES | DEPARTING
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", sweep.KEPT)
 def test_what_was_found_before(name):
-    program = KNOWN[name]
+    program = sweep.KEPT[name]
     check(program, reference(program))
 
 
@@ -89,7 +83,7 @@ def test_ten_thousand_programs(first):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_each_mechanism_is_needed(name):
-    """Without it, one of a thousand programs differs."""
+    """Without it, one of a thousand programs differs, or one that is kept."""
     number = sweep.notices(name)
     sweep.put_together()
     assert number is not None
