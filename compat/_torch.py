@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,9 @@ from torch._subclasses.fake_tensor import (
 # The tracer.  ``torch.export`` would do too, but refuses functorch levels and custom pytrees.
 from torch.fx.experimental.proxy_tensor import make_fx
 
+# The node that the backward hooks of modules hang on.
+from torch.nn.modules._functions import BackwardHookFunction
+
 # Sees each ATen operation below autograd and functorch; the only place where grad mode can be read
 # per operation.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +54,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
 __all__ = [
     "SUPPORTED_NODES",
+    "BackwardHookFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -63,10 +68,13 @@ __all__ = [
     "base_of",
     "below_autograd",
     "below_vmap",
+    "called_by",
+    "called_by_us",
     "called_from",
     "core_aten_decompositions",
     "decomposition_table",
     "function_being_applied",
+    "grad_under_modes",
     "has_backward_hooks",
     "is_functorch_wrapped",
     "is_mutable",
@@ -84,6 +92,7 @@ __all__ = [
     "pytree_node",
     "redispatch",
     "runs_while_tracing",
+    "saved_tensors_hooks",
     "storage_key",
     "tree_map",
     "typed_arguments",
@@ -97,39 +106,74 @@ F = TypeVar("F", bound=Callable[..., Any])
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
+def _nearest(matches: Callable[[FrameType], bool]) -> FrameType | None:
+    """The innermost frame of this thread that matches, from where our caller was called."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not matches(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def function_being_applied() -> type | None:
     """The custom ``autograd.Function`` whose ``apply`` is on this thread's stack, if any.
 
     Reads the frames of ``torch.autograd.Function.apply``: an operation that a custom forward runs
     is otherwise indistinguishable from one in a ``no_grad`` block.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            return frame.f_locals.get("cls")
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    frame = _nearest(lambda frame: frame.f_code is _APPLY)
+    return None if frame is None else frame.f_locals.get("cls")
 
 
 def called_from(package: str) -> bool:
     """Whether code of a package is on this thread's stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(package):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return _nearest(lambda frame: _module(frame).startswith(package)) is not None
+
+
+def called_by(*modules: str) -> bool:
+    """Whether code of some modules calls a torch function; ``"torch._"`` is a prefix."""
+
+    def calls(frame: FrameType) -> bool:
+        # What is between is ours, or what torch puts around the handler of a mode.
+        name = _module(frame)
+        return not name.startswith(("functx.", "torch._compile", "torch._dynamo."))
+
+    frame = _nearest(calls)
+    name = "" if frame is None else _module(frame)
+    return any(name.startswith(m) if m.endswith("_") else name == m for m in modules)
+
+
+def called_by_us(func: Any) -> bool:
+    """Whether the code that calls a torch function is ours, a mode that hands it on aside."""
+    handed_on = False
+
+    def calls(frame: FrameType) -> bool:
+        nonlocal handed_on
+        handler = frame.f_code.co_name == "__torch_function__"
+        if _module(frame).partition(".")[0] == "functx":
+            handed_on = handler and frame.f_locals.get("func") == func
+            return False
+        # Other modes, and methods of tensors that are written in Python, come between.
+        return not handler and _module(frame) not in ("torch._tensor", "torch.overrides")
+
+    frame = _nearest(calls)
+    return frame is not None and not handed_on
 
 
 def asked_by(package: str, functions: tuple[str, ...]) -> bool:
     """Whether code that is neither torch's nor ours, but for these functions, asks for a value."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in ("torch", "functx") or name.startswith(package):
-            return name.startswith(package) and frame.f_code.co_name in functions
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+
+    def asks(frame: FrameType) -> bool:
+        name = _module(frame)
+        return name.partition(".")[0] not in ("torch", "functx") or name.startswith(package)
+
+    frame = _nearest(asks)
+    if frame is None:
+        return False
+    return _module(frame).startswith(package) and frame.f_code.co_name in functions
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor:
@@ -165,13 +209,28 @@ def is_once_differentiable(function: Any) -> bool:
     return getattr(function.backward, "__code__", None) is _ONCE
 
 
+# ``torch.autograd.grad`` without the question whether somebody overrides it: a mode that has been
+# asked is put aside for as long as the answer takes, and would see none of the backward pass.
+grad_under_modes = FunctionType(
+    torch.autograd.grad.__code__,
+    {**vars(torch.autograd), "has_torch_function": lambda _: False},
+    "grad",
+    torch.autograd.grad.__defaults__,
+)
+
+
+def saved_tensors_hooks() -> Any:
+    """The innermost pair of hooks that see what a tape saves, if any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def unhooked() -> AbstractContextManager[Any]:
     """Saves tensors as they are, whatever hooks of ``saved_tensors_hooks`` are active.
 
     Which are, no public function tells; pushing ours where none is would fail where hooks are
     disabled.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if saved_tensors_hooks() is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
@@ -285,7 +344,8 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module itself, or a parameter of its own, has hooks that see gradients."""
     if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(p is not None and p._backward_hooks for p in module._parameters.values())
+    parameters = [p for p in module._parameters.values() if p is not None]
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 def original_of(f: Any) -> Any:

@@ -44,7 +44,7 @@ class CustomFunction(torch.nn.Module):
         backward: the rule; None where no derivative can be taken, an exception where torch's own
             machinery raised it.
         jvp: the rule, if the Function has one.
-        once: whether a second derivative is an error, by ``once_differentiable``.
+        once: why a second derivative is an error, if it is.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CustomFunction(torch.nn.Module):
         n_results: int,
         backward: DerivativeRule | Exception | None,
         jvp: DerivativeRule | None,
-        once: bool,
+        once: str,
     ) -> None:
         super().__init__()
         self.name = name

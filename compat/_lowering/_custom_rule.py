@@ -140,7 +140,7 @@ class _Rules:
         found = self._pull_plainly(inputs, kept, cotangents)
         if not self._function.once:
             return found
-        return _once(self._function.name, found, [*kept[2], *cotangents])
+        return _once(self._function, found, [*kept[2], *cotangents])
 
     def _pull_plainly(
         self, inputs: Any, kept: Any, cotangents: Sequence[Any], stops: bool = True
@@ -174,7 +174,7 @@ def _no_tangent(x: Any) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0)
 
 
-def _once(name: str, gradients: list[Any], inputs: list[Any]) -> list[Any]:
+def _once(function: CustomFunction, gradients: list[Any], inputs: list[Any]) -> list[Any]:
     """Gradients that can't be differentiated again, by whatever they were computed from."""
 
     @jax.custom_jvp
@@ -186,8 +186,7 @@ def _once(name: str, gradients: list[Any], inputs: list[Any]) -> list[Any]:
         moved = jax.tree_util.tree_leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
         if not all(isinstance(t, SymbolicZero) for t in moved):
             raise LoweringError(
-                f"the backward of {name}, a custom autograd.Function, is once_differentiable: it"
-                " has no second derivative"
+                f"the backward of {function.name}, a custom autograd.Function, {function.once}"
             )
         return once(*primals), [jnp.zeros_like(g) for g in primals[0]]
 

@@ -35,17 +35,31 @@ from torch.utils.checkpoint import CheckpointFunction
 import functx
 from functx import _torch as engine
 from functx._errors import LoweringError
+from functx._remat._custom import running
 from functx._remat._tracker import SILENT, tracking
 from functx.compat._lowering._custom_function import CustomFunction, DerivativeRule, emit
-from functx.compat._lowering._cut import FORWARD, RAW, cut, isolate
+from functx.compat._lowering._cut import FORWARD, RAW, cut, is_linear, isolate
 from functx.compat._lowering._draws import Draws
 from functx.compat._lowering._functional import (
     functional,
     lift_constants,
     writes_to_placeholders,
 )
-from functx.compat._torch import FakeTensorMode, is_once_differentiable, unhooked
+from functx.compat._torch import (
+    BackwardHookFunction,
+    FakeTensorMode,
+    is_once_differentiable,
+    unhooked,
+)
 
+HOOKED = "functx_hooked"
+"""Under which the Function of a tensor hook has the tensor; see `_tape`."""
+ONCE = "is once_differentiable: it has no second derivative"
+HOOK = (
+    "has no second derivative in JAX: as a tensor hook it is asked once for a whole gradient, here"
+    " for each part, which is the same only if it is linear and reads no value that has another"
+    " hook. Say what is meant with an autograd.Function in its place"
+)
 _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -99,6 +113,12 @@ class Interceptor:
         if cls is CheckpointFunction:
             run, preserve, *rest = args
             return functx.remat(run, preserve_rng_state=preserve)(*rest)
+        if cls is BackwardHookFunction:
+            raise LoweringError(
+                "a module that the function runs has backward hooks, which JAX's derivatives would"
+                " leave out silently: remove them (handle.remove()), or put what they do to"
+                " gradients into an autograd.Function"
+            )
         if within.forward or not torch.is_grad_enabled():
             with _set(plain=not within.forward):
                 return apply(*args)
@@ -124,6 +144,16 @@ class Interceptor:
         assert isinstance(node, Node)
         node.meta[RAW] = (raw, raw_results)
         return out
+
+
+@contextmanager
+def _users() -> Iterator[None]:
+    """While code of the Function runs: a ``detach`` there is one that a user wrote."""
+    before, running.engine = running.engine, False
+    try:
+        yield
+    finally:
+        running.engine = before
 
 
 @contextmanager
@@ -208,9 +238,11 @@ class _Tracer:
             # the transpose of the backward takes its place.
             with suppress(*_FAILURES):
                 traces.append(self._trace(self._joint_jvp, [self._operands[i] for i in of]))
+        hooked = getattr(self._cls, HOOKED, None)
         captures = list({id(t): t for _, lifted, _ in traces for t in lifted}.values())
+        captures = [t for t in captures if t is not hooked]
         rules = [
-            cut(graph, lifted, extra, captures, len(self._operands), len(self._results))
+            cut(graph, lifted, extra, captures, len(self._operands), len(self._results), hooked)
             for graph, lifted, extra in traces
         ]
         graph, residuals, forward = rules[0]
@@ -221,7 +253,10 @@ class _Tracer:
         if len(rules) > 1:
             graph, residuals, with_mids = rules[1]
             jvp = DerivativeRule(graph, residuals, tuple(of), tuple(n_cotangents), with_mids)
-        once = is_once_differentiable(self._cls)
+        once = ONCE if is_once_differentiable(self._cls) else ""
+        if hooked is not None and isinstance(backward, DerivativeRule):
+            reads = self._cls.later and any(t is hooked for _, lifted, _ in traces for t in lifted)
+            once = HOOK if reads or not is_linear(backward.graph, 1) else ""
         n = len(self._results)
         return CustomFunction(self._cls.__name__, forward, n, backward, jvp, once), captures
 
@@ -277,13 +312,14 @@ class _Tracer:
         self._to = at if pairs else []
         if not pairs:
             return results
-        gradients = torch.autograd.grad(
-            [r for r, _ in pairs],
-            [operands[i] for i in at],
-            [c for _, c in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
+        with _users():
+            gradients = torch.autograd.grad(
+                [r for r, _ in pairs],
+                [operands[i] for i in at],
+                [c for _, c in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
         return [*results, *gradients]
 
     def _joint_jvp(self, *tensors: torch.Tensor) -> list[Any]:
@@ -293,7 +329,7 @@ class _Tracer:
 
         def jvp(*args: Any) -> Any:
             _mark_forward()
-            with _set(forward=False):
+            with _set(forward=False), _users():
                 return own(*args)
 
         marked = type(self._cls.__name__, (self._cls,), {"jvp": staticmethod(jvp)})

@@ -34,6 +34,7 @@ from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
 from functx.compat._lowering._graph import MODULE
 from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
+from functx.compat._lowering._tape import ASKS, Tape
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,
@@ -41,8 +42,11 @@ from functx.compat._torch import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
+    called_by,
+    called_by_us,
     called_from,
     function_being_applied,
+    grad_under_modes,
     is_mutable,
     map_tensors,
 )
@@ -72,19 +76,29 @@ _state = _State()
 class UserCalls(TorchFunctionMode):
     """Sees calls by name: a ``detach`` that was asked for, and recurrent networks with dropout.
 
-    See the module docstring, :mod:`._recurrent` and :mod:`._composites`.
+    See the module docstring, :mod:`._recurrent`, :mod:`._composites` and :mod:`._tape`.
     """
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in ASKS and not (running.engine or called_by_us(func)):
+            return self._tape(func, args, kwargs or {}, self)
         if drops_between_layers(func, args):
             return layer_by_layer(func, args)
         inside = REPLACED.get(func) or (None if types else opened(func))
         if inside is not None:
             with self:
                 return inside(*args, **(kwargs or {}))
-        if func not in _SAYS_DETACH or running.engine:
+        if func is torch.autograd.grad or func is torch.Tensor.backward:
+            pull_back = grad_under_modes if func is torch.autograd.grad else _backward
+            with self:
+                return pull_back(*args, **(kwargs or {}))
+        if func not in _SAYS_DETACH or running.engine or called_by_us(func):
             return with_examples(func, args, kwargs or {})
         _state.user_detach += 1
         try:
@@ -94,6 +108,16 @@ class UserCalls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             _state.user_detach -= 1
+
+
+def _backward(
+    x: torch.Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _differentiable(x: torch.Tensor) -> bool:
@@ -109,9 +133,10 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, random_draws: Draws) -> None:
+    def __init__(self, random_draws: Draws, tape: Tape) -> None:
         super().__init__()
         self._draws = random_draws
+        self._tape = tape
         self._tracer: Any = None  # of the function itself; those of regions in it are others
         self.seen: set[int] = set()
         # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
@@ -156,9 +181,16 @@ class Observer(TorchDispatchMode):
         return out
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is aten.detach.default and not _state.user_detach and torch.is_grad_enabled():
-            return aten.alias.default(*args)
+        if func is aten.detach.default:
+            if not _state.user_detach and torch.is_grad_enabled():
+                return aten.alias.default(*args)
+            if called_by("torch.utils.checkpoint"):
+                # A tape that its hooks hand a value to takes it for the one that it saved.
+                return aten.alias.default(*args)
+        if is_mutable(func):
+            self._tape.written(args[:1])
         if torch.is_grad_enabled() or within.forward:
+            self._tape.saves((args, kwargs))
             return _run(func, args, kwargs)
         applied = None if within.plain else function_being_applied()
         if applied is not None:

@@ -1,8 +1,4 @@
-"""Pointwise arithmetic, comparison and logic.
-
-Derivatives at kinks are torch's: zero at zero for ``relu`` and ``abs``, one at the bounds of
-``clamp``, shared equally at the ties of ``maximum``.
-"""
+"""Pointwise arithmetic, comparison and logic; what has kinks is in `_kinks`."""
 
 from __future__ import annotations
 
@@ -134,14 +130,15 @@ def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is None:
         return jnp.true_divide(x, y)
     if rounding_mode == "floor":
-        return _floor_divide(x, y)
+        return floor_divide(x, y)
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return jnp.trunc(x / y)
     return lax.div(*jnp.broadcast_arrays(x, y))
 
 
 @rule("floor_divide", cast=True)
-def _floor_divide(x: Any, y: Any) -> Any:
+def floor_divide(x: Any, y: Any) -> Any:
+    """The floor of the quotient of two numbers, without a derivative."""
     if not jnp.issubdtype(jnp.result_type(x, y), jnp.floating):
         return jnp.floor_divide(x, y)
     # torch floors the exact quotient, not the rounded one (1 // 0.1 is 9), except where it is
@@ -157,11 +154,6 @@ def _floor_divide(x: Any, y: Any) -> Any:
 @rule("fmod", cast=True)
 def _fmod(x: Any, y: Any) -> Any:
     return jnp.fmod(x, y)
-
-
-@rule("remainder", cast=True)
-def _remainder(x: Any, y: Any) -> Any:
-    return jnp.remainder(x, y)
 
 
 @rule("pow", cast=True)
@@ -212,16 +204,6 @@ def _xlog1py(x: Any, y: Any) -> Any:
     return jnp.where(jnp.isnan(y), jnp.nan, special.xlog1py(x, y))
 
 
-@rule("abs", cast=False)
-def _abs(x: Any) -> Any:
-    return jnp.abs(x)
-
-
-@rule("sign")
-def _sign(x: Any) -> Any:
-    return x if x.dtype == jnp.bool_ else jnp.sign(x)
-
-
 @rule("digamma", cast=True)
 def _digamma(x: Any) -> Any:
     # A pole of either sign at zero, where JAX has NaN.
@@ -231,7 +213,7 @@ def _digamma(x: Any) -> Any:
 @rule("sgn", cast=True)
 def _sgn(x: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.sign(x)
+        return jnp.where(jnp.isnan(x), 0, jnp.sign(x))
     # JAX's has no derivative, and that of the phase of a complex number is not zero.
     safe = jnp.where(x == 0, 1, x)
     return jnp.where(x == 0, 0, safe / jnp.abs(safe))
@@ -248,16 +230,6 @@ def _round_decimals(x: Any, decimals: int = 0) -> Any:
     return jnp.round(x * scale) / scale if decimals >= 0 else jnp.round(x / scale) * scale
 
 
-@rule("maximum", "fmax.prefer", cast=True)
-def _maximum(x: Any, y: Any) -> Any:
-    return jnp.maximum(x, y)
-
-
-@rule("minimum", cast=True)
-def _minimum(x: Any, y: Any) -> Any:
-    return jnp.minimum(x, y)
-
-
 @rule("fmax", cast=True)
 def _fmax(x: Any, y: Any) -> Any:
     return jnp.where((x >= y) | jnp.isnan(y), x, y)
@@ -266,26 +238,6 @@ def _fmax(x: Any, y: Any) -> Any:
 @rule("fmin", cast=True)
 def _fmin(x: Any, y: Any) -> Any:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
-
-
-@rule("clamp", "clip", cast=True)
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    # Selections, not jnp.clip: at a bound the derivative is that of x.
-    if min is not None:
-        x = jnp.where((x >= min) | jnp.isnan(x), x, min)
-    if max is not None:
-        x = jnp.where((x <= max) | jnp.isnan(x), x, max)
-    return x
-
-
-@rule("clamp_min", cast=True)
-def _clamp_min(x: Any, min: Any) -> Any:
-    return _clamp(x, min)
-
-
-@rule("clamp_max", cast=True)
-def _clamp_max(x: Any, max: Any) -> Any:
-    return _clamp(x, None, max)
 
 
 @rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from functx.compat._lowering import _pointwise, _special  # noqa: F401  looked up below
+from functx.compat._lowering import _kinks, _pointwise, _special  # noqa: F401  looked up below
 from functx.compat._lowering._table import registered, rule
 
 # Primitives that say the same as the ATen operation of that name, and those of another.

@@ -126,16 +126,6 @@ def _amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
     return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
 
 
-@rule("max")
-def _max(x: Any) -> Any:
-    return jnp.max(x)
-
-
-@rule("min")
-def _min(x: Any) -> Any:
-    return jnp.min(x)
-
-
 @rule("aminmax")
 def _aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     dims = axes(dim, x.ndim)

@@ -31,6 +31,7 @@ _FAMILIES = (
     "_creation",
     "_indexing",
     "_embedding",
+    "_kinks",
     "_linalg",
     "_conv",
     "_pool",

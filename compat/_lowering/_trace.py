@@ -31,6 +31,7 @@ from functx.compat._lowering._graph import placeholders
 from functx.compat._lowering._hand_over import hand_over
 from functx.compat._lowering._observe import Observer, UserCalls
 from functx.compat._lowering._table import decompositions
+from functx.compat._lowering._tape import WITHOUT_TAPE, Asked, Tape
 from functx.compat._torch import FakeTensorMode, make_fx
 
 _NO_DATA = "data is not allocated yet"
@@ -79,28 +80,59 @@ def trace(
             not torch's, and traced values that the tracer lost.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        module, used = _run(f, specs, name, mode, tape=False)
+    except Asked:
+        module, used = _run(f, specs, name, mode, tape=True)
+    except RuntimeError as err:
+        if not any(words in str(err) for words in WITHOUT_TAPE):
+            raise
+        module, used = _run(f, specs, name, mode, tape=True)
+    _assert_nothing_lost(module, used)
+    isolate(module)
+    captures = lift_constants(module, mode)
+    heed(module)
+    module = functional(module, _traced, mode)
+    drop_writes_to_inputs(module, len(specs))
+    module.graph.eliminate_dead_code()
+    hand_over(module)
+    module.recompile()
+    return Program(module, tuple(specs), tuple(captures))
+
+
+def _traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
+    return make_fx(run, decomposition_table=decompositions())(*tensors)
+
+
+def _run(
+    f: Callable[..., Sequence[torch.Tensor]],
+    specs: Sequence[Spec],
+    name: str,
+    mode: FakeTensorMode,
+    *,
+    tape: bool,
+) -> tuple[GraphModule, list[bool]]:
+    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in `_tape`."""
     random_draws = Draws()
-    observer = Observer(random_draws)
+    kept = Tape(tape)
+    observer = Observer(random_draws, kept)
     with mode:
         inputs = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
-
     used = [False] * len(inputs)
 
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
         hook = Interceptor(random_draws, mode)
-        with UserCalls(), observer, intercepting(hook), only_torch_draws(name):
+        kept.begin(tensors)
+        with UserCalls(kept), observer, intercepting(hook), only_torch_draws(name):
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)
         return out
 
-    def traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
-        return make_fx(run, decomposition_table=decompositions())(*tensors)
-
     observe_custom_functions()
     try:
         with mode, keep_regions():
-            module = traced(observed, inputs)
+            return _traced(observed, inputs), used
     except RuntimeError as err:
         if _NO_DATA in str(err):
             raise LoweringError(
@@ -115,16 +147,6 @@ def trace(
         raise
     finally:
         random_draws.restore()
-    _assert_nothing_lost(module, used)
-    isolate(module)
-    captures = lift_constants(module, mode)
-    heed(module)
-    module = functional(module, traced, mode)
-    drop_writes_to_inputs(module, len(specs))
-    module.graph.eliminate_dead_code()
-    hand_over(module)
-    module.recompile()
-    return Program(module, tuple(specs), tuple(captures))
 
 
 def _assert_nothing_lost(module: GraphModule, used: Sequence[bool]) -> None:

@@ -109,7 +109,8 @@ class EagerFrame(Frame):
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
-        left = self.region.escaped(outs)
+        untaped = proxy.keeping() and not self.differentiates()
+        left = {} if untaped else self.region.escaped(outs)
         tensors = [*inputs, *self.captured]
         if not left:
             return attach(self, tensors, outs, self.out_requires)
