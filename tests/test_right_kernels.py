@@ -213,3 +213,15 @@ def test_attention_by_the_kernel_of_the_forward(way):
         return functx.grad(lambda x: weighted(f(x)))
 
     check(build, numbers(1, 2, 4, 6), ways=[way])
+
+
+def test_a_number_where_an_operator_of_torch_has_a_tensor():
+    """Composites in C++ make a tensor of it, which dispatch modes are shown as a number again."""
+
+    def program(remat):
+        return functx.vmap(functx.grad(lambda a: remat(ramp)(a).sin().sum()))(numbers(3))
+
+    def ramp(a):
+        return torch.linspace(a, 1, 5, dtype=a.dtype) * a
+
+    assert_same(program(functx.remat), program(lambda f: f))
