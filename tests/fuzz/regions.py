@@ -34,6 +34,7 @@ class Regions(SmallRegions):
     """Writes regions, and transforms of regions."""
 
     policies = False
+    saving = 0
     statement: Callable[[Scope], None]
 
     def region(self, scope: Scope) -> None:
@@ -111,7 +112,8 @@ class Regions(SmallRegions):
         if not self.policies or self.chance(3):
             return ""
         self.features.add("policy")
-        return f", policy=functx.checkpoint_policies.{self.pick(POLICIES)}"
+        policy = self.pick([*POLICIES, *["everything_saveable"] * self.saving])
+        return f", policy=functx.checkpoint_policies.{policy}"
 
     def definition(self, scope: Scope, arguments: int) -> Definition:
         """A function that reads what is around it."""
@@ -132,8 +134,10 @@ class Regions(SmallRegions):
             self.statement(inner)
         if self.chance(2):
             self.static(inner)
-        # Its derivative reads its result, so each replay has to compute it once more.
-        out = self.define(inner, f"torch.sigmoid({self.operand(inner, 'v')})", "v")
+        # Its derivative reads its result, so each replay has to compute it once more; what is done
+        # with it then may be left out.
+        half = self.pick(["", " * 0.5"])
+        out = self.define(inner, f"torch.sigmoid({self.operand(inner, 'v')}){half}", "v")
         results, shapes = [out], ["v"]
         while self.chance(3):
             shape, text = self._extra(inner, out, dict(zip(parameters, signature)))
@@ -178,13 +182,17 @@ class Regions(SmallRegions):
         self.emit(scope, "for _ in range(n):", f"    {name} = torch.tanh({name} * 1.4)")
 
     def inner_transform(self, scope: Scope) -> None:
-        """A transform inside the program, of a region that may close over what is around it."""
+        """A transform inside the program, of a region that may close over what is around it.
+
+        The region may be given what is differentiated or mapped, and those in it with it.
+        """
         self.inside += 1
-        region = self.definition(scope, arguments=0)
+        region = self.definition(scope, arguments=self.choose(2))
         self.inside -= 1
         first = "[0]" if len(region.results) > 1 else ""
         t = self.fresh("t")
-        place = f"remat(lambda {t}: {region.name}(){first} * {t}.sin(){self.options()})"
+        given = "".join({"v": t, "m": f"torch.outer({t}, {t})"}[s] for s in region.signature)
+        place = f"remat(lambda {t}: {region.name}({given}){first} * {t}.sin(){self.options()})"
         vector = self.operand(scope, "v")
         kind = self.pick(["grad", "jvp", "vmap"])
         library = self.pick(["functx", "torch.func"])

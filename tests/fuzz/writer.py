@@ -89,6 +89,10 @@ class Writer(Regions):
             chosen += [self.pick(at_base) for _ in range(2)]
         if "vmap" in self.stack and not self.chance(3):
             chosen.append(self.noise)
+        if self.policies and self.chance(2):
+            # What regions inside a gradient leave out, a policy around it may keep.
+            self.saving = 12
+            chosen += [self.inner_transform] * 2
         self.kinds = [self.operation, self.operation, self.view, *chosen, *chosen]
 
     def statement(self, scope: Scope) -> None:
