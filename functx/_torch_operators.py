@@ -78,14 +78,32 @@ def is_view(func: Any) -> bool:
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
+_aten = torch.ops.aten
+_WRITES_STATISTICS = {
+    *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
+    *(_aten.batch_norm_update_stats, _aten.batch_norm_gather_stats),
+    _aten.batch_norm_gather_stats_with_counts,
+}
+
+
+def writes_statistics(func: Any) -> bool:
+    """Whether an operator writes to running statistics, though its schema does not say so."""
+    return func.overloadpacket in _WRITES_STATISTICS
+
+
 @functools.cache
 def _written(func: Any) -> tuple[list[int], list[str]]:
-    mutable = [(i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.is_write]
+    silently = ("running_mean", "running_var") if writes_statistics(func) else ()
+    mutable = [
+        (i, a)
+        for i, a in enumerate(func._schema.arguments)
+        if (a.alias_info and a.is_write) or a.name in silently
+    ]
     return [i for i, _ in mutable], [a.name for _, a in mutable]
 
 
 def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes to, by its schema."""
+    """The arguments that an operator writes to, by its schema; or that it writes to silently."""
     places, names = _written(func)
     written = [args[i] for i in places if i < len(args)]
     return written + [kwargs[name] for name in names if name in kwargs]

@@ -276,3 +276,22 @@ def test_of_several_results_those_that_were_kept_are_handed_on(inner, between, p
 
     ours, expected = program(with_policies), program(lambda f, policy=None: f)
     assert_same(ours, expected, 64)
+
+
+@pytest.mark.parametrize("read", [lambda y, v, a: (v * a).sin(), lambda y, v, a: (y @ v).sin()])
+def test_statistics_that_batch_norm_advances_are_kept_as_they_were(read, poisoned):
+    """Its schema does not say that it writes; what was kept would be advanced once more."""
+
+    def program(remat):
+        def f(x, a):
+            mean = torch.full((4,), 0.3, dtype=DTYPE)
+            variance = mean.square() + 1.0
+            y = nn.functional.batch_norm(x, mean, variance, training=True)
+            return read(y, variance, a).sigmoid().sum()
+
+        region = remat(f, policy=POLICIES.everything_saveable)
+        x, a = numbers(6, 4).requires_grad_(), numbers(4, start=2.0).requires_grad_()
+        plain = torch.autograd.grad(region(x, a), (x, a), allow_unused=True)
+        return plain, functx.grad(region, (0, 1))(x, a)
+
+    assert_same(program(functx.remat), program(lambda f, policy=None: f), 64)

@@ -133,7 +133,7 @@ class Record(Computed):
 
     def _run(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         """Run any operation, and write it down."""
-        if self.saver is not None and kind.mutable:
+        if self.saver is not None and kind.writes:
             written = _torch_operators.arguments_written(func, args, kwargs)
             self.saver.about_to_write(written)
         out = kind.run(*args, **kwargs)

@@ -24,13 +24,6 @@ _RESHAPES = {
     *(_aten.squeeze_, _aten.unsqueeze_, _aten.t_, _aten.transpose_, _aten.swapaxes_),
     *(_aten.swapdims_, _aten.as_strided_, _aten.detach_),
 }
-# What writes running statistics, though its schema does not say so.
-_WRITES_SILENTLY = {
-    *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
-    *(_aten.batch_norm_update_stats),
-}
-
-
 # Memory nobody wrote to has no value to keep.
 _UNWRITTEN = {
     *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty),
@@ -44,8 +37,7 @@ class Kind:
     Attributes:
         view: whether all that it gives are views of its arguments.
         opaque: whether it runs functions (``torch.cond``, ``scan``): what they do, nobody sees.
-        mutable: whether it writes to an argument, by its schema.
-        writes: likewise, or silently.
+        writes: whether it writes to an argument, by its schema or silently.
         in_place: whether all that it may do is to write to its first argument, shape as it was.
         draws: whether it moves a generator on. What operators of others do to them, nobody knows.
         draws_blindly: whether it then takes only a shape from what it is given.
@@ -63,7 +55,6 @@ class Kind:
         "draws_blindly",
         "func",
         "in_place",
-        "mutable",
         "opaque",
         "plain",
         "run",
@@ -85,8 +76,8 @@ class Kind:
         self.view = _torch_operators.is_view(func) or packet in _RESHAPES
         # By its schema it makes a tensor of its own; it has the memory of what it is given.
         self.view = self.view or func is _torch_operators.unsafe_view
-        self.mutable = _torch_operators.is_mutable(func) and not self.view
-        self.writes = self.mutable or packet in _WRITES_SILENTLY
+        self.writes = _torch_operators.writes_statistics(func)
+        self.writes = self.writes or (_torch_operators.is_mutable(func) and not self.view)
         self.in_place = packet.__name__.endswith("_")
         self.draws = torch.Tag.nondeterministic_seeded in tags or _torch_operators.is_foreign(func)
         self.draws_blindly = packet in _DRAWS_BLINDLY
