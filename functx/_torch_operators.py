@@ -82,7 +82,7 @@ _aten = torch.ops.aten
 _WRITES_STATISTICS = {
     *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
     *(_aten.batch_norm_update_stats, _aten.batch_norm_gather_stats),
-    _aten.batch_norm_gather_stats_with_counts,
+    *(_aten.batch_norm_gather_stats_with_counts, _aten._batch_norm_impl_index),
 }
 
 
@@ -100,6 +100,45 @@ def _written(func: Any) -> tuple[list[int], list[str]]:
         if (a.alias_info and a.is_write) or a.name in silently
     ]
     return [i for i, _ in mutable], [a.name for _, a in mutable]
+
+
+@functools.cache
+def packet_writes(packet: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Which arguments any operator of a name (``torch.ops.aten.sort``) writes to, but ``out``.
+
+    Returns:
+        Their positions and their names.
+    """
+    places, names = set(), set()
+    for func in (getattr(packet, name) for name in packet.overloads()):
+        arguments = func._schema.arguments
+        for i in _written(func)[0]:
+            kind = str(arguments[i].type)
+            # In ATen, lists are those of TorchScript (`sort`, `append`), no tensors.
+            if (
+                arguments[i].is_out
+                or "Tensor" not in kind
+                or (func.namespace == "aten" and "List" in kind)
+            ):
+                continue
+            names.add(arguments[i].name)
+            if not arguments[i].kwarg_only:
+                places.add(i)
+    return frozenset(places), frozenset(names)
+
+
+_WRITE_NOTHING = ("record_stream", "retain_grad")  # which their schemas do not say
+
+
+def packet_of(func: Any) -> Any:
+    """The operators that a function in C is about, by its name, if there are any."""
+    if isinstance(func, _torch.OpOverloadPacket):
+        return func
+    name = getattr(func, "__name__", "")
+    if name.startswith("__") or name in _WRITE_NOTHING:
+        return None
+    found = getattr(_aten, name, None)
+    return found if isinstance(found, _torch.OpOverloadPacket) else None
 
 
 def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -38,6 +38,18 @@ def test_operators_have_schemas():
     assert not _torch_operators.is_mutable(add)
 
 
+def test_operators_of_a_name_say_together_what_they_write_to():
+    packet, aten = _torch_operators.packet_of, torch.ops.aten
+    assert packet(torch.sort) is aten.sort
+    assert packet(aten.add) is aten.add
+    assert packet(torch.is_tensor) is None
+    for name in ("add", "sort", "sum", "matmul", "cummax", "native_layer_norm", "dropout"):
+        assert not any(_torch_operators.packet_writes(getattr(aten, name)))
+    running = frozenset({3, 4}), frozenset({"running_mean", "running_var"})
+    assert _torch_operators.packet_writes(aten.native_batch_norm) == running
+    assert _torch_operators.packet_writes(aten._native_batch_norm_legit) == running
+
+
 def test_the_list_is_not_empty():
     assert {"wrap_for_grad", "run_backward", "SingleLevelFunction", "use_count"} <= set(NAMES)
 

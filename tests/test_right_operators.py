@@ -226,3 +226,18 @@ def test_operators_made_of_others_can_be_looked_into():
     finally:
         library._destroy()
     assert _torch_operators.composite(torch.ops.aten.sin, args[:1], {}) is None
+
+
+def test_an_operator_that_runs_functions_may_be_given_keywords_alone():
+    class Sine(torch._ops.HigherOrderOperator):
+        def __init__(self):
+            super().__init__("functx_sine")
+
+        def __call__(self, **kwargs):
+            return super().__call__(**kwargs)
+
+    sine = Sine()
+    sine.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda *, x: x.sin())
+    sine.fallthrough(torch._C.DispatchKey.AutogradCPU)
+    x = numbers(3).requires_grad_()
+    assert torch.equal(functx.remat(lambda x: sine(x=x) * x)(x), x.sin() * x)

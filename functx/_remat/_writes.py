@@ -46,7 +46,11 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
         return [args[0]]  # `inplace`, perhaps, of a function in torch.nn.functional
     if _torch_operators.is_mutable(func) or name.startswith(("_foreach", "_fused")):
         return [*args, *kwargs.values()]
-    return []
+    if isinstance(func, FunctionType) or (packet := _torch_operators.packet_of(func)) is None:
+        return []
+    places, names = _torch_operators.packet_writes(packet)
+    written = [a for i, a in enumerate(args) if i in places]
+    return written + [a for key, a in kwargs.items() if key in names]
 
 
 def _renormalizes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
