@@ -1,7 +1,8 @@
-"""For the JAX lowering: who applies custom Functions on this thread, and whether the engine runs.
+"""Who applies custom Functions on this thread, and whether the engine runs.
 
 ``Function.apply`` passes through no mode. What observes it (``NOTE [custom functions]`` in
-`_tracker`) asks here first; the JAX lowering answers while it traces a function.
+`_tracker`) asks here first; the JAX lowering answers while it traces a function, and `per_sample`
+while it checks a compiled loss.
 """
 
 from __future__ import annotations

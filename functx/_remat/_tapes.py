@@ -43,19 +43,6 @@ def leaves_below(*nodes: Any) -> list[Tensor]:
     return found
 
 
-def functions_below(*nodes: Any) -> list[str]:
-    """The names of the Functions written in Python on the tape below some nodes."""
-    stack = list(dict.fromkeys(nodes))
-    seen = {None, *stack}
-    for current in stack:  # which grows
-        for node, _ in current.next_functions:
-            if node not in seen:
-                seen.add(node)
-                stack.append(node)
-    python = torch.autograd.function.BackwardCFunction
-    return [type(node).__name__ for node in stack if isinstance(node, python)]
-
-
 def tensors_of(*trees: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dicts."""
     found: list[Tensor] = []

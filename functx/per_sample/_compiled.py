@@ -7,23 +7,28 @@ dispatched.
 NOTE [checked against eager]
 The compiler is not always right: it looks into a custom ``autograd.Function`` under a transform and
 differentiates its forward instead of calling its backward. So where a graph was made, the chunk
-runs in eager too: a loss that calls such a Function is not compiled, and what the graph gives is
-compared. Where they differ, or there is no graph, all runs in eager, with a warning that names the
-cause. That a graph serves what it was made for is the compiler's to see (its guards); a loss is a
-function of its arguments and of what these can see.
+runs in eager too: a loss that calls such a Function, wherever it does, is not compiled, and what
+the graph gives is compared. Where they differ, or there is no graph, all runs in eager, with a
+warning that names the cause. Where eager raises as well, the error is the loss's own, and nothing
+is given up. Nobody else runs a graph before its check has ended, and one whose check did not end is
+made again. That a graph serves what it was made for is the compiler's to see (its guards); a loss
+is a function of its arguments and of what these can see.
 """
 
 from __future__ import annotations
 
+import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from functx import _torch, _torch_compiler, _tree
-from functx._remat import _tapes
+from functx._remat._custom import Apply, intercepting
+from functx._remat._tracker import observe_custom_functions
 from functx.per_sample._batch import Batch
 from functx.per_sample._failure import is_out_of_memory, outside
 
@@ -47,6 +52,7 @@ class Compiled:
         self._sizes: dict[Any, int] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._gave_up = self._warned = False
+        self._lock = threading.RLock()
 
     def serves(self, loss: Any, batch: Batch) -> bool:
         """Whether a chunk may run compiled; those of other sizes would each have to be compiled."""
@@ -70,23 +76,45 @@ class Compiled:
             batch: The chunk.
             eager: Runs the chunk in eager with another function, and feeds a receiver.
         """
+        with self._lock, self._checking(loss, batch):
+            return None if self._gave_up else self._rows(loss, batch, eager)
+
+    def _rows(self, loss: Any, batch: Batch, eager: Eager) -> tuple[Any, Any, list[Any]] | None:
         before = _torch_compiler.graphs_compiled()
         try:
             with _torch_compiler.hooks_guarded():
                 gradients, (value, aux) = self._function(loss, batch)(batch.args(), batch.kwargs)
-        except Exception as error:  # whatever the compiler stumbles over; what is wrong comes again
+        except Exception as error:  # whatever the compiler stumbles over
             if is_out_of_memory(error):
                 raise
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self._give_up(f"{type(error).__name__}: {' '.join(lines[:3])}")
+            cause = f"{type(error).__name__}: {' '.join(lines[:3])}"
+        else:
+            rows = _tree.leaves(gradients)
+            if _torch_compiler.graphs_compiled() == before:
+                return value, aux, rows
+            found = _differs(loss, (value, aux), rows, eager)
+            if found is None:
+                return value, aux, rows
+            self._give_up(found)
             return None
-        rows = _tree.leaves(gradients)
-        if _torch_compiler.graphs_compiled() != before:
-            cause = _differs(loss, (value, aux), rows, eager)
-            if cause is not None:
-                self._give_up(cause)
-                return None
-        return value, aux, rows
+        eager(_Kept(), loss.func)  # which raises what is wrong with the loss or its arguments
+        self._give_up(cause)
+        return None
+
+    @contextmanager
+    def _checking(self, loss: Any, batch: Batch) -> Iterator[None]:
+        """Forget the graphs of a call that raised, if it made any: they were not checked."""
+        key, before = self._key(loss, batch), _torch_compiler.graphs_compiled()
+        new = key not in self._functions
+        try:
+            yield
+        except BaseException:
+            if new or _torch_compiler.graphs_compiled() != before:
+                self._functions.pop(key, None)
+                if all(signature != key[0] for signature, *_ in self._functions):
+                    self._sizes.pop(key[0], None)
+            raise
 
     def _give_up(self, cause: str) -> None:
         self._gave_up = True
@@ -101,8 +129,12 @@ class Compiled:
                 stacklevel=outside(),
             )
 
+    @staticmethod
+    def _key(loss: Any, batch: Batch) -> tuple[Any, ...]:
+        return batch.signature(), batch.spec, loss.positions
+
     def _function(self, loss: Any, batch: Batch) -> Callable[..., Any]:
-        key = (batch.signature(), batch.spec, loss.positions)
+        key = self._key(loss, batch)
         if key not in self._functions:
             self._functions[key] = torch.compile(_gradients_of(loss, batch), **self._options)
         return self._functions[key]
@@ -114,8 +146,8 @@ class _Kept:
     factors = committing = False
     keeps = True
 
-    def __init__(self, leaves: int) -> None:
-        self.rows: list[Any] = [None] * leaves
+    def __init__(self) -> None:
+        self.rows: dict[int, Any] = {}
 
     def restart(self) -> None:
         raise AssertionError("asked for without factors")
@@ -132,20 +164,24 @@ class _Kept:
 
 def _differs(loss: Any, results: Any, rows: list[Any], eager: Eager) -> str | None:
     """What is other in eager, see NOTE [checked against eager]."""
-    kept = _Kept(len(rows))
+    kept = _Kept()
     own: list[str] = []
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        found = loss.func(*args, **kwargs)
-        own.extend(_tapes.functions_below(*_tapes.nodes_of(_tapes.tensors_of(found))))
-        return found
+    def note(cls: type, apply: Apply, args: Sequence[Any]) -> Any:
+        own.append(cls.__name__)
+        return apply(*args)
 
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with intercepting(note):  # the tape of a transform inside is gone when the loss returns
+            return loss.func(*args, **kwargs)
+
+    observe_custom_functions()
     expected = eager(kept, watched)
     if own:
         return f"it has a backward of its own ({own[0]}), which the compiler passes over"
     if not all(map(_alike, _tree.leaves(results), _tree.leaves(expected))):
         return "compiled, it gives other values than in eager"
-    if not all(map(_alike, rows, kept.rows)):
+    if not all(map(_alike, rows, map(kept.rows.get, range(len(rows))))):
         return "compiled, its gradients are others than in eager"
     return None
 

@@ -61,8 +61,10 @@ def grads(
             options. For chunks of one size, ``chunk_size`` or that of the first call, of more than
             one example, without random numbers, where no argument requires grad; of up to eight
             shapes of examples; not where gradients are known by their factors, which is quicker
-            still. The first chunk of a graph also runs in eager, to compare: where they differ, or
-            ``func`` can't be compiled, a warning says why and all runs in eager.
+            still. The first chunk of a graph also runs in eager, to compare (what ``func`` does to
+            Python's objects, it does twice there): where they differ, ``func`` applies an
+            ``autograd.Function``, or it can't be compiled, a warning says why and all runs in
+            eager. Threads that call the same function take turns.
 
     Returns:
         A function of the same arguments, for a batch of ``B`` examples, and
