@@ -9,7 +9,7 @@ holds is made to be what has come out there. It has its derivatives at all level
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -90,7 +90,11 @@ def settle(constants: Iterable[Tensor]) -> None:
 
 
 def leaves_of(
-    left: Iterable[Tensor], births: Sequence[Birth], frames: Sequence[Any], name: str
+    left: Iterable[Tensor],
+    births: Sequence[Birth],
+    frames: Sequence[Any],
+    reached: Set[int],
+    name: str,
 ) -> set[int]:
     """Ids of the leaves that the tapes of what left a region end in, which must all be known.
 
@@ -98,9 +102,11 @@ def leaves_of(
         left: what left it.
         births: what the body made.
         frames: of the region.
+        reached: ids of leaves that the tapes of its results end in: what it writes to follows from
+            one that is of no frame, and is a result.
         name: of the region.
     """
-    known = {leaf for frame in frames for leaf in frame.leaves}
+    known = {leaf for frame in frames for leaf in frame.leaves} | reached
     found = leaves_below(*nodes_of(left))
     for t in found:
         if not (id(t) in known or is_unread(t) or any(ref() is t for _, ref, _ in births)):

@@ -311,7 +311,9 @@ class Region:
         if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
             _escape.refuse(self.options.name, births, found)
         self.left = list(found)
-        self.reached |= leaves_of(found.values(), births, self.frames, self.options.name)
+        self.reached |= leaves_of(
+            found.values(), births, self.frames, self.reached, self.options.name
+        )
         self.leaving = [*found.values()]
         return found
 
