@@ -111,7 +111,7 @@ def test_two_views_of_the_same_are_refused():
 
 
 @pytest.mark.parametrize("way", ["backward", "grad", "vmap of grad", "grad of grad"])
-@pytest.mark.parametrize("kind", ["list", "dict", "partial", "default"])
+@pytest.mark.parametrize("kind", ["list", "dict", "default", "named default", "a child's"])
 def test_nothing_keeps_it_alive(kind, way):
     """Neither a list that the region closes over nor anything else is a cycle with its node."""
     refs = []
@@ -132,10 +132,22 @@ def test_nothing_keeps_it_alive(kind, way):
         def given(x, aux=aux):
             return leave(aux, (x @ w).sin()) + leave(aux, (x @ w).cos())
 
-        y = functx.remat(given if kind == "default" else block)(x)
+        def named(x, *, aux=aux):
+            return given(x, aux)
+
+        parent = {}
+        parent["child"] = {"parent": parent, "aux": aux}
+
+        def child(x):
+            return given(x, parent["child"]["parent"]["child"]["aux"])
+
+        y = functx.remat(
+            {"default": given, "named default": named, "a child's": child}.get(kind, block)
+        )(x)
         found = [*aux.values()] if kind == "dict" else aux
         refs.extend(map(weakref.ref, found))
         assert len(found) == 2
+        parent.clear()  # a cycle of the test's own
         return y.sum() + sum(a.sum() for a in found)
 
     WAYS[way](f)  # what is made at a first call

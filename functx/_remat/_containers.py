@@ -5,56 +5,86 @@ A node keeps the function that it runs again, and a list that the function close
 has left the region: a result of this very node. Nothing could free them. So the function that is
 kept closes over a list without these, as it was before the call; and what a replay appends, it
 appends to a copy of that.
+
+Containers hold each other, and themselves (as a child holds its parent). All that lead to what is
+left out, or is copied, are copied as well, each of them once: what is reached in two ways stays so.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable
 from typing import Any
-
-from torch import Tensor
 
 MUTABLE = frozenset({list, dict, set, deque, defaultdict, OrderedDict})
 
-
-def without(c: Any, held: Set[int]) -> Any:
-    """A container without some tensors, by their ids; ``c`` itself where there is none in it."""
-    if type(c) is tuple:
-        parts = _parts_without(c, held)
-        return c if all(p is x for p, x in zip(parts, c)) and len(parts) == len(c) else (*parts,)
-    if type(c) not in MUTABLE:
-        return c
-    if isinstance(c, dict):
-        items = {k: _GONE if id(v) in held else without(v, held) for k, v in c.items()}
-        if all(items[k] is v for k, v in c.items()):
-            return c
-        new = copy.copy(c)
-        new.clear()
-        new.update({k: v for k, v in items.items() if v is not _GONE})
-        return new
-    parts = _parts_without(c, held)
-    if len(parts) == len(c) and all(p is x for p, x in zip(parts, c)):
-        return c
-    return deque(parts, c.maxlen) if isinstance(c, deque) else type(c)(parts)
+Copies = dict[int, tuple[Any, Any]]
+"""By the id of what was there, that and what is there now."""
 
 
-_GONE = object()
+def reached(roots: Iterable[Any]) -> dict[int, Any]:
+    """Some containers and those in them, by id; tuples too."""
+    found: dict[int, Any] = {}
+    stack = [*roots]
+    while stack:
+        c = stack.pop()
+        if id(c) not in found:
+            found[id(c)] = c
+            stack += [x for x in _parts(c) if type(x) in MUTABLE or type(x) is tuple]
+    return found
 
 
-def _parts_without(c: Iterable[Any], held: Set[int]) -> list[Any]:
-    return [without(x, held) for x in c if id(x) not in held]
+def copied(c: Any, marked: Collection[int], held: Collection[int], copies: Copies) -> Any:
+    """A container without some tensors; ``c`` itself where it leads to nothing that changes.
+
+    Args:
+        c: a list, dict, set or the like.
+        marked: ids of containers that are copied in any case.
+        held: ids of the tensors.
+        copies: what was copied before; it is added to.
+    """
+    found = reached([c])
+    within: dict[int, list[int]] = {}  # by its id, the containers that something is in
+    for key, one in found.items():
+        for part in _parts(one):
+            if id(part) in found or id(part) in held:
+                within.setdefault(id(part), []).append(key)
+    change: set[int] = set()
+    stack = [key for key in (*found, *within) if key in marked or key in held or key in copies]
+    while stack:
+        key = stack.pop()
+        if key not in change:
+            change.add(key)
+            stack += within.get(key, ())
+    new = [found[key] for key in change if key in found and key not in copies]
+    for one in new:
+        if type(one) is not tuple:
+            empty = copy.copy(one)
+            empty.clear()
+            copies[id(one)] = one, empty
+
+    for one in new:
+        if isinstance(one, dict):
+            copies[id(one)][1].update(
+                {k: _now(v, change, held, copies) for k, v in one.items() if id(v) not in held}
+            )
+        elif type(one) is not tuple:
+            fill = copies[id(one)][1].update if type(one) is set else copies[id(one)][1].extend
+            fill([_now(x, change, held, copies) for x in one if id(x) not in held])
+    return _now(c, change, held, copies)
 
 
-def fresh(c: Any) -> Any:
-    """A copy of a container, and of those in it; what else is in it is the same."""
-    if type(c) is tuple:
-        return tuple(map(fresh, c))
-    if type(c) not in MUTABLE or isinstance(c, set):
-        return copy.copy(c) if isinstance(c, set) else c
-    new = copy.copy(c)
-    for key, value in c.items() if isinstance(c, dict) else enumerate(c):
-        if not isinstance(value, Tensor):
-            new[key] = fresh(value)
-    return new
+# No function in the one above: it would be a cycle with its cell, and hold what is left out.
+def _now(x: Any, change: Collection[int], held: Collection[int], copies: Copies) -> Any:
+    """What is there now, where ``x`` was."""
+    if id(x) not in copies:
+        if type(x) is not tuple or id(x) not in change:
+            return x
+        parts = [_now(part, change, held, copies) for part in x if id(part) not in held]
+        copies[id(x)] = x, tuple(parts)
+    return copies[id(x)][1]
+
+
+def _parts(c: Any) -> Iterable[Any]:
+    return c.values() if isinstance(c, dict) else c

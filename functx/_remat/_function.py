@@ -19,7 +19,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from functx import _torch_compiler, _torch_operators, _tree
 from functx._arrays import backend_of
 from functx._errors import RematError
-from functx._remat._containers import MUTABLE, fresh, without
+from functx._remat._containers import MUTABLE, Copies, copied, reached
 from functx._remat._depth import is_nested
 from functx._remat._observers import inlined
 from functx._remat._operator import call, differentiating
@@ -135,9 +135,9 @@ class Body:
         self._where = where
         self._statics = statics
         self._out: Any = None
+        self._emptied: dict[int, Any] = {}  # by id, containers that are copied for each replay
         # No cell of the user's: the result of this very call may end up in it, as in
         # ``x = remat(lambda: g(x))()``, and nothing could free them.
-        self._emptied: Set[int] = frozenset()  # ids of containers that are copied for each replay
         self._function, self._cells = f, snapshot(f)
         if self._cells:
             self._function = rebound(f, self._cells)
@@ -149,7 +149,7 @@ class Body:
         if f is None:
             f = self._function
             if self._cells or self._emptied:
-                f = rebound(f, self._cells, copied=self._emptied)
+                f = rebound(f, self._cells, marked=self._emptied)
         if self._spec is None:  # all arguments are tensors
             result = f(*[tensors[place] for place in self._where if place is not None])
         else:
@@ -177,10 +177,13 @@ class Body:
             key: (cell, contents.detach() if id(contents) in held else contents)
             for key, (cell, contents) in self._cells.items()
         }
-        emptied: dict[int, Any] = {}
-        self._function = rebound(self._function, cells, held=held, emptied=emptied)
+        copies: Copies = {}
+        self._function = rebound(self._function, cells, held=held, copies=copies)
         self._cells = snapshot(self._function)
-        self._emptied = frozenset(emptied)
+        # What an earlier call emptied stays so, but for what this one has replaced.
+        before = {key: c for key, c in self._emptied.items() if key not in copies}
+        found = reached(new for _, new in copies.values())
+        self._emptied = before | {key: c for key, c in found.items() if type(c) in MUTABLE}
 
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""
@@ -230,27 +233,23 @@ def rebound(
     f: Any,
     cells: Cells,
     *,
-    copied: Set[int] = frozenset(),
-    held: Set[int] = frozenset(),
-    emptied: dict[int, Any] | None = None,
+    marked: Collection[int] = (),
+    held: Collection[int] = (),
+    copies: Copies | None = None,
 ) -> Any:
     """``f`` with its cells as they were. ``NOTE [late binding]``.
 
     Args:
         f: the function.
         cells: what they held.
-        copied: ids of containers that are to be copied.
+        marked: ids of containers that are to be copied.
         held: ids of tensors that no container is to hold.
-        emptied: is given, by id, the containers that hold them no more.
+        copies: is given the containers that were copied: those, and all that lead to one.
     """
-    if not (cells or copied or held):
+    if not (cells or marked or held):
         return f
     try:
-        rebinder = _Rebinder(cells, copied, held)
-        f = rebinder.rebind(f)
-        if emptied is not None:
-            emptied.update((id(new), new) for old, new in rebinder.containers.values())
-        return f
+        return _Rebinder(cells, marked, held, {} if copies is None else copies).rebind(f)
     except RecursionError:
         if is_nested():  # the outermost region says how deep
             raise
@@ -276,24 +275,23 @@ def _depth(f: Any) -> int:
 
 
 class _Rebinder:
-    def __init__(self, cells: Cells, copied: Set[int], held: Set[int]) -> None:
+    def __init__(
+        self, cells: Cells, marked: Collection[int], held: Collection[int], copies: Copies
+    ) -> None:
         self._cells = cells
-        self._copied = copied
+        self._marked = marked
         self._held = held
+        self._containers = copies
         self._copies: dict[int, types.CellType] = {}
-        self.containers: dict[int, tuple[Any, Any]] = {}  # by id, what was there and what is
 
     def _container(self, c: Any) -> Any:
-        if id(c) not in self.containers:
-            new = fresh(c) if id(c) in self._copied else without(c, self._held)
-            if new is c:
-                return c
-            self.containers[id(c)] = c, new
-        return self.containers[id(c)][1]
+        if type(c) not in MUTABLE or not (self._marked or self._held):
+            return c
+        return copied(c, self._marked, self._held, self._containers)
 
     def rebind(self, f: Any) -> Any:
         if type(f) in MUTABLE:
-            return self._container(f) if self._copied or self._held else f
+            return self._container(f)
         if isinstance(f, functools.partial):
             return functools.partial(
                 self.rebind(f.func),
@@ -302,14 +300,16 @@ class _Rebinder:
             )
         if isinstance(f, types.MethodType):
             return types.MethodType(self.rebind(f.__func__), f.__self__)
-        if not isinstance(f, types.FunctionType) or not f.__closure__:
+        if not isinstance(f, types.FunctionType):
             return f
-        closure = tuple(self._cell(cell) for cell in f.__closure__)
-        defaults = f.__defaults__
-        if defaults and (self._copied or self._held):
-            defaults = tuple(self._container(x) if type(x) in MUTABLE else x for x in defaults)
-        copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, defaults, closure)
-        copy.__kwdefaults__ = f.__kwdefaults__
+        n, named = len(f.__defaults__ or ()), f.__kwdefaults__ or {}
+        given = (*(f.__defaults__ or ()), *named.values())
+        defaults = [self._container(x) for x in given]
+        if not f.__closure__ and all(new is x for new, x in zip(defaults, given)):
+            return f
+        closure = f.__closure__ and tuple(map(self._cell, f.__closure__))
+        copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, (*defaults[:n],), closure)
+        copy.__kwdefaults__ = dict(zip(named, defaults[n:])) or None
         copy.__dict__.update(f.__dict__)
         return copy
 
