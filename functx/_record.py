@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch, _torch_fake, _torch_modules, _tree
 from functx._errors import RematError
 from functx._flags import Flags, no_casts_kept
+from functx._generator_watch import Watch, bytes_of
 from functx._program import Operation, Program, Ref
 from functx._remat._function import recording
 from functx._remat._functions import PASSIVE, TENSOR_GETTERS
@@ -37,7 +38,6 @@ class _Recorder(TorchFunctionMode):
         self._forbidden: list[tuple[int, int]] = []
         self._modes = len(_torch.user_modes())
         self._generators: dict[torch.Generator, tuple[Tensor, bytes]] = {}
-        self.check_generators([torch.default_generator])
         for t in fakes:
             self._new(t, 0)
 
@@ -102,15 +102,17 @@ class _Recorder(TorchFunctionMode):
     def check_generators(self, given: Iterable[torch.Generator] = ()) -> None:
         """Refuse what seeds them: on fake tensors nothing is drawn, so that they stay as they are.
 
+        Torch's own is the whole process's, and only watched.
+
         Args:
             given: further ones that are used from now on.
         """
         for generator in given:
-            if generator not in self._generators:
+            if generator is not torch.default_generator and generator not in self._generators:
                 state = generator.get_state()
                 generator.manual_seed(_NOBODY_S_SEED)
-                self._generators[generator] = state, _bytes_of(generator.get_state())
-        if any(_bytes_of(g.get_state()) != own for g, (_, own) in self._generators.items()):
+                self._generators[generator] = state, bytes_of(generator.get_state())
+        if any(bytes_of(g.get_state()) != own for g, (_, own) in self._generators.items()):
             raise self.refuse("it seeds a random generator; seed it before")
 
     def put_generators_back(self) -> None:
@@ -166,10 +168,7 @@ class _Recorder(TorchFunctionMode):
 
 
 _NOBODY_S_SEED = 0x5EED0FA71A1
-
-
-def _bytes_of(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())  # no operation that a mode could see
+_one_at_a_time = threading.RLock()  # attributes of modules, and generators, are shared
 
 
 def _made_of_fakes(t: Tensor) -> bool:
@@ -201,21 +200,23 @@ def record(
     program = Program(len(inputs))
     modules = reachable(f, leaves)
     with (
+        _one_at_a_time,
         _torch.cleared_interpreter_stack(),
         tracking(SILENT),
         _torch.without_dispatch_modes(),  # nothing runs that a counter or a profiler should see
         unchanged(modules, name),
-        torch.random.fork_rng(devices=[]),
         no_casts_kept(),
         _torch_fake.FakeTensorMode(),
     ):
         fakes = [fake_of(t) for t in inputs]
         recorder = _Recorder(program, fakes, name)
+        watch = Watch(recorder.refuse)
         stand = [fakes[places[id(x)]] if isinstance(x, Tensor) else x for x in leaves]
         fake_args, fake_kwargs = _tree.unflatten(spec, stand)
         try:
-            with recording(), recorder:
+            with recording(), watch, recorder:
                 result = f(*fake_args, **fake_kwargs)
+            watch.check()
             recorder.check_generators()
             recorder.finish(result)
         except (

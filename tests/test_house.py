@@ -94,6 +94,7 @@ LAYERS = [
     ("functx._saved",),
     ("functx._flags",),
     ("functx._program",),
+    ("functx._generator_watch",),
     ("functx._record",),
     ("functx._rows",),
     ("functx._surroundings",),
