@@ -35,6 +35,15 @@ def in_threads(*functions):
         thread.join()
 
 
+# A `FakeTensorMode` in one thread and then in another one is enough.
+crashes = (
+    torch.__version__.startswith("2.11.")
+    and torch.version.cuda is not None
+    and not torch.cuda.is_available()
+)
+
+
+@pytest.mark.skipif(crashes, reason="torch 2.11 built for CUDA crashes in threads without a device")
 class TestThreads:
     def test_another_one_draws_from_the_seed_it_set(self):
         entered, drawn, found = threading.Event(), threading.Event(), []
