@@ -139,7 +139,6 @@ without_dispatch_modes = _python_dispatch._disable_current_modes
 # What a list of operators may consist of.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket: Any = torch._ops.OpOverloadPacket
-OpOverloadPacket: Any = torch._ops.OpOverloadPacket
 
 # --- memory ------------------------------------------------------------------------------------
 
