@@ -127,7 +127,7 @@ def packet_writes(packet: Any) -> tuple[frozenset[int], frozenset[str]]:
     return frozenset(places), frozenset(names)
 
 
-_WRITE_NOTHING = ("record_stream", "retain_grad")  # which their schemas do not say
+_WRITE_NOTHING = ("record_stream", "requires_grad_", "retain_grad")  # schemas say they do
 
 
 def packet_of(func: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _torch_operators
+from functx import _torch
+from functx._remat._writes import only_reads
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
 TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
@@ -88,30 +89,12 @@ class Known:
             self.passive = name in PASSIVE
         self.looks = self.passive and name in _LOOKS
         self.exports = (attribute or name) in _EXPORTS
-        self.writes = name == "__set__" or not (type(func) in IN_C and _only_reads(func, name))
+        self.writes = not (type(func) in IN_C and only_reads(func, name))
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
         special = self.python or self.exports or self.looks or self.label
         self.nothing = self.passive and not special
         self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
-
-
-def _only_reads(func: Any, name: str) -> bool:
-    """Whether what is written in C and called so writes to no argument that is given by position.
-
-    As `_writes.written_by` tells by names and schemas.
-    """
-    if name == "requires_grad_":
-        return True
-    if name.endswith("_") and not name.startswith("_"):
-        return False
-    if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
-        return False
-    statistics = name in ("batch_norm", "instance_norm", "embedding", "embedding_bag")
-    if statistics or name.startswith(("_foreach", "_fused")):
-        return False
-    packet = _torch_operators.packet_of(func)
-    return packet is None or not any(_torch_operators.packet_writes(packet))
 
 
 known: dict[Any, Known] = {}

@@ -59,9 +59,8 @@ class Record(Computed):
                     self.viewed.add(memory_key(args[0].untyped_storage()))
                 except (AttributeError, RuntimeError, NotImplementedError):
                     self.take_view(args[0])
-            if (
-                args and type(args[0]) is not Tensor
-            ):  # a number, as a composite of C++ shows one of its own
+            if args and type(args[0]) is not Tensor:
+                # A number, as a composite of C++ shows a tensor of its own.
                 args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
             return run(*args, **kwargs) if kwargs else run(*args)
         if kind.scalar or (args and type(args[0]) is not Tensor):

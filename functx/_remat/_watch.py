@@ -87,72 +87,63 @@ class Watcher(_torch.TorchDispatchMode):
         """The memory of a plain tensor, or what is in it, is handed to what is no operation."""
 
 
-def watchers() -> Iterator[Watcher]:
-    """The modes of the regions around this point that watch."""
+def around() -> Iterator[Watcher]:
+    """The modes of the regions around this point."""
     for i in range(_torch.dispatch_mode_depth()):
         mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher) and not mode.paused:
+        if isinstance(mode, Watcher):
             yield mode
+
+
+def watchers() -> Iterator[Watcher]:
+    """Those of them that watch."""
+    return (mode for mode in around() if not mode.paused)
 
 
 def tell_of_a_region() -> None:
     """The regions that are running hold another one."""
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.holds_regions = True
+    for mode in around():
+        mode.holds_regions = True
 
 
 def tell_of_a_copy(source: Tensor, copy: Tensor) -> None:
     """The engine copied memory: for all regions around, the copy is what the source is."""
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.copied_unseen(source, copy)
+    for mode in around():
+        mode.copied_unseen(source, copy)
 
 
 def tell_of_a_constant(t: Tensor) -> None:
     """The node of a region reads it: for all regions around, it is no tape that holds it."""
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.held_unseen(t)
+    for mode in around():
+        mode.held_unseen(t)
 
 
 def tell_of_an_export(t: Tensor) -> None:
     """Memory is handed to what is no operation: for all regions around, all of it is read."""
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.exported(t)
+    for mode in around():
+        mode.exported(t)
 
 
 def tell_of_a_view(t: Tensor) -> None:
     """A tensor is given the memory of ``t``, where no dispatch mode sees it."""
     while _torch.is_wrapped(t):
         t = _torch.get_unwrapped(t)
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.take_view(t)
+    for mode in around():
+        mode.take_view(t)
 
 
 def python_on_tape() -> None:
     """A body put Python code on its tape; all regions it is in take note."""
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.python_on_tape = True
+    for mode in around():
+        mode.python_on_tape = True
 
 
 def all_must_run() -> None:
     """Somebody compares what every operation gives: regions around it leave nothing out."""
-    for i in range(_torch.dispatch_mode_depth()):
-        mode = _torch.get_dispatch_mode_at(i)
-        if isinstance(mode, Watcher):
-            mode.reliable = False
+    for mode in around():
+        mode.reliable = False
 
 
 class watching:

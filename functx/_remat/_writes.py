@@ -19,15 +19,32 @@ from functx._remat._watch import watching
 _STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
 
 
+_BY_VALUE = frozenset({"batch_norm", "instance_norm", "embedding", "embedding_bag"})
+"""What writes to some arguments or none, by the values of others."""
+
+
+def to_the_first(name: str) -> bool:
+    """Whether what is called so writes in place, to its first argument."""
+    if name.endswith("_") and not name.startswith("_"):
+        return name != "requires_grad_"  # transforms call it, and it writes nothing
+    return name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
+
+
+def only_reads(func: Any, name: str) -> bool:
+    """Whether what is written in C and called so writes to no argument given by position."""
+    if name in _BY_VALUE or name.startswith(("_foreach", "_fused")) or to_the_first(name):
+        return False
+    packet = _torch_operators.packet_of(func)
+    return packet is None or not any(_torch_operators.packet_writes(packet))
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments (tensors, and containers of them) that an operation may write to."""
     name = getattr(func, "__name__", "")
-    if name == "requires_grad_":  # transforms call it, and it writes nothing
+    if name == "requires_grad_":
         return []
-    if name.endswith("_") and not name.startswith("_"):
+    if to_the_first(name):
         return [*args[:1]] or [*kwargs.values()]  # by name, as torch.nn.init calls itself
-    if name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__")):
-        return [args[0]]
     if name in ("batch_norm", "instance_norm"):
         training = (
             args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
