@@ -219,6 +219,9 @@ def record(
             watch.check()
             recorder.check_generators()
             recorder.finish(result)
+            now, spec_now = _tree.flatten((fake_args, fake_kwargs))
+            if spec_now != spec or any(a is not b for a, b in zip(now, stand)):
+                raise recorder.refuse("it changes a list or a dict that it is given; return it")
         except (
             _torch_fake.DataDependentOutputException,
             _torch_fake.DynamicOutputShapeException,
@@ -227,7 +230,7 @@ def record(
         finally:
             recorder.put_generators_back()
         made = recorder.let_go()
-        del result, stand, fake_args, fake_kwargs, fakes
+        del result, stand, now, fake_args, fake_kwargs, fakes
     if any(ref() is not None for ref in made):
         gc.collect()
         if any(ref() is not None for ref in made):

@@ -39,6 +39,7 @@ LAYERS = [
         "functx._remat._constant",
         "functx._remat._containers",
         "functx._remat._depth",
+        "functx._remat._given",
         "functx._remat._observers",
         "functx._remat._unseen",
         "functx._remat._wrappers",

@@ -33,6 +33,7 @@ from functx._arrays import backend_of
 from functx._errors import RematError
 from functx._remat._containers import MUTABLE, Copies, copied, reached
 from functx._remat._depth import is_nested
+from functx._remat._given import Given, has_containers
 from functx._remat._observers import inlined
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
@@ -82,6 +83,8 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             where.append(None)
             statics.append(leaf)
     body = Body(f, spec, where, statics)
+    if spec is not None and (has_containers(args) or has_containers(kwargs.values())):
+        body.given = args, kwargs
     outs = call(Region(body, inputs, o, reaches=(f, statics)))
     return body.result(outs)
 
@@ -121,7 +124,14 @@ def recording() -> Iterator[None]:
 
 
 class Body:
-    """Flat tensors in, flat tensors out; the structure of the result is kept for the caller."""
+    """Flat tensors in, flat tensors out; the structure of the result is kept for the caller.
+
+    Attributes:
+        given: the arguments as the caller gave them, until the first run, if there are containers.
+    """
+
+    given: Any = None
+    _skeleton: Any = None
 
     def __init__(
         self,
@@ -158,13 +168,30 @@ class Body:
                 for place, static in zip(self._where, self._statics)
             ]
             args, kwargs = _tree.unflatten(self._spec, leaves)
-            result = f(*args, **kwargs)
+            given, self.given = self.given, None
+            if given is not None:
+                result = self._on(given, f, (args, kwargs))
+            else:
+                if self._skeleton is not None:
+                    made = Given(self._skeleton, (args, kwargs), again=True)
+                    args, kwargs = made.arguments
+                result = f(*args, **kwargs)
         if type(result) in PLAIN:
             return [result]
         outs, spec = _tree.flatten(result)
         if first is not None:
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
         return [o for o in outs if isinstance(o, Tensor)]
+
+    def _on(self, given: Any, f: Callable[..., Any], made: Any) -> Any:
+        """NOTE [containers given] in `_given`."""
+        containers = Given(given, made)
+        self._skeleton = containers.skeleton(given, self._spec, self._statics)
+        args, kwargs = containers.arguments
+        try:
+            return f(*args, **kwargs)
+        finally:
+            containers.write_back()
 
     def forget(self, owners: Sequence[Tensor]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
