@@ -40,6 +40,20 @@ class Inner(nn.Module):
         return self._remat(region)(x) * self.bias
 
 
+class Turning(nn.Module):
+    """A module that binds its buffer anew, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", numbers(3, start=8.0))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.state = self.state * 0.5 + x.detach() * 0.25
+        return torch.sigmoid(x * self.state)
+
+
 def _double(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 1.5
 
@@ -63,6 +77,9 @@ class Env:
         self.loops = loops
         self.leaves: list[torch.Tensor] = []
         self.box: list[torch.Tensor] = []
+        # That a function closes over: replays write to another one.
+        self.kept: dict[str, Any] = {"list": []}
+        self.kept["self"] = self.kept
         self.generator = torch.Generator().manual_seed(3)
         self.buffer = numbers(3, start=4.0)
         self.constant = numbers(3, start=7.0)
@@ -74,6 +91,7 @@ class Env:
         self.norm = nn.BatchNorm1d(3, momentum=0.3, dtype=DTYPE)
         self.single = nn.Linear(3, 3)
         self.inner = Inner(remat)
+        self.turning = Turning()
 
     def leaf(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A leaf that wants a gradient."""
@@ -113,4 +131,6 @@ class Env:
     @property
     def state(self) -> list[torch.Tensor]:
         """What programs write to."""
-        return [self.buffer, *self.norm.buffers(), self.generator.get_state()]
+        counts = torch.tensor([len(self.kept["list"]), self.turning.calls])
+        buffers = [self.buffer, *self.norm.buffers(), self.turning.state]
+        return [*buffers, self.generator.get_state(), counts]

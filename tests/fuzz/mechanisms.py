@@ -6,6 +6,7 @@ Names are those of the engine: who renames one changes it here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from functx._remat import (
     _tracker,
 )
 from functx._remat._rules import base, jvp, vmap
+
+from . import mechanisms_of_leaving_out, mechanisms_of_writes
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -180,8 +183,18 @@ def _with(**more: Any) -> Any:
     return wrapped
 
 
+def _mutations(module: Any) -> dict[str, Mutation]:
+    """Those of a module, by what they take out."""
+    return {
+        name.removeprefix("_").replace("_", " "): f
+        for name, f in vars(module).items()
+        if getattr(f, "__module__", None) == module.__name__
+        and list(getattr(f, "__annotations__", ())) == ["patch", "return"]
+    }
+
+
 MECHANISMS: dict[str, Mutation] = {
-    name.removeprefix("_").replace("_", " "): f
-    for name, f in list(globals().items())
-    if getattr(f, "__module__", None) == __name__ and name.startswith("_") and name != "_with"
+    **_mutations(sys.modules[__name__]),
+    **_mutations(mechanisms_of_leaving_out),
+    **_mutations(mechanisms_of_writes),
 }

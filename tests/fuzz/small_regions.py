@@ -116,15 +116,16 @@ class SmallRegions(Statements):
             return self.in_a_loop(scope)
         self.features.add("escape")
         t, name = self.fresh("t"), self.fresh("region")
+        box = self.pick(["env.box", "kept['list']"])
         self.emit(
             scope,
             f"def {name}({t}):",
-            f"    {t} = {t} * {self.operand(scope, 'v')}.sin()",
-            f"    env.box.append({t})",
+            f"    {t} = {t} * {self.operand(scope, 'v')}.sin() + x",
+            f"    {box}.append({t})",
             f"    return torch.sigmoid({t}.tanh())",
         )
         self.define(scope, f"remat({name})({self.operand(scope, 'v')})", "v")
-        self.define(scope, "env.box[-1].sin()", "v")
+        self.define(scope, f"{box}[-1].sin()", "v")
         return None
 
     def overwritten(self, scope: Scope) -> None:

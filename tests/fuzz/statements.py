@@ -143,11 +143,15 @@ class Statements(Pen):
         return self.emit(scope, f"{name} = {name} * 0.9 + 0.05")
 
     def state(self, scope: Scope) -> None:
-        """A buffer that advances."""
+        """A buffer that advances, or is bound anew."""
         if not self.at_base:  # torch refuses to write to what a transformed function closes over
             return self.operation(scope)
         self.features.add("state")
         vector = self.operand(scope, "v")
+        if self.chance(3):
+            net = self.pick(["env.turning", "remat(env.turning)"])
+            self.define(scope, f"{net}({vector})", "v")
+            return None
         self.emit(scope, f"env.buffer.mul_(0.5).add_({vector}.detach())")
         self.define(scope, f"{self.operand(scope, 'v')} * env.buffer.clone()", "v")
         return None

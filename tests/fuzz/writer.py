@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import random
 
+from .families import FAMILIES, Families
 from .forms import SHAPES
 from .program import Program, Scope
-from .regions import Regions
 
 # Depth of the stack of transforms to how many statements may hold others: time grows with both.
 BUDGETS = {0: 12, 1: 10, 2: 7, 3: 4}
@@ -23,17 +23,18 @@ DEPTHS = [0, 1, 2, 0, 1, 0, 2, 1, 0, 1, 3, 0]
 TRANSFORMS = ["grad", "vmap", "jvp", "vjp", "jacrev", "vmap", "jvp", "jacfwd"]
 
 
-class Writer(Regions):
+class Writer(Families):
     """Draws a program."""
 
     def program(self) -> Program:
         """The whole."""
+        family = self.pick(FAMILIES) if self.chance(16) else None
         depth = self.pick(DEPTHS)
         self.budget = BUDGETS[depth]
         self.stack = tuple(self.pick(TRANSFORMS) for _ in range(depth))
         self.policies = self.chance(3)
         self._choose_kinds()
-        self.lines = ["def build(remat, env):"]
+        self.lines = ["def build(remat, env):", "    kept = env.kept"]
         outer = Scope([], 1, 0)
         for i in range(1 + self.choose(2)):
             shape = self.pick("vms") if i else "v"
@@ -53,7 +54,7 @@ class Writer(Regions):
         body = Scope(names, 2, len(names))
         for _ in range(1 + self.choose(3)):
             self.statement(body)
-        self.region(body)
+        getattr(self, family or "region")(body)
         used = next(
             n
             for n, s in body.names[::-1]

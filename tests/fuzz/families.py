@@ -1,0 +1,133 @@
+"""Programs of one shape each: what statements at random places rarely make meet."""
+
+from __future__ import annotations
+
+from .program import Scope
+from .regions import Regions
+
+# What a region ends in that no derivative reads, so that replays leave it out.
+ENDS = ["dropout({0}, 0.4)", "{0} * 0.5", "{0} + {0}", "{0} - 0.3"]
+
+
+class Families(Regions):
+    """Shapes of programs, with random statements in them."""
+
+    def gradient_of_regions(self, scope: Scope) -> None:
+        """A region that keeps what it may, around a gradient of regions in regions.
+
+        What the innermost ones end in is left out of their replays, and the region around them is
+        told of it.
+        """
+        self.features |= {"policy", "nested", "inner grad", "inner transform"}
+        outer, p = self.fresh("region"), self.fresh("p")
+        self.emit(scope, f"def {outer}({p}):")
+        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+        for _ in range(self.choose(2)):
+            self.statement(inside)
+        self.inside += 1
+        place = self._ending_unread(inside, 2 + self.choose(2))
+        self.inside -= 1
+        t = self.fresh("t")
+        vector = self.pick([p, self.operand(inside, "v")])
+        if self.at_base and self.chance(2):
+            self.features.add("autograd.grad inside")
+            start = self.define(inside, f"{vector} + {scope.names[0][0]}.sum()", "v")
+            gradient = f"torch.autograd.grad({place}({start}).sum(), {start}, create_graph=True)[0]"
+        else:
+            library = self.pick(["functx", "torch.func"])
+            self.features.add(f"{library} inside")
+            gradient = f"{library}.grad(lambda {t}: {place}({t}).sum())({vector})"
+        found = self.define(inside, gradient, "v")
+        for _ in range(self.choose(2)):
+            self.statement(inside)
+        self.emit(inside, f"return torch.sigmoid({found} * {self.operand(inside, 'v')})")
+        policy = self.pick(["everything_saveable", "dots_saveable", "save_at_least(20)"])
+        call = f"remat({outer}, policy=functx.checkpoint_policies.{policy})"
+        self.define(scope, f"{call}({self.operand(scope, 'v')})", "v")
+
+    def _ending_unread(self, scope: Scope, depth: int) -> str:
+        """A region in regions."""
+        name, p = self.fresh("region"), self.fresh("p")
+        self.emit(scope, f"def {name}({p}):")
+        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+        if depth:
+            v = self.define(inside, f"{self._ending_unread(inside, depth - 1)}({p})", "v")
+        else:
+            for _ in range(self.choose(3)):
+                self.statement(inside)
+            v = self.pick([p, self.operand(inside, "v")])
+        end = self.pick(ENDS).format(v)
+        if end.startswith("dropout"):
+            self.features.add("random")
+            end = f"torch.nn.functional.{end}"
+        self.emit(inside, f"return {end}")
+        return f"remat({name})"
+
+    def memory_let_go(self, scope: Scope) -> None:
+        """A region that lets go of another tensor over the memory of what it is given.
+
+        Its tape comes to hold a view, and just as many hold that memory afterwards as before. The
+        product itself is left out of the replay.
+        """
+        self.features.add("not differentiated")
+        matrix = self.define(scope, f"{self.operand(scope, 'm')}.detach().sin()", "m")
+        held, name = self.fresh("held"), self.fresh("region")
+        a, b = self.fresh("p"), self.fresh("p")
+        self.emit(scope, f"{held} = [{matrix}[{self.pick([0, 2])}]]", f"def {name}({a}, {b}):")
+        inside = Scope([*scope.names, (b, "v")], scope.depth + 1, len(scope.names))
+        self.emit(inside, f"{held}.clear()")
+        view = self.pick(["{0}.mT @ {1}", "{0}[1] * {1}", "{0}.diagonal() * {1}"]).format(a, b)
+        product = self.define(inside, view, "v")
+        for _ in range(self.choose(2)):
+            self.statement(inside)
+        self.emit(inside, f"return {product} * 0.5")
+        self.define(scope, f"remat({name})({matrix}, {self.operand(scope, 'v')})", "v")
+
+    def result_beyond_a_hook(self, scope: Scope) -> None:
+        """A region two of whose results are behind nodes of their own, as an input has a hook."""
+        self.features |= {"hook", "several results", "unused result"}
+        hooked, vector = self.fresh(), self.operand(scope, "v")
+        self.emit(scope, f"{hooked} = {vector} * 0.9", f"env.hook({hooked})")
+        name, a, b = self.fresh("region"), self.fresh("p"), self.fresh("p")
+        self.emit(scope, f"def {name}({a}, {b}):")
+        inside = Scope([*scope.names, (a, "v"), (b, "v")], scope.depth + 1, len(scope.names))
+        for _ in range(self.choose(2)):
+            self.statement(inside)
+        self.emit(inside, f"return torch.sigmoid({b}), {a}.tanh() * {self.pick([a, b])}")
+        first, second = self.fresh("r"), self.fresh("r")
+        given = f"{hooked}, {self.operand(scope, 'v')}"
+        self.emit(scope, f"{first}, {second} = remat({name})({given})")
+        scope.names.append((first, "v"))
+        if self.chance(2):
+            self.define(scope, second, "v")
+
+    def cache(self, scope: Scope) -> None:
+        """Regions that read what a later one writes to: what they found there stays theirs."""
+        if not self.at_base:
+            return self.result_beyond_a_hook(scope)
+        self.features.add("state")
+        for i in range(2 + self.choose(2)):
+            name, p = self.fresh("region"), self.fresh("p")
+            self.emit(scope, f"def {name}({p}):")
+            inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+            if i and self.chance(2):
+                self.emit(inside, f"env.buffer.mul_(0.5).add_({p}.detach())")
+            if self.chance(2):
+                self.statement(inside)
+            self.emit(inside, f"return torch.sigmoid({p} * env.buffer.clone())")
+            self.define(scope, f"remat({name})({self.operand(scope, 'v')})", "v")
+        name = self.fresh("region")
+        self.emit(
+            scope,
+            f"def {name}({p}):",
+            f"    env.buffer.add_({p}.detach().sin())",
+            f"    return torch.sigmoid({p} * env.buffer.clone())",
+        )
+        self.define(scope, f"remat({name})({self.operand(scope, 'v')})", "v")
+        return None
+
+
+FAMILIES = [
+    *("gradient_of_regions", "memory_let_go", "gradient_of_regions"),
+    *("result_beyond_a_hook", "cache", "cache"),
+]
