@@ -7,6 +7,7 @@ import house
 import pytest
 import torch
 from cases import numbers
+from programs import identity
 from references import count
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -70,3 +71,35 @@ def test_second_order_of_random_programs(seed):
 
     left, ran = live_nodes(second, X), count(second, X)
     assert all(ran[operation] <= left.get(operation, 0) for operation in FUNCTIONS)
+
+
+W = numbers(4, 4)
+FORWARD_MODE = {
+    "linear": (lambda x: x @ W, "mm", 0),
+    "two results": (lambda x: (lambda y: (y, y + y))(x @ W), "mm", 0),
+    "a result that its own derivative reads": (torch.tanh, "tanh", 1),
+    "the last of a chain": (lambda x: torch.tanh(torch.tanh(x)), "tanh", 2),
+    "a region inside": (functx.remat(lambda x: (x @ W) @ W), "mm", 0),
+}
+"""Functions, an operation, and how often a backward pass computes its value again."""
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@pytest.mark.parametrize("forward_first", [True, False])
+def test_a_result_that_holds_a_tangent_is_not_computed_for_it(name, forward_first):
+    """Tangents are held by their primals, not by a tape; but who holds a dual holds its tangent."""
+    f, operation, again = FORWARD_MODE[name]
+
+    def second(remat):
+        def loss(x):
+            outs = remat(f)(x)
+            return (outs[1] if isinstance(outs, tuple) else outs).sin().sum()
+
+        if forward_first:
+            return functx.grad(lambda x: functx.jvp(loss, (x,), (W,))[1])
+        return lambda x: functx.jvp(functx.grad(loss), (x,), (W,))
+
+    x = numbers(4, 4)
+    torch.testing.assert_close(second(functx.remat)(x), second(identity)(x))
+    ours, plain = count(second(functx.remat), x), count(second(identity), x)
+    assert ours[operation] - plain[operation] == again

@@ -60,12 +60,13 @@ class Holders:
         storage: the key of its memory.
         shared: whether others hold that. They may let go of it any time (garbage is collected),
             and then the number does not tell that a tape has come to hold a view.
+        tensor: it itself.
     """
 
-    __slots__ = ("_before", "_tensor", "shared", "storage")
+    __slots__ = ("_before", "shared", "storage", "tensor")
 
     def __init__(self, t: Tensor, owner: Tensor | None = None) -> None:
-        self._tensor = t
+        self.tensor = t
         self.shared = False
         self.storage: int | None
         try:
@@ -90,7 +91,7 @@ class Holders:
         """
         if self.storage is None:
             return True
-        t, before = self._tensor, self._before
+        t, before = self.tensor, self._before
         if len(before) == 2 and not _own.holds:  # no wrapper
             now = [use_count(t), storage_use_count(memory_key(t.untyped_storage()))]
         else:

@@ -22,11 +22,18 @@ from torch import Tensor
 from functx import _torch
 from functx._offload import Fetcher
 from functx._policies import Everything
-from functx._remat._holders import base_of, engine_holds, held_by_a_tape, held_by_the_engine
+from functx._remat._holders import (
+    Holders,
+    base_of,
+    engine_holds,
+    held_by_a_tape,
+    held_by_the_engine,
+)
 from functx._remat._live import needed, with_siblings
 from functx._remat._record import Record
 from functx._remat._saving import IN_PLACE, Saver, alias, kept_around
 from functx._remat._step import fills, layout_of
+from functx._remat._tangents import has_tangents, memory_of_duals
 
 
 class Ledger(Record):
@@ -162,18 +169,28 @@ class Ledger(Record):
                 self.saver = self.saver or Saver(Everything(False))
                 self.saver.given(self._writers[storage], alias(kept), storage)
         writers = self._writers
-        over: dict[int, list[Tensor]] = {}  # results by their memory
-        for t in results:
-            if t is None:
-                self._sources.append(set())
-                continue
-            storage = _torch.storage_key(base_of(t))
-            writer = writers.get(storage)
-            self._sources.append(set() if writer is None else {writer})
-            over.setdefault(storage, []).append(t)
         spared: set[int] = set()
-        if not self.python_on_tape:
-            spared = {storage for storage, those in over.items() if not held_by_a_tape(those)}
+        if _torch.forward_ad_level() >= 0:
+            given = [t for t in results if t is not None]
+            found, held = memory_of_duals(given)
+            memory = iter(found)
+            for t in results:
+                storages = () if t is None else next(memory)
+                self._sources.append({writers[each] for each in storages if each in writers})
+            if not self.python_on_tape:
+                spared = set().union(*found) - held
+        else:
+            over: dict[int, list[Tensor]] = {}  # results by their memory
+            for t in results:
+                if t is None:
+                    self._sources.append(set())
+                    continue
+                storage = _torch.storage_key(base_of(t))
+                writer = writers.get(storage)
+                self._sources.append(set() if writer is None else {writer})
+                over.setdefault(storage, []).append(t)
+            if not self.python_on_tape:
+                spared = {storage for storage, those in over.items() if not held_by_a_tape(those)}
         live = {*self._roots}
         alive = self._made.alive()
         if engine_holds():
@@ -224,9 +241,14 @@ class Ledger(Record):
             return self._runs, {*kept}
         return self._needed(self._live)
 
-    def needs(self, storage: int) -> bool:
-        """Whether a live step reads a storage that the body did not make, or what is copied there.
+    def needs(self, given: Holders) -> bool:
+        """Whether a live step reads what the body was given, or what is copied there.
 
         What is kept makes no difference: derivatives of it are derivatives of what it came from.
+        Tangents count as read.
         """
-        return self.python_on_tape or self._external.get(storage, storage) in self._read
+        return (
+            self.python_on_tape
+            or self._external.get(given.storage, given.storage) in self._read
+            or (_torch.forward_ad_level() >= 0 and has_tangents(given.tensor))
+        )

@@ -274,7 +274,7 @@ class Region:
                 self.passing = passing = [False] * len(needed)
                 may_go = may_pass(ledger, self.environment, first) and not self.options.records
                 for i, holders in enumerate(first.holders):
-                    need = ledger.needs(holders.storage)
+                    need = ledger.needs(holders)
                     if need and not may_go:
                         continue
                     told = not holders.shared or holders.storage not in ledger.viewed

@@ -24,6 +24,8 @@ _RESHAPES = {
     *(_aten.squeeze_, _aten.unsqueeze_, _aten.t_, _aten.transpose_, _aten.swapaxes_),
     *(_aten.swapdims_, _aten.as_strided_, _aten.detach_),
 }
+# They compare how tensors lie in memory: forward mode asks before it gives one a tangent.
+_LOOKS_AT_SHAPES = {_aten.is_same_size, _torch_operators.same_storage_numel}
 # Memory nobody wrote to has no value to keep.
 _UNWRITTEN = {
     *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty),
@@ -35,7 +37,7 @@ class Kind:
     """What is known of an operator.
 
     Attributes:
-        view: whether all that it gives are views of its arguments.
+        view: whether all that it gives are views of its arguments, or it looks only at shapes.
         opaque: whether it runs functions (``torch.cond``, ``scan``): what they do, nobody sees.
         writes: whether it writes to an argument, by its schema or silently.
         in_place: whether all that it may do is to write to its first argument, shape as it was.
@@ -76,6 +78,7 @@ class Kind:
         self.view = _torch_operators.is_view(func) or packet in _RESHAPES
         # By its schema it makes a tensor of its own; it has the memory of what it is given.
         self.view = self.view or func is _torch_operators.unsafe_view
+        self.view = self.view or packet in _LOOKS_AT_SHAPES
         self.writes = _torch_operators.writes_statistics(func)
         self.writes = self.writes or (_torch_operators.is_mutable(func) and not self.view)
         self.in_place = packet.__name__.endswith("_")

@@ -89,7 +89,7 @@ class Whole(Ledger):
         """
         leaves = {id(leaf) for leaf in leaves_below(*nodes_of(results))}
         if not self.settle(results) or any(
-            h.storage is None or self.needs(h.storage) or h.grown(leaves) for h in self._absent
+            h.storage is None or self.needs(h) or h.grown(leaves) for h in self._absent
         ):
             raise Departed("its tape holds what comes from inputs that the forward's did not", self)
 

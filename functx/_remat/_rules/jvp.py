@@ -17,6 +17,7 @@ from functx._remat._operator import rule
 from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
 from functx._remat._step import has_memory
+from functx._remat._tangents import unpack
 from functx._remat._watch import tell_of_a_copy, watching
 
 
@@ -172,23 +173,6 @@ class JvpFrame(DualFrame):
 
 def _dual_level() -> Any:
     return nullcontext() if _torch.forward_ad_level() >= 0 else forward_ad.dual_level()
-
-
-def unpack(t: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The primal, and the tangent if there is one, with their history."""
-    if not _torch_vmap.is_legacy_batched(t):
-        with torch.enable_grad():  # it gives views
-            return forward_ad.unpack_dual(t)
-    level = _torch_vmap.legacy_vmap_level()
-    if not level:
-        return t, None
-    primal, tangent = unpack(_torch_vmap.remove_legacy_batch_dim(t, level, 0, 0))
-    if tangent is None:
-        return t, None
-    return (
-        _torch_vmap.add_legacy_batch_dim(primal, 0, level),
-        _torch_vmap.add_legacy_batch_dim(tangent, 0, level),
-    )
 
 
 def is_dual(t: Tensor) -> bool:
