@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from functx._places import Place
@@ -50,6 +51,10 @@ def nested_region() -> None:
     """Stands in a trace where a nested region took its inputs."""
 
 
+def nested_run() -> None:
+    """Stands in a trace where a nested region has run, with a fingerprint of what it ran."""
+
+
 def nested_values() -> None:
     """Stands in a trace where a nested region whose values are compared has run."""
 
@@ -64,6 +69,24 @@ def nested_transform() -> None:
 
 def custom_function() -> None:
     """Stands in a trace where ``Function.apply`` took its inputs."""
+
+
+def fingerprint(entries: Sequence[Entry]) -> int:
+    """Equal for runs of the same operations, on the same of what is there, with the same numbers.
+
+    A region inside another one runs afresh in a replay of that, which has no record of it.
+    """
+    ran: list[Any] = []
+    for entry in entries:
+        try:
+            hash(entry.func)
+            ran.append(entry.func)
+        except TypeError:
+            ran.append(describe(entry.func))
+        ran.append(entry.sources)
+        if entry.scalars:
+            ran.append(repr(entry.scalars))  # 1, 1.0 and True differ; a NaN is like another
+    return hash(tuple(ran))
 
 
 def describe(func: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError
 from functx._remat._depth import nested
-from functx._remat._entry import nested_region, nested_values
+from functx._remat._entry import fingerprint, nested_region, nested_run, nested_values
 from functx._remat._leaving import put_in_place, settle
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
@@ -85,7 +85,10 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     if outer is not None:
         outer.note(computed)
         outer.note(left)
-        if region.options.values:
+        options = region.options
+        if region.entries and not options.replay and options.determinism_check != "none":
+            outer.compared(nested_run, fingerprint(region.entries))
+        if options.values:
             # A replay of the outer region runs this one afresh; it can only compare from outside.
             outer.operands(nested_values, [region.values()])
     return results

@@ -18,7 +18,15 @@ from functx import _torch
 from functx._places import where
 from functx._remat._arguments import NUMBERS, same
 from functx._remat._departure import departed
-from functx._remat._entry import MADE_HERE, MAKES, REWRAPPED, Entry, describe, nested_values
+from functx._remat._entry import (
+    MADE_HERE,
+    MAKES,
+    REWRAPPED,
+    Entry,
+    describe,
+    nested_run,
+    nested_values,
+)
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._letting_go import Passing
@@ -221,6 +229,11 @@ class Replay(Tracker):
             )
         scalars = self._scalars
         if (scalars or entry.scalars) and not same(entry.scalars, scalars):
+            if func is nested_run:
+                self._depart(
+                    f"operation {at}, a region inside it, runs other operations than it ran, or "
+                    "with other numbers"
+                )
             if func is nested_values:
                 self._depart(f"operation {at}, a region inside it, gives other values than it gave")
             self._depart(

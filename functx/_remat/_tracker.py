@@ -135,6 +135,11 @@ class Tracker:
         self.close(func)
         return swapped
 
+    def compared(self, func: Any, number: int) -> None:
+        """A number that is to be the same in replays."""
+        self._scalars.append(number)
+        self.close(func)
+
     def returned(self, outs: Sequence[Any]) -> Any:
         """Resolve the results of the body, which has ended."""
         swapped = [None if o is None else self.resolve(o) for o in outs]
