@@ -20,6 +20,7 @@ from functx._generator_watch import Watch, bytes_of
 from functx._program import Operation, Program, Ref
 from functx._remat._function import recording
 from functx._remat._functions import PASSIVE, TENSOR_GETTERS
+from functx._remat._given import Given, changed
 from functx._remat._module_state import reachable
 from functx._remat._tracker import SILENT, tracking
 from functx._torch_edges import requires_grad_anywhere
@@ -212,16 +213,17 @@ def record(
         recorder = _Recorder(program, fakes, name)
         watch = Watch(recorder.refuse)
         stand = [fakes[places[id(x)]] if isinstance(x, Tensor) else x for x in leaves]
-        fake_args, fake_kwargs = _tree.unflatten(spec, stand)
+        given = Given((args, kwargs), f, name)
+        fake_args, fake_kwargs = tree = given.apart(_tree.unflatten(spec, stand))
+        watched = given.watch(tree)
         try:
             with recording(), watch, recorder:
                 result = f(*fake_args, **fake_kwargs)
             watch.check()
             recorder.check_generators()
-            recorder.finish(result)
-            now, spec_now = _tree.flatten((fake_args, fake_kwargs))
-            if spec_now != spec or any(a is not b for a, b in zip(now, stand)):
+            if changed(watched):
                 raise recorder.refuse("it changes a list or a dict that it is given; return it")
+            recorder.finish(result)
         except (
             _torch_fake.DataDependentOutputException,
             _torch_fake.DynamicOutputShapeException,
@@ -230,7 +232,7 @@ def record(
         finally:
             recorder.put_generators_back()
         made = recorder.let_go()
-        del result, stand, now, fake_args, fake_kwargs, fakes
+        del result, stand, fake_args, fake_kwargs, fakes, tree, watched
     if any(ref() is not None for ref in made):
         gc.collect()
         if any(ref() is not None for ref in made):

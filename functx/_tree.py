@@ -46,11 +46,15 @@ if _optree is not None:
                     namespace="torch",
                 )
 
-    def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
         """The leaves of ``tree`` in order, and what is needed to put them back."""
         if len(_torch_pytree.SUPPORTED_NODES) != _known:
             _learn()
-        return _optree.tree_flatten(tree, none_is_leaf=True, namespace="torch")
+        return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
+
+    def is_node(one: Any) -> bool:
+        """Whether ``one`` is taken apart, in some way."""
+        return not _optree.tree_is_leaf(one, none_is_leaf=True, namespace="torch")
 
     def unflatten(spec: TreeSpec, leaves: Any) -> Any:
         """The tree that ``flatten`` took apart, with other leaves."""
@@ -63,9 +67,13 @@ if _optree is not None:
 
 else:
 
-    def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
         """The leaves of ``tree`` in order, and what is needed to put them back."""
-        return _torch_pytree.tree_flatten(tree)
+        return _torch_pytree.tree_flatten(tree, is_leaf)
+
+    def is_node(one: Any) -> bool:
+        """Whether ``one`` is taken apart, in some way."""
+        return not _torch_pytree.tree_is_leaf(one)
 
     def unflatten(spec: TreeSpec, leaves: Any) -> Any:
         """The tree that ``flatten`` took apart, with other leaves."""

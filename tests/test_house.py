@@ -39,8 +39,8 @@ LAYERS = [
         "functx._remat._constant",
         "functx._remat._containers",
         "functx._remat._depth",
-        "functx._remat._given",
         "functx._remat._observers",
+        "functx._remat._reach",
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
@@ -50,7 +50,12 @@ LAYERS = [
         "functx._remat._watch",
         "functx._remat._holders",
     ),
-    ("functx._remat._writes", "functx._remat._escape", "functx._remat._module_state"),
+    (
+        "functx._remat._writes",
+        "functx._remat._escape",
+        "functx._remat._given",
+        "functx._remat._module_state",
+    ),
     ("functx._remat._entry", "functx._remat._functions"),
     ("functx._remat._python_random", "functx._remat._tracker"),
     (

@@ -33,7 +33,7 @@ from functx._arrays import backend_of
 from functx._errors import RematError
 from functx._remat._containers import MUTABLE, Copies, copied, reached
 from functx._remat._depth import is_nested
-from functx._remat._given import Given, has_containers
+from functx._remat._given import Given
 from functx._remat._observers import inlined
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
@@ -82,9 +82,8 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         else:
             where.append(None)
             statics.append(leaf)
-    body = Body(f, spec, where, statics)
-    if spec is not None and (has_containers(args) or has_containers(kwargs.values())):
-        body.given = args, kwargs
+    given = None if spec is None else Given((args, kwargs), f, o.name)
+    body = Body(f, spec, where, statics, given)
     outs = call(Region(body, inputs, o, reaches=(f, statics)))
     return body.result(outs)
 
@@ -124,14 +123,7 @@ def recording() -> Iterator[None]:
 
 
 class Body:
-    """Flat tensors in, flat tensors out; the structure of the result is kept for the caller.
-
-    Attributes:
-        given: the arguments as the caller gave them, until the first run, if there are containers.
-    """
-
-    given: Any = None
-    _skeleton: Any = None
+    """Flat tensors in, flat tensors out; the structure of the result is kept for the caller."""
 
     def __init__(
         self,
@@ -139,7 +131,9 @@ class Body:
         spec: Any,
         where: Sequence[int | None],
         statics: Sequence[Any],
+        given: Given | None,
     ) -> None:
+        self._given = given or None
         self._first: Callable[..., Any] | None = f
         self._spec = spec
         self._where = where
@@ -167,15 +161,10 @@ class Body:
                 static if place is None else tensors[place]
                 for place, static in zip(self._where, self._statics)
             ]
-            args, kwargs = _tree.unflatten(self._spec, leaves)
-            given, self.given = self.given, None
-            if given is not None:
-                result = self._on(given, f, (args, kwargs))
-            else:
-                if self._skeleton is not None:
-                    made = Given(self._skeleton, (args, kwargs), again=True)
-                    args, kwargs = made.arguments
-                result = f(*args, **kwargs)
+            args, kwargs = tree = _tree.unflatten(self._spec, leaves)
+            if self._given is not None:
+                return self._run(f, tree, first is not None)
+            result = f(*args, **kwargs)
         if type(result) in PLAIN:
             return [result]
         outs, spec = _tree.flatten(result)
@@ -183,15 +172,25 @@ class Body:
             self._out = (spec, [None if isinstance(o, Tensor) else (o,) for o in outs])
         return [o for o in outs if isinstance(o, Tensor)]
 
-    def _on(self, given: Any, f: Callable[..., Any], made: Any) -> Any:
-        """NOTE [containers given] in `_given`."""
-        containers = Given(given, made)
-        self._skeleton = containers.skeleton(given, self._spec, self._statics)
-        args, kwargs = containers.arguments
+    def _run(self, f: Any, tree: Any, first: bool) -> list[Tensor | None]:
+        """``NOTE [changed arguments]`` in `_given`."""
+        given = self._given
+        assert given is not None
+        args, kwargs = tree = given.apart(tree)
+        watched = given.watch(tree)
         try:
-            return f(*args, **kwargs)
-        finally:
-            containers.write_back()
+            result = f(*args, **kwargs)
+        except BaseException as error:
+            given.interrupted(watched, error)
+            raise
+        own = given.own(watched)
+        outs, spec = _tree.flatten(result, lambda x: id(x) in own)
+        if first:
+            self._out = (
+                spec,
+                [None if isinstance(o, Tensor) else (own.get(id(o), (o, o))[1],) for o in outs],
+            )
+        return [*(o for o in outs if isinstance(o, Tensor)), *given.take(watched, own)]
 
     def forget(self, owners: Sequence[Tensor]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
@@ -214,6 +213,8 @@ class Body:
 
     def result(self, tensors: Sequence[Tensor | None]) -> Any:
         """What ``f`` returned, with ``tensors`` in the places of its tensors."""
+        if self._given is not None:
+            tensors = self._given.put_back(tensors)
         if self._out is None:
             return tensors[0]
         spec, leaves = self._out

@@ -1,183 +1,386 @@
-"""Containers among the arguments: what a body writes into them is in the caller's.
+"""Lists, dicts and objects that a region is given: what its body changes in them, the caller finds.
 
-NOTE [containers given]
-A list with tensors in it can't be handed to a body: it gets one with stand-ins, made anew for each
-run. What the first run has written into that (``aux.append(h)``, ``cache["k"] = k``) goes into the
-caller's when the body has ended, tensors that way leave the region (`_leaving`). Containers without
-tensors are the caller's own in the first run. A replay begins with what they all held at the call,
-and what it writes is gone with it.
+NOTE [changed arguments]
+A region's arguments are taken apart, and its body gets containers of its own. What it has changed
+in them when it returns is a further part of its result: the tensors come out behind the region's
+node as results do, at every level, and are put into the caller's containers then. A replay has
+containers of its own again, as they were at the call, so nothing is appended twice.
+
+What the body's containers hold is taken out of them as soon as it has returned (`_Place` stands for
+a tensor), since whatever still holds a tensor then has let it leave the region.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from functx import _tree
+from functx._errors import RematError
+from functx._places import describe_place, where
+from functx._remat._reach import named_by
+from functx._remat._tapes import PLAIN
 
-_LISTS = (list, deque)
+_SEQUENCES = frozenset({list, deque})
+_DICTS = frozenset({dict, defaultdict, OrderedDict})
+_OF_PYTHON = _SEQUENCES | _DICTS
+_BUILT_IN = (list, dict, deque, set)  # which classes may be derived from
+_LEAVES = frozenset(
+    {*PLAIN, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device}
+)
+
+Path = tuple[Any, ...]
+"""Where something is in a tree: indices, keys and, of objects, names of attributes."""
 
 
-_SIMPLE = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+class _Place:
+    """Stands where a tensor is."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
-def has_containers(values: Iterable[Any]) -> bool:
-    """Whether there may be some among arguments."""
-    return any(type(x) not in _SIMPLE for x in values)
+class _Taken:
+    """An object that is made anew from its parts."""
+
+    __slots__ = ("parts", "spec")
+
+    def __init__(self, parts: list[Any], spec: Any) -> None:
+        self.parts = parts
+        self.spec = spec
 
 
 class Given:
-    """The caller's containers beside the body's.
+    """The containers among the arguments of a call.
 
     Args:
-        given: arguments as the caller has them.
-        made: the same with stand-ins for tensors, of containers made anew.
-        again: this is no first run, to which the caller's are given where they have no tensors.
+        args: of the call, and keyword arguments: both are the call's own, as Python makes them.
+        f: the user's function, which may reach them in other ways as well.
+        name: of the region.
     """
 
-    def __init__(self, given: Any, made: Any, *, again: bool = False) -> None:
-        self._pairs: dict[int, tuple[Any, Any]] = {}  # by the id of the caller's
-        self._again = again
-        self._shared = False
-        self._seen = 0  # tensors, and containers that were there before
-        self._tensors: dict[int, tuple[Tensor, Any]] = {}  # by the id of the body's
-        self.arguments = self._joined(given, made)
-        self._before = [
-            (theirs, own, _contents(own), dict(_attributes(own)))
-            for theirs, own in self._pairs.values()
-            if theirs is not own
-        ]
+    def __init__(self, args: tuple[Any, dict[str, Any]], f: Any, name: str) -> None:
+        self._name = name
+        self._paths: list[Path] = []
+        self._aliases: list[tuple[Path, Path]] = []
+        self._changed: Sequence[int] = ()  # known once the first run has ended
+        self._first: Any = f, self._find(args)
+        self._taken: Any = None
+        self._count = 0
 
-    def skeleton(self, given: Any, spec: Any, statics: Iterable[Any]) -> Any:
-        """What replays need: arguments without tensors, where one container is there twice."""
-        if not self._shared:
-            return None
-        return Given(given, _tree.unflatten(spec, statics), again=True).arguments
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._paths)
 
-    def _joined(self, theirs: Any, own: Any) -> Any:
-        """``own``, with one container wherever ``theirs`` has one."""
-        if isinstance(theirs, Tensor) or isinstance(own, Tensor):
-            self._tensors[id(own)] = own, theirs
-            self._seen += 1
-            return own
-        if theirs is own:
-            return own
-        if isinstance(theirs, tuple):
-            parts = [self._joined(a, b) for a, b in zip(theirs, own)]
-            if all(map(_is, parts, own)):
-                return own
-            return own._make(parts) if hasattr(own, "_make") else type(own)(parts)
-        if id(theirs) in self._pairs:
-            self._shared = True
-            self._seen += 1
-            return self._pairs[id(theirs)][1]
-        self._pairs[id(theirs)] = theirs, own
-        before = self._seen
-        if isinstance(theirs, dict):
-            self._join_all(theirs, own, theirs)
-        elif isinstance(theirs, _LISTS):
-            self._join_all(theirs, own, range(len(theirs)))
-        attributes = _attributes(theirs)
-        self._join_all(attributes, _attributes(own), attributes)
-        if self._seen == before and not self._again:
-            self._pairs[id(theirs)] = theirs, theirs
-            return theirs
-        return own
+    def _find(self, args: Any) -> list[tuple[Any, Any]]:
+        """The caller's containers, each with what it holds."""
+        seen: dict[int, Path] = {}
+        found = []
+        stack: list[tuple[Path, Any]] = [((1,), args[1]), ((0,), args[0])]
+        while stack:
+            path, one = stack.pop()
+            if not isinstance(one, tuple) and path != (1,):
+                if id(one) in seen:
+                    self._aliases.append((path, seen[id(one)]))
+                    continue
+                seen[id(one)] = path
+                self._paths.append(path)
+                found.append((one, _state(one)))
+            stack += [((*path, k), x) for k, x in _parts(one) if is_container(x)]
+        return found
 
-    def _join_all(self, theirs: Any, own: Any, keys: Iterable[Any]) -> None:
-        for key in keys:
-            try:
-                part = own[key]
-            except LookupError:
-                continue
-            new = self._joined(theirs[key], part)
-            if new is not part:
-                own[key] = new
+    def apart(self, args: Any) -> Any:
+        """Arguments for a run, with each container once, however often it was given."""
+        for path, first in self._aliases:
+            args = _with(args, path, _at(args, first))
+        return args
 
-    def write_back(self) -> None:
-        """The body has run: the caller's containers are as it left its own."""
-        changed = [
-            (theirs, own, contents, attributes)
-            for theirs, own, contents, attributes in self._before
-            if not (_same(_contents(own), contents) and _same(_attributes(own), attributes))
-        ]
-        if changed:
-            back = _Back(
-                self._tensors | {id(own): (own, theirs) for theirs, own, *_ in self._before}
+    def watch(self, args: Any) -> list[tuple[Any, Any]]:
+        """The containers that a run is given; for the first, with what they hold."""
+        first = self._first is not None
+        found = [_at(args, path) for path in self._paths]
+        return [(c, _state(c) if first else None) for c in found]
+
+    def own(self, watched: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+        """By the id of a container of a run: that, and what the caller has.
+
+        Args:
+            watched: what `watch` gave.
+        """
+        if self._first is None:
+            return {id(c): (c, c) for c, _ in watched}
+        return {id(c): (c, theirs) for (c, _), (theirs, _) in zip(watched, self._first[1])}
+
+    def take(self, watched: list[Any], own: dict[int, tuple[Any, Any]]) -> list[Tensor]:
+        """A run has ended: the tensors in what it has changed, which has places for them now.
+
+        Args:
+            watched: what `watch` gave; it is emptied.
+            own: what `own` gave.
+        """
+        first, self._first = self._first, None
+        if first is not None:
+            self._changed = changed(watched)
+            self._refuse_other_ways(first[0], first[1], self._changed)
+        taking = _Taking(own)
+        for i in self._changed:
+            taking.fill(watched[i][0])
+        if first is not None and self._changed:
+            self._taken = taking.seen, [(watched[i][0], first[1][i][0]) for i in self._changed]
+            self._count = len(taking.tensors)
+        watched.clear()
+        return taking.tensors
+
+    def interrupted(self, watched: list[tuple[Any, Any]], error: BaseException) -> None:
+        """The body raised: what it had changed is in the caller's, unless it computed it."""
+        f, callers = self._first or (None, ())
+        if not callers:
+            return
+        own = self.own(watched)
+        known = {
+            id(mine): t
+            for (_, before), (_, theirs) in zip(watched, callers)
+            for mine, t in zip(before[1], theirs[1])
+            if isinstance(mine, Tensor)
+        }
+        for i in changed(watched):
+            taking = _Taking(own)
+            taking.fill(watched[i][0])
+            if all(id(t) in known for t in taking.tensors):
+                putting = _Putting([known[id(t)] for t in taking.tensors], taking.seen)
+                _become(callers[i][0], putting.fill(watched[i][0]))
+        if {id(theirs) for theirs, _ in callers} & named_by(f):
+            error.add_note(
+                f"functx: the region {self._name!r} is given a container as an argument that it "
+                "reaches in another way too (a closure, a global, an attribute). In one of the two "
+                "it does not see what it changes in the other. Let it reach it in one way only."
             )
-            for theirs, own, contents, attributes in changed:
-                if isinstance(own, _LISTS):
-                    if not _same(_contents(own), contents):
-                        now = [back(x) for x in own]
-                        theirs.clear()
-                        theirs.extend(now)
-                elif isinstance(own, dict):
-                    _update(theirs, own, contents, back)
-                _update(_attributes(theirs), _attributes(own), attributes, back)
-        self._before, self._pairs, self._tensors = [], {}, {}
+
+    def _refuse_other_ways(self, f: Any, callers: Sequence[Any], changed: Sequence[int]) -> None:
+        meant = {id(callers[i][0]) for i in changed}
+        if meant:
+            meant &= named_by(f)
+        meant |= {id(theirs) for theirs, before in callers if not _same(before, _state(theirs))}
+        for theirs, _ in callers:
+            if id(theirs) in meant:
+                raise RematError(
+                    f"remat: the region {self._name!r}, called at {describe_place(where())}, "
+                    f"changes a {type(theirs).__name__} that it is given as an argument, and "
+                    "reaches the same one in another way too (a closure, a global, an attribute). "
+                    "In one of the two it would not see the change. Let it reach the "
+                    f"{type(theirs).__name__} in one way only."
+                )
+
+    def put_back(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The call has ended: its changes are made in the caller's containers.
+
+        Args:
+            tensors: what came out of the region.
+
+        Returns:
+            Those that are what the function returned.
+        """
+        if self._taken is None:
+            return tensors
+        n = len(tensors) - self._count
+        (seen, pairs), self._taken = self._taken, None
+        putting = _Putting(tensors[n:], seen)
+        # First all that was made in the run, which these may hold.
+        for theirs, mine in [(theirs, putting.fill(mine)) for mine, theirs in pairs]:
+            _become(theirs, mine)
+        return tensors[:n]
 
 
-def _attributes(c: Any) -> dict[str, Any]:
-    return getattr(c, "__dict__", {})
+def changed(watched: Sequence[tuple[Any, Any]]) -> list[int]:
+    """Which containers hold something else than they did, of pairs of these and their state."""
+    return [i for i, (c, before) in enumerate(watched) if not _same(before, _state(c))]
 
 
-def _contents(c: Any) -> dict[Any, Any]:
-    if isinstance(c, dict):
-        return dict(c)
-    return dict(enumerate(c)) if isinstance(c, _LISTS) else {}
+class _Walk:
+    """Goes through containers, and exchanges what they hold, in place; tuples are made anew."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Any] = {}
+
+    def fill(self, c: Any) -> Any:
+        """``c``, with something else in it."""
+        self.seen[id(c)] = c
+        for key, x in [*_parts(c)]:
+            if (new := self.of(x)) is not x:
+                _set(c, key, new)
+        return c
+
+    def of(self, x: Any) -> Any:
+        """What is in the place of ``x``."""
+        if isinstance(x, tuple) and _tree.is_node(x):
+            parts = [self.of(part) for part in x]
+            return x if all(map(_is, parts, x)) else _remade(x, parts)
+        return self.fill(x) if id(x) not in self.seen and self.goes_into(x) else x
+
+    def goes_into(self, x: Any) -> bool:
+        """Whether ``x`` is a container, and can be changed in place."""
+        raise NotImplementedError
 
 
-def _same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    """The same keys in the same order, bound to the same."""
-    return len(a) == len(b) and all(
-        i == j and x is y for (i, x), (j, y) in zip(a.items(), b.items())
-    )
+class _Taking(_Walk):
+    """Takes tensors out."""
+
+    def __init__(self, own: dict[int, Any]) -> None:
+        super().__init__()
+        self._own = own
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, _Place] = {}
+
+    def of(self, x: Any) -> Any:
+        """A place for a tensor; and the caller's container for that of the run."""
+        if isinstance(x, Tensor):
+            place = self._places.get(id(x))
+            if place is None:
+                place = self._places[id(x)] = _Place(len(self.tensors))
+                self.tensors.append(x)
+            return place
+        if id(x) in self._own:
+            return self._own[id(x)][1]
+        if isinstance(x, _BUILT_IN) and type(x) not in _OF_PYTHON and _tree.is_node(x):
+            parts, spec = _tree.flatten(x)
+            return _Taken([self.of(part) for part in parts], spec)
+        return super().of(x)
+
+    def goes_into(self, x: Any) -> bool:
+        """Whether it is one that functx knows how to change."""
+        return is_container(x) and not isinstance(x, tuple)
 
 
-def _update(theirs: dict[Any, Any], own: Any, before: Any, back: Callable[[Any], Any]) -> None:
-    """Make the changes to a dict that a body has made to its own."""
-    if _same(own, before):
-        return
-    for key in before:
-        if key not in own:
-            del theirs[key]
-    for key, x in own.items():
-        if key not in before or before[key] is not x:
-            theirs[key] = back(x)
-    if [*theirs] != [*own]:
-        now = dict(theirs)
-        for key in own:
-            theirs[key] = theirs.pop(key, now[key])
+class _Putting(_Walk):
+    """Puts tensors in, where they were taken out."""
+
+    def __init__(self, tensors: Sequence[Any], taken: dict[int, Any]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._taken = taken
+
+    def of(self, x: Any) -> Any:
+        """The tensor for a place."""
+        if type(x) is _Place:
+            return self._tensors[x.number]
+        if type(x) is _Taken:
+            return _tree.unflatten(x.spec, [self.of(part) for part in x.parts])
+        return super().of(x)
+
+    def goes_into(self, x: Any) -> bool:
+        """As where they were taken out."""
+        return id(x) in self._taken
 
 
-class _Back:
-    """From what a body was given to what the caller has.
-
-    Args:
-        theirs: by the id of the body's, that (so that the id stays its own) and the caller's.
-    """
-
-    def __init__(self, theirs: dict[int, tuple[Any, Any]]) -> None:
-        self._theirs = theirs
-
-    def __call__(self, x: Any) -> Any:
-        found = self._theirs.get(id(x))
-        if found is not None:
-            return found[1]
-        kind = type(x)
-        if kind is tuple:
-            parts = [self(part) for part in x]
-            return x if all(map(_is, parts, x)) else tuple(parts)
-        if kind is list or kind is dict:  # made by the body: what it was given may be in there
-            self._theirs[id(x)] = x, x
-            for key, part in [*(x.items() if kind is dict else enumerate(x))]:
-                if (new := self(part)) is not part:
-                    x[key] = new
-        return x
+def is_container(x: Any) -> bool:
+    """Whether ``x`` is taken apart with the arguments that it is among."""
+    cls = type(x)
+    return cls not in _LEAVES and (cls in _OF_PYTHON or cls is tuple or _tree.is_node(x))
 
 
 def _is(a: Any, b: Any) -> bool:
     return a is b
+
+
+def _parts(c: Any) -> Iterator[tuple[Any, Any]]:
+    """What a container holds, each with where."""
+    if type(c) in _SEQUENCES or isinstance(c, tuple):
+        return enumerate(c)
+    if type(c) in _DICTS:
+        return iter(c.items())
+    return iter(_attributes(c).items())
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    """Of an object: those it has of its own."""
+    found = dict(getattr(one, "__dict__", {}))
+    for cls in type(one).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(one, name):
+                found[name] = getattr(one, name)
+    return found
+
+
+def _state(c: Any) -> tuple[Any, list[Any]]:
+    """What a container holds, to be compared."""
+    if type(c) in _SEQUENCES:
+        return None, [*c]
+    if type(c) in _DICTS:
+        return [*c], [*c.values()]
+    held = _attributes(c)
+    if isinstance(c, _BUILT_IN):  # of another class
+        return [*held, *_tree.paths(c)], [*held.values(), *_tree.leaves(c)]
+    return [*held], [*held.values()]
+
+
+def _same(a: tuple[Any, list[Any]], b: tuple[Any, list[Any]]) -> bool:
+    return len(a[1]) == len(b[1]) and all(map(_is, a[1], b[1])) and a[0] == b[0]
+
+
+def _set(c: Any, key: Any, x: Any) -> None:
+    if type(c) in _OF_PYTHON:
+        c[key] = x
+    else:
+        object.__setattr__(c, key, x)
+
+
+def _remade(t: Any, parts: list[Any]) -> Any:
+    """A tuple, named or not, of other parts."""
+    if type(t) is tuple:
+        return tuple(parts)
+    return t._make(parts) if hasattr(t, "_make") else type(t)(parts)
+
+
+def _become(theirs: Any, mine: Any) -> None:
+    """Let a container of the caller's hold what that of the run holds."""
+    if type(theirs) is list:
+        theirs[:] = mine
+    elif type(theirs) is deque or type(theirs) in _DICTS:
+        if type(theirs) is not deque and [*theirs] == [*mine]:
+            theirs.update(mine)
+            return
+        theirs.clear()
+        (theirs.extend if type(theirs) is deque else theirs.update)(mine)
+    elif isinstance(theirs, _BUILT_IN):
+        raise RematError(
+            f"remat: a region changes an argument of class {type(theirs).__qualname__!r}, which "
+            "functx does not know how to change for the caller. Return it from the region."
+        )
+    else:
+        before, now = _attributes(theirs), _attributes(mine)
+        for name in before.keys() - now.keys():
+            object.__delattr__(theirs, name)
+        for name, x in now.items():
+            if name not in before or before[name] is not x:
+                object.__setattr__(theirs, name, x)
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """What is there; ``None`` if an object has no such attribute."""
+    for key in path:
+        if type(tree) in _OF_PYTHON or isinstance(tree, tuple):
+            tree = tree[key]
+        else:
+            tree = getattr(tree, key, None)
+    return tree
+
+
+def _with(tree: Any, path: Path, x: Any) -> Any:
+    """A tree with something else somewhere: in place, but for tuples."""
+    if not path:
+        return x
+    part = _at(tree, path[:1])
+    new = _with(part, path[1:], x)
+    if new is part:
+        return tree
+    if isinstance(tree, tuple):
+        return _remade(tree, [*tree[: path[0]], new, *tree[path[0] + 1 :]])
+    _set(tree, path[0], new)
+    return tree
