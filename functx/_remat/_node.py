@@ -205,6 +205,8 @@ def _gradients(
     if not any(needs):
         return [None] * len(needs)
     pullback = Pullback(payload.fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
+    ledger = payload.region.ledger
+    pullback.by_name = ledger is None or ledger.python_on_tape
     if payload.absent:
         kept, absent = iter(saved), iter(payload.absent)
         with tracking(SILENT):  # what making placeholders takes is no operation of a body

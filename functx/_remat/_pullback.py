@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from functx import _torch, _torch_vmap
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
+from functx._remat._other_names import OtherNames
 from functx._remat._region import Flat
 from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
 from functx._torch_edges import gradient_edge
@@ -67,9 +68,13 @@ class Pullback:
             keeps old-style Functions, hooks and ``.numpy()`` working.
 
     Attributes:
+        by_name: whether Python is on the tape. ``NOTE [two names]`` in `_other_names`.
         lends: whether cotangents are aliases that can be let go. ``NOTE [let go]``.
         passing: inputs that are such aliases, too.
+        names: the stand-ins on the tape, and what they stand for, if that may make a difference.
     """
+
+    names: OtherNames | None = None
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class Pullback:
         self.requires = tuple(n or c for n, c in zip(needs, cut))
         self.wanted = tuple(wanted)
         self.level = level
-        self.lends = False
+        self.by_name = self.lends = False
         self.passing: Sequence[int] = ()
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
@@ -116,7 +121,14 @@ class Pullback:
             for edge, cotangent in zip(outs, cotangents):
                 lend(edge, cotangent)
         # On plain autograd the tape of the replay is part of what a second derivative needs.
-        gradients = _pull_back(outs, inputs, cotangents, retain_graph=plain and recording)
+        retain = plain and recording
+        names, self.names = self.names, None
+        if names is None:
+            gradients = _pull_back(outs, inputs, cotangents, retain_graph=retain)
+        else:
+            with names:
+                gradients = _pull_back(outs, inputs, cotangents, retain_graph=retain)
+            names.pass_on()
         if tracker is not None:
             tracker.note(gradients)
         return gradients
@@ -139,6 +151,9 @@ def _plain(
         else _leaf(t)
         for i, (t, require) in enumerate(zip(primals, pullback.requires))
     ]
+    if pullback.by_name and not recording:
+        own = [(t, p) for t, p in zip(inputs, primals) if t is not p]
+        pullback.names = OtherNames(own) if own else None
     wanted = pullback.want(pullback.wanted, kept, pullback.passing)
     return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
 
