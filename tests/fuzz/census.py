@@ -109,7 +109,7 @@ class Census:
         assert not rare, f"rare features: {rare}"
         assert self.refused < 0.1 * self.programs
         assert self.refusals.total() < 0.1 * self.programs
-        assert self.reached > 0.35 * self.programs  # without a policy
+        assert self.reached > 0.25 * self.programs  # without a policy
         assert self.again > self.forward
 
     def dumps(self) -> str:

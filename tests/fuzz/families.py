@@ -58,7 +58,7 @@ class Families(Regions):
             v = self.pick([p, self.operand(inside, "v")])
         end = self.pick(ENDS).format(v)
         if end.startswith("dropout"):
-            self.features.add("random")
+            self.features |= {"random", "random in nested regions"}
             end = f"torch.nn.functional.{end}"
         self.emit(inside, f"return {end}")
         return f"remat({name})"
@@ -126,8 +126,67 @@ class Families(Regions):
         self.define(scope, f"remat({name})({self.operand(scope, 'v')})", "v")
         return None
 
+    def constant_by_two_names(self, scope: Scope) -> None:
+        """A region is given what no derivative flows to, and one inside closes over both names."""
+        self.features |= {"not differentiated", "nested", "closure of several levels"}
+        text = self.pick([f"{self.operand(scope, 'v')}.detach().sin()", "env.constant.sin()"])
+        constant = self.define(scope, text, "v")
+        outer, inner, p = self.fresh("region"), self.fresh("region"), self.fresh("p")
+        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+        self.emit(scope, f"def {outer}({p}):")
+        for _ in range(self.choose(2)):
+            self.statement(inside)
+        a, b = self.pick([constant, p]), self.pick([p, constant, self.operand(scope, "v")])
+        self.emit(inside, f"def {inner}():", f"    return torch.sigmoid({a}) * {b}.cos()")
+        found = self.define(inside, f"remat({inner})()", "v")
+        self.emit(inside, f"return torch.sigmoid({self.operand(scope, 'v')} * {found})")
+        call = self.pick([f"remat({outer})", f"remat(remat({outer}))"])
+        self.define(scope, f"{call}({constant})", "v")
 
+    def expanded_capture(self, scope: Scope) -> None:
+        """A region closes over a view that has less memory than entries; forward mode copies it."""
+        self.features |= {"view", "closure"}
+        view = self.define(scope, f"{self.operand(scope, 'v')}.sum().expand(3)", "v")
+        rows = self.define(scope, f"{self.operand(scope, 'v')}[None].expand(3, 3)", "m")
+        name = self.fresh("region")
+        self.emit(scope, f"def {name}():")
+        inside = Scope([*scope.names], scope.depth + 1, len(scope.names))
+        for _ in range(self.choose(2)):
+            self.statement(inside)
+        self.emit(inside, f"return torch.sigmoid({self.pick([view, f'{rows}[1]'])})")
+        self.define(scope, f"remat({name})()", "v")
+
+    def writes_to_what_is_kept(self, scope: Scope) -> None:
+        """Policies of nested regions keep what is written to later; it is pulled back twice."""
+        self.features |= {"policy", "nested", "write"}
+        self.twice = True
+        policies = ["everything_saveable", "dots_saveable", "save_at_least(20)"]
+        call = self._kept_and_written(scope, 1 + self.choose(2), policies)
+        self.define(scope, f"{call}({self.operand(scope, 'v')})", "v")
+
+    def _kept_and_written(self, scope: Scope, depth: int, policies: list[str]) -> str:
+        name, p = self.fresh("region"), self.fresh("p")
+        self.emit(scope, f"def {name}({p}):")
+        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+        reads = self.operand(inside, "v")
+        # In no scope: a region that reads what is written to later can't run again.
+        kept, vector = self.fresh(), self.operand(inside, "v")
+        self.emit(inside, f"{kept} = torch.addmv({reads}, torch.outer({p}, {p}), {vector})")
+        found = kept
+        if depth:
+            call = self._kept_and_written(inside, depth - 1, policies)
+            found = self.define(inside, f"{call}({kept} * 1.2)", "v")
+        elif self.chance(2):
+            self.statement(inside)
+        write = self.pick(["{0}.mul_({1})", "{0} += {1}.sin()", "{0}.tanh_()", "{0}[1:].mul_(0.5)"])
+        self.emit(inside, write.format(kept, reads))
+        self.emit(inside, f"return torch.sigmoid({kept} * {found}.cos())")
+        return f"remat({name}, policy=functx.checkpoint_policies.{self.pick(policies)})"
+
+
+# As often as they are listed.
 FAMILIES = [
-    *("gradient_of_regions", "memory_let_go", "gradient_of_regions"),
-    *("result_beyond_a_hook", "cache", "cache"),
+    *("gradient_of_regions", "memory_let_go", "gradient_of_regions", "result_beyond_a_hook"),
+    *("cache", "constant_by_two_names", "writes_to_what_is_kept", "gradient_of_regions"),
+    "expanded_capture",
 ]

@@ -35,6 +35,7 @@ class Regions(SmallRegions):
 
     policies = False
     saving = 0
+    twice = False
     statement: Callable[[Scope], None]
 
     def region(self, scope: Scope) -> None:

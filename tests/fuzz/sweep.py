@@ -114,7 +114,8 @@ def notices(name: str, last: int = 1000) -> int | str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             while (number := _notices(name, number + 1, last)) is not None:
-                if not run_slice(number, number + 1).failures:
+                alone = run_slice(number, number + 1)
+                if not (alone.failures or alone.refusals):
                     break
             found = _kept_that_notices(name) if number is None else number
         write(path.name, json.dumps(found))
@@ -136,9 +137,12 @@ def _notices(name: str, first: int, last: int) -> int | None:
     with pytest.MonkeyPatch.context() as patch:
         MECHANISMS[name](patch)
         for number in range(first, last):
+            census = Census()
             try:
-                one(numbered(number), str(number), Census())
+                one(numbered(number), str(number), census)
             except (Difference, Departed):
+                return number
+            if census.refusals:
                 return number
     return None
 

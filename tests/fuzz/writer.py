@@ -28,7 +28,7 @@ class Writer(Families):
 
     def program(self) -> Program:
         """The whole."""
-        family = self.pick(FAMILIES) if self.chance(16) else None
+        family = self.pick(FAMILIES) if self.chance(8) else None
         depth = self.pick(DEPTHS)
         self.budget = BUDGETS[depth]
         self.stack = tuple(self.pick(TRANSFORMS) for _ in range(depth))
@@ -77,17 +77,12 @@ class Writer(Families):
             *(self.named, self.inner_transform, self.inner_transform),
         ]
         at_base = [
-            self.state,
-            self.norm,
-            self.old_function,
-            self.escape,
-            self.autograd,
-            self.escape,
-            self.export,
+            *(self.state, self.norm, self.old_function, self.export, self.autograd, self.escape),
+            *(self.old_function, self.export, self.escape),
         ]
         chosen = [self.pick(special) for _ in range(3)]
         if self.at_base:
-            chosen += [self.pick(at_base) for _ in range(2)]
+            chosen += [self.pick(at_base) for _ in range(3)]
         if "vmap" in self.stack and not self.chance(3):
             chosen.append(self.noise)
         if self.policies and self.chance(2):
@@ -114,7 +109,7 @@ class Writer(Families):
         randomness = self.pick(["different", "same", "different"])
         if self.features & {"random", "generator"} and "vmap" in (*self.stack, *self._inner()):
             self.features.add("random under vmap")
-        twice = self.chance(6)
+        twice = self.chance(6) or self.twice
         if twice:
             self.features.add("pulled back twice")
         self.features |= {f"depth {depth}", *self.stack}
