@@ -23,6 +23,12 @@ def has_hooks(t: torch.Tensor) -> bool:
     return bool(t._backward_hooks)
 
 
+def forget_hooks(t: torch.Tensor) -> None:
+    """Nothing hangs on ``t``: its hooks went with its tape, and it would not hang further ones."""
+    if t._backward_hooks is not None:
+        t._backward_hooks = None
+
+
 def can_become(t: torch.Tensor) -> bool:
     """Whether ``t`` is plain, and nobody looks at its gradient, so that `become` may be called."""
     return type(t) is torch.Tensor and not (has_hooks(t) or t.retains_grad)

@@ -82,3 +82,56 @@ def test_results_share_a_node_where_no_hook_tells_them_apart():
     both = functx.remat(lambda h, other: (h.exp() * other, (other * h).tanh()))
     a, b = both(hooked, w)
     assert a.grad_fn is b.grad_fn
+
+
+@pytest.mark.parametrize("where", ["returned", "left behind"])
+def test_hooks_inside_and_outside_on_one_result(where):
+    """The first belongs to the tape of the region, the second to what it gave."""
+
+    def run(remat):
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64, requires_grad=True)
+        called, left = [], []
+
+        def body(x):
+            h = x.sin()
+            h.register_hook(lambda g: called.append("inside") or g * 2)
+            left.append(h)
+            return h if where == "returned" else x.cos()
+
+        y = remat(body)(x)
+        left[0].register_hook(lambda g: called.append("outside") or g * 3)
+        (y.square() + left[0].exp()).sum().backward()
+        return sorted(called), x.grad
+
+    assert_same(run(functx.remat), run(identity), eps=8)
+
+
+def test_a_hook_on_a_result_that_closes_over_what_the_region_made():
+    """Fixed points are differentiated so (deep equilibrium models)."""
+
+    def run(remat):
+        w = torch.linspace(-0.5, 0.5, 9, dtype=torch.float64).reshape(3, 3).requires_grad_()
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
+
+        def body(x):
+            with torch.no_grad():
+                z = torch.zeros_like(x)
+                for _ in range(20):
+                    z = torch.tanh(z @ w + x)
+            z = torch.tanh(z @ w + x)
+            z0 = z.detach().requires_grad_()
+            f0 = torch.tanh(z0 @ w + x)
+
+            def solve(g):
+                u = g
+                for _ in range(20):
+                    u = torch.autograd.grad(f0, z0, u, retain_graph=True)[0] + g
+                return u
+
+            z.register_hook(solve)
+            return z
+
+        remat(body)(x).square().sum().backward()
+        return x.grad, w.grad
+
+    assert_same(run(functx.remat), run(identity), eps=8)

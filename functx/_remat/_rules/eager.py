@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_globals, _torch_vmap
+from functx import _torch, _torch_globals, _torch_nodes, _torch_vmap
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
 from functx._remat._leaving import values_at_base
@@ -123,7 +123,11 @@ class EagerFrame(Frame):
 def _off_the_tape(t: Tensor | None) -> Tensor:
     """``t`` without its history: the tensor itself, for whoever holds it, unless it is a view."""
     assert t is not None
-    return t.detach_() if _torch.detachable(t) else t.detach()
+    if not _torch.detachable(t):
+        return t.detach()
+    t.detach_()
+    _torch_nodes.forget_hooks(t)  # they are the tape's: a replay has its own
+    return t
 
 
 @base_rule
