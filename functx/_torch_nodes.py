@@ -55,9 +55,9 @@ def hang_before(node: Any, hook: Callable[[Any], Any]) -> None:
         node.register_prehook(hook)
 
 
-def leaf_over(t: torch.Tensor) -> torch.Tensor:
-    """``t.detach().requires_grad_()`` of a plain tensor, which no dispatch mode is shown.
+def tensor_over(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """``t.detach().requires_grad_(requires_grad)`` of a plain tensor, shown to no dispatch mode.
 
     To be shown a ``detach`` takes modes more time than all else about it.
     """
-    return torch.Tensor._make_subclass(torch.Tensor, t, True)
+    return torch.Tensor._make_subclass(torch.Tensor, t, requires_grad)

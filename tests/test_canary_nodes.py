@@ -120,7 +120,7 @@ def test_a_leaf_is_made_over_a_tensor_unseen():
     """Over the same memory, whose writes it counts; a tensor, also over a parameter."""
     t = torch.nn.Parameter(torch.ones(3))
     with _Seen() as seen:
-        leaf = _torch_nodes.leaf_over(t)
+        leaf = _torch_nodes.tensor_over(t, True)
     assert seen.ran == []
     assert type(leaf) is torch.Tensor
     assert leaf.is_leaf

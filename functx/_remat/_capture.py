@@ -74,10 +74,21 @@ class FirstRun(Standins):
             self.ledger.reliable = pruned
         self.births: list[Birth] = []
 
-    def says_what_is_kept(self) -> None:
-        """The run has ended: a replay of a region around this one is to keep the same."""
-        if self.ledger is not None and self._region.outer is not None:
-            self.entry.says(self.ledger.kept, self.ledger.devices.keys(), self.ledger.copied)
+    def ended(self) -> None:
+        """A replay of a region around this one is to keep the same; the body lets go of captures.
+
+        Nodes keep those that are read, as replays are handed them by position. What looked at them
+        otherwise, at their memory or their tape, must find them as they are.
+        """
+        ledger, region = self.ledger, self._region
+        if ledger is None:
+            return
+        if region.outer is not None:
+            self.entry.says(ledger.kept, ledger.devices.keys(), ledger.copied)
+        options, body = region.options, region.body
+        lenient = options.replay or options.by_sight or options.determinism_check == "none"
+        if not (lenient or self.looks or ledger.looked_at()) and hasattr(body, "let_go"):
+            body.let_go(self._index.__contains__)
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""

@@ -6,6 +6,11 @@ runs a copy of the function whose cells hold the values they had at the call. Fu
 through those cells, partials and bound methods are copied likewise. A copy's writes to its cells
 (``nonlocal``) stay in the copy: what a region counted, it counted once.
 
+NOTE [kept once]
+What a body closes over and a derivative flows to is an input of the region: its node keeps it, if a
+pullback reads it, until it has. So the copy must not keep it too: tensors without memory take its
+place in cells, defaults and partials, and replays, which hand out inputs by position, put it there.
+
 NOTE [compiled regions]
 ``torch.compile`` has a recomputation of its own, which its partitioner carries out: a region that
 it meets in plain autograd is handed over to that, and stays in the graph. It knows no transforms,
@@ -19,7 +24,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,10 +39,12 @@ from functx._errors import RematError
 from functx._remat._containers import MUTABLE, Copies, copied, reached
 from functx._remat._depth import is_nested
 from functx._remat._given import Given
+from functx._remat._letting_go import memoryless
 from functx._remat._observers import inlined
 from functx._remat._operator import call, differentiating
 from functx._remat._options import Options
 from functx._remat._region import Region
+from functx._remat._replay import NOTHING
 from functx._remat._rules.proxy import keeping
 from functx._remat._tapes import PLAIN
 
@@ -192,6 +199,26 @@ class Body:
             )
         return [*(o for o in outs if isinstance(o, Tensor)), *given.take(watched, own)]
 
+    def let_go(self, is_input: Callable[[int], bool]) -> None:
+        """Do not close over tensors that are inputs, told by id. ``NOTE [kept once]``."""
+        tensors: dict[int, Tensor] = {}
+        for t in self._closed_over():
+            if is_input(id(t)) and (instead := memoryless(t)) is not None:
+                tensors[id(t)] = instead
+        if tensors:
+            self._function = rebound(self._function, self._cells, tensors=tensors)
+            self._cells = snapshot(self._function)
+
+    def _closed_over(self) -> list[Tensor]:
+        f = self._function
+        found = [c for _, c in self._cells.values() if isinstance(c, Tensor)]
+        if isinstance(f, functools.partial):
+            found += [x for x in (*f.args, *f.keywords.values()) if isinstance(x, Tensor)]
+        elif type(f) is types.FunctionType and (f.__defaults__ or f.__kwdefaults__):
+            those = (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
+            found += [x for x in those if isinstance(x, Tensor)]
+        return found
+
     def forget(self, owners: Sequence[Tensor]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
 
@@ -264,6 +291,7 @@ def rebound(
     marked: Collection[int] = (),
     held: Collection[int] = (),
     copies: Copies | None = None,
+    tensors: Mapping[int, Tensor] = NOTHING,
 ) -> Any:
     """``f`` with its cells as they were. ``NOTE [late binding]``.
 
@@ -273,11 +301,12 @@ def rebound(
         marked: ids of containers that are to be copied.
         held: ids of tensors that no container is to hold.
         copies: is given the containers that were copied: those, and all that lead to one.
+        tensors: what is there instead of some tensors, by id.
     """
-    if not (cells or marked or held):
+    if not (cells or marked or held or tensors):
         return f
     try:
-        return _Rebinder(cells, marked, held, {} if copies is None else copies).rebind(f)
+        return _Rebinder(cells, marked, held, {} if copies is None else copies, tensors).rebind(f)
     except RecursionError:
         if is_nested():  # the outermost region says how deep
             raise
@@ -304,21 +333,29 @@ def _depth(f: Any) -> int:
 
 class _Rebinder:
     def __init__(
-        self, cells: Cells, marked: Collection[int], held: Collection[int], copies: Copies
+        self,
+        cells: Cells,
+        marked: Collection[int],
+        held: Collection[int],
+        copies: Copies,
+        tensors: Mapping[int, Tensor],
     ) -> None:
         self._cells = cells
+        self._tensors = tensors
         self._marked = marked
         self._held = held
         self._containers = copies
         self._copies: dict[int, types.CellType] = {}
 
     def _container(self, c: Any) -> Any:
+        if id(c) in self._tensors:
+            return self._tensors[id(c)]
         if type(c) not in MUTABLE or not (self._marked or self._held):
             return c
         return copied(c, self._marked, self._held, self._containers)
 
     def rebind(self, f: Any) -> Any:
-        if type(f) in MUTABLE:
+        if type(f) in MUTABLE or id(f) in self._tensors:
             return self._container(f)
         if isinstance(f, functools.partial):
             return functools.partial(

@@ -36,6 +36,9 @@ _LOOKS = frozenset(
     }
 )
 
+# Attributes of which what stands for a tensor has others.
+_OWN = frozenset({"is_leaf", "_version"})
+
 # Those that hand values to what is no operation, or memory: who has it may read and write it.
 _EXPORTS = frozenset(
     {
@@ -61,7 +64,7 @@ class Known:
         python: whether it puts Python code on a tape, or may.
         writes: whether it may write to what it is given, as far as can be told without keywords.
         label: whether it names in a profile what runs next.
-        looks: whether it tells how a tensor lies in memory, or where.
+        looks: whether it tells how a tensor lies in memory, where, or whether it is the very one.
         exports: whether it hands values, or memory, to what is no operation.
         differentiates: whether it is `torch.autograd.grad`.
         ordinary: whether it is none of these, and written in C.
@@ -87,7 +90,7 @@ class Known:
             self.passive = attribute == "_backward_hooks"
         else:
             self.passive = name in PASSIVE
-        self.looks = self.passive and name in _LOOKS
+        self.looks = self.passive and (name in _LOOKS or attribute in _OWN)
         self.exports = (attribute or name) in _EXPORTS
         self.writes = not (type(func) in IN_C and only_reads(func, name))
         self.label = name == "_record_function_enter_new"

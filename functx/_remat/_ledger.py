@@ -104,6 +104,10 @@ class Ledger(Record):
         if storage in self._writers:
             self._roots.add(self._writers[storage])
 
+    def looked_at(self) -> bool:
+        """Whether Python may have got at values, or at the tape, in a way that is not recorded."""
+        return self.python_on_tape or bool(self._exported)
+
     def held_unseen(self, t: Tensor) -> None:
         """A live step, in effect, reads it."""
         self._read.add(_torch.storage_key(t))

@@ -26,7 +26,8 @@ from functx import _torch, _torch_nodes, _torch_vmap
 from functx._remat._entry import REWRAPPED, Entry
 from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
-from functx._remat._tracker import Tracker, rewrap
+from functx._remat._tapes import nodes_of, of_ended_level
+from functx._remat._tracker import SILENT, Tracker, rewrap, tracking
 from functx._torch_edges import requires_grad_anywhere
 from functx._torch_globals import grad_mode
 from functx._torch_operators import is_zero_tensor
@@ -93,6 +94,30 @@ def _nothing_like(t: Tensor) -> Tensor:
 
 
 _nothing: dict[Any, Tensor] = {}
+
+
+def memoryless(t: Tensor) -> Tensor | None:
+    """A tensor like ``t``, at the same levels, that has no memory to speak of.
+
+    ``None`` where it would show, or is not worth it: ``t`` is on no tape, or of a level that ended.
+    """
+    if not (can_go(t) and nodes_of([t])) or of_ended_level(t):
+        return None
+    with tracking(SILENT):
+        return _emptied(t)
+
+
+def _emptied(t: Tensor) -> Tensor:
+    if not _torch.is_wrapped(t):
+        with _torch.cleared_interpreter_stack():
+            return _torch_nodes.tensor_over(_nothing_like(t), t.requires_grad)
+    inner, level = _emptied(_torch.get_unwrapped(t)), _torch.wrapper_level(t)
+    if _torch.is_batched(t):
+        return _torch.add_batch_dim(inner, _torch.batch_dim(t), level)
+    wrapper = _torch.wrap_for_grad(inner, level)
+    if t.requires_grad:
+        _torch.require_grad(wrapper)  # what it returns may be a wrapper of the innermost level
+    return wrapper
 
 
 class _Handed(threading.local):

@@ -290,7 +290,7 @@ class Region:
         if ledger is not None and ledger.saver is not None:
             with watching(True):  # a copy to host memory is an operation for regions around this
                 self.kept = ledger.take_kept()
-        first.says_what_is_kept()
+        first.ended()
         if lenient:
             self.originals = first.captured_originals()
         # Stand-ins are numbered from -1 down.

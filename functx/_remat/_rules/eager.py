@@ -23,7 +23,7 @@ from functx._remat._rules.jvp import DualFrame, has_dual
 from functx._remat._rules.legacy_vmap import LegacyVmapFrame
 from functx._remat._tapes import PLAIN
 from functx._torch import dispatch_mode_depth
-from functx._torch_nodes import leaf_over
+from functx._torch_nodes import tensor_over
 
 
 class EagerFrame(Frame):
@@ -86,7 +86,7 @@ class EagerFrame(Frame):
             if self._traced or type(t) not in PLAIN:
                 leaf = t.detach().requires_grad_()
             else:
-                leaf = leaf_over(t)
+                leaf = tensor_over(t, True)
             self.region.first_run.leaves[id(leaf)] = leaf
         self.leaves.append(id(leaf))
         return leaf
