@@ -14,7 +14,7 @@ from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
-from functx._remat._entry import MAKES, Entry, describe, results
+from functx._remat._entry import KNOWN, MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
 from functx._remat._functions import IN_C, known_of
@@ -119,6 +119,7 @@ class FirstRun(Standins):
         ref = self._known[id(t)] = weakref.ref(t)
         # As a replay numbers it, however much other operations make.
         self._number = number = max(self._number + 1, len(self.entries) << MAKES)
+        self._numbers[id(t)] = KNOWN - number
         self.births.append((number, ref, place or self._begun()))
 
     def _begun(self) -> Place:
@@ -195,6 +196,7 @@ class FirstRun(Standins):
             if number <= self._number:
                 number = self._number + 1
             self._number = number
+            self._numbers[id(out)] = KNOWN - number
             self.births.append((number, ref, place))
         else:
             self.note(out)

@@ -14,6 +14,9 @@ MADE_HERE = -1
 REWRAPPED = -2
 """Sources from here down: a wrapper, made by a transform inside the region, of an external."""
 
+KNOWN = -1 << 40
+"""Sources from here down: a tensor that the region was seen making, by its number."""
+
 
 class Entry:
     """One operation of a trace.
@@ -69,6 +72,10 @@ def nested_transform() -> None:
 
 def custom_function() -> None:
     """Stands in a trace where ``Function.apply`` took its inputs."""
+
+
+def custom_state() -> None:
+    """Stands in a trace where a custom Function has kept numbers for its backward."""
 
 
 def fingerprint(entries: Sequence[Entry]) -> int:

@@ -70,6 +70,7 @@ class Standins(Tracker):
         self._index: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.origins: list[tuple[str, int]] = []
         self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._numbers: dict[int, int] = {}  # of those that were seen being made, as sources
         self._originals: list[Tensor] = []
         self._standins: list[Tensor] = []
         # Captures that no level that ended had made.
@@ -80,6 +81,7 @@ class Standins(Tracker):
     def remember(self, t: Tensor) -> None:
         """Remember that it was made."""
         self._known[id(t)] = weakref.ref(t)
+        self._numbers.pop(id(t), None)  # of another one, which was there before
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` was seen being made in this run."""
@@ -89,6 +91,7 @@ class Standins(Tracker):
     def swap_all(self, values: Sequence[Any]) -> list[Any]:
         """What every operation comes by: as `resolve` for each tensor, in one loop."""
         index, known, sources = self._index, self._known, self._sources
+        numbers = self._numbers
         swapped = []
         for a in values:
             if isinstance(a, Tensor):
@@ -97,7 +100,7 @@ class Standins(Tracker):
                     sources.append(found[2])
                     a = found[1]
                 elif (ref := known.get(key)) is not None and ref() is a:
-                    sources.append(MADE_HERE)
+                    sources.append(numbers.get(key, MADE_HERE))
                 else:
                     a = self._meet(a)
             elif a.__class__ in NUMBERS:
@@ -114,7 +117,7 @@ class Standins(Tracker):
             self._sources.append(found[2])
             return found[1]
         if self.knows(t):
-            self._sources.append(MADE_HERE)
+            self._sources.append(self._numbers.get(id(t), MADE_HERE))
             return t
         return self._meet(t)
 
@@ -160,7 +163,7 @@ class Standins(Tracker):
         # (A plain leaf that was made unseen gets its gradient as a capture does.)
         let_be = not t.requires_grad or _torch.is_wrapped(t)
         if let_be and not nodes_of([t]) and self._computed_here(t):
-            self._known[id(t)] = weakref.ref(t)
+            self.remember(t)
             self._sources.append(MADE_HERE)
             return t
         if not self._lift_constants and not tracked(t):
@@ -173,7 +176,7 @@ class Standins(Tracker):
             self._sources.append(position)
             return value
         if self._made_here(t, in_engine):
-            self._known[id(t)] = weakref.ref(t)
+            self.remember(t)
             self._sources.append(MADE_HERE)
             return t
         return self._capture(t, self._from_outside(t))
@@ -245,8 +248,8 @@ class Standins(Tracker):
         if not nameless:
             self.resolve(inner)
             source = self._sources.pop()
-        if source == MADE_HERE or self._standins[source] is inner:
-            self._known[id(t)] = weakref.ref(t)
+        if source < 0 or self._standins[source] is inner:
+            self.remember(t)
             self._sources.append(MADE_HERE)
             return t
         if t.requires_grad:

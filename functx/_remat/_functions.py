@@ -45,6 +45,7 @@ _EXPORTS = frozenset(
         *("numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
         *("untyped_storage", "storage", "_typed_storage", "data_ptr", "const_data_ptr"),
         *("__cuda_array_interface__", "__repr__", "__format__", "share_memory_"),
+        *("apply_", "map_", "map2_"),  # which run Python on it, and write to it, unseen
     }
 )
 
@@ -60,6 +61,7 @@ class Known:
     """What is known of a function.
 
     Attributes:
+        custom: whether it may be a custom Function's, or an operator of the user's.
         passive: whether it is no operation: passed through, unrecorded.
         python: whether it puts Python code on a tape, or may.
         writes: whether it may write to what it is given, as far as can be told without keywords.
@@ -72,7 +74,16 @@ class Known:
     """
 
     __slots__ = (
-        *("differentiates", "exports", "label", "looks", "nothing", "ordinary", "passive"),
+        *(
+            "custom",
+            "differentiates",
+            "exports",
+            "label",
+            "looks",
+            "nothing",
+            "ordinary",
+            "passive",
+        ),
         *("python", "writes"),
     )
 
@@ -92,6 +103,9 @@ class Known:
             self.passive = name in PASSIVE
         self.looks = self.passive and (name in _LOOKS or attribute in _OWN)
         self.exports = (attribute or name) in _EXPORTS
+        self.custom = isinstance(func, _torch.HigherOrderOperator) or (
+            isinstance(func, _torch.OpOverload) and func.namespace not in ("aten", "prims")
+        )
         self.writes = not (type(func) in IN_C and only_reads(func, name))
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad

@@ -103,6 +103,8 @@ class Ledger(Record):
         self._read.add(self._external.get(storage, storage))
         if storage in self._writers:
             self._roots.add(self._writers[storage])
+        if self.saver is not None:
+            self.saver.exported(storage)
 
     def looked_at(self) -> bool:
         """Whether Python may have got at values, or at the tape, in a way that is not recorded."""

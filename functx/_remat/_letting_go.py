@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_nodes, _torch_vmap
-from functx._remat._entry import REWRAPPED, Entry
+from functx._remat._entry import KNOWN, REWRAPPED, Entry
 from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
 from functx._remat._tapes import nodes_of, of_ended_level
@@ -234,7 +234,8 @@ class Passing:
         last: dict[int, int] = {}
         for at, entry in enumerate(entries):
             for source in entry.sources:
-                source = REWRAPPED - source if source <= REWRAPPED else source
+                if KNOWN < source <= REWRAPPED:
+                    source = REWRAPPED - source
                 if source in inputs:
                     last[inputs[source]] = at
         self.gone = False
@@ -247,7 +248,8 @@ class Passing:
             if last <= operation and _can_go_now(t, holders):
                 let_go(t)
                 self.gone = True
-                self._waiting.remove(one)
+                # Not by `remove`, which compares tensors.
+                self._waiting = [other for other in self._waiting if other is not one]
 
 
 def _can_go_now(t: Tensor, holders: Holders) -> bool:

@@ -19,10 +19,12 @@ from functx._places import where
 from functx._remat._arguments import NUMBERS, same
 from functx._remat._departure import departed
 from functx._remat._entry import (
+    KNOWN,
     MADE_HERE,
     MAKES,
     REWRAPPED,
     Entry,
+    custom_state,
     describe,
     nested_run,
     nested_values,
@@ -76,6 +78,7 @@ class Replay(Tracker):
         self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         self.left: dict[int, Any] = dict.fromkeys(left)
+        self._numbers: dict[int, int] = {}  # what was made, as sources, by id
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation; nearly all of them are `_run_ordinary`, which does the same."""
@@ -94,7 +97,7 @@ class Replay(Tracker):
         """An operation in C that only computes."""
         at, externals = self._at, self._externals
         entry = self._entries[at]
-        sources, scalars = entry.sources, self._scalars
+        sources, scalars, numbers = entry.sources, self._scalars, self._numbers
         slot, n = self._slot, len(sources)
         swapped: list[Any] = []
         for a in args:
@@ -102,7 +105,7 @@ class Replay(Tracker):
                 source = sources[slot] if slot < n else MADE_HERE
                 if source >= 0:
                     a = externals[source]
-                elif (
+                elif numbers.get(id(a)) != source and (
                     source != MADE_HERE
                     or id(a) in self._external_ids
                     or ((node := a.grad_fn) is not None and sequence_number(node) < self._start)
@@ -137,7 +140,13 @@ class Replay(Tracker):
             out = pruned.run(at, func, swapped, {})
         if self.passing is not None:
             self.passing.after(at)
-        if self.left:
+        if out.__class__ is Tensor and not self.left:
+            number = (at + 1) << MAKES
+            if number <= self._made:
+                number = self._made + 1
+            self._made = number
+            numbers[id(out)] = KNOWN - number
+        else:
             self.note(out)
         return out
 
@@ -155,11 +164,11 @@ class Replay(Tracker):
         return out
 
     def made(self, t: Tensor) -> None:
-        """Keep what left the region in its forward."""
-        if self.left:
-            self._made = number = max(self._made + 1, self._at << MAKES)
-            if number in self.left:
-                self.left[number] = t
+        """Know it by its number, and keep what left the region in its forward."""
+        self._made = number = max(self._made + 1, self._at << MAKES)
+        self._numbers[id(t)] = KNOWN - number
+        if number in self.left:
+            self.left[number] = t
 
     def swap_all(self, values: Sequence[Any]) -> list[Any]:
         """What every operation comes by: as `resolve` for each tensor, in one loop."""
@@ -194,7 +203,16 @@ class Replay(Tracker):
         source = sources[slot]
         if source >= 0:
             return self._externals[source]
-        if source <= REWRAPPED:
+        if source <= KNOWN:
+            found = self._numbers.get(id(t))
+            if found == source:
+                return t
+            if found is not None:
+                self._depart(
+                    f"operation {self._at} ({describe(self._entries[self._at].func)}) reads "
+                    "another one of the tensors that the region makes than it read in the forward"
+                )
+        elif source <= REWRAPPED:
             return rewrap(t, self._depth, self._externals[REWRAPPED - source])
         if id(t) in self._external_ids:
             self._depart(
@@ -233,6 +251,11 @@ class Replay(Tracker):
                 self._depart(
                     f"operation {at}, a region inside it, runs other operations than it ran, or "
                     "with other numbers"
+                )
+            if func is custom_state:
+                self._depart(
+                    f"operation {at}, a custom Function, keeps other numbers for its backward than "
+                    "it kept"
                 )
             if func is nested_values:
                 self._depart(f"operation {at}, a region inside it, gives other values than it gave")

@@ -235,6 +235,18 @@ class Saver:
         self._lost.add(storage)
         self._values.pop(storage, None)
 
+    def exported(self, storage: int) -> None:
+        """Some memory may be written to, unseen, from now on."""
+        key = self._places.get(storage)
+        if key in self._held and _torch.storage_key(self._held[key][0]) == storage:
+            self._drop(key, storage)
+        for _, _, made in self._waiting:
+            for i in reversed(range(len(made))):
+                if made[i][2] == storage:
+                    made.pop(i)
+                    self._counts[storage] -= 1
+        self.lost(storage)
+
     def keys(self) -> set[int]:
         """The results that may be kept."""
         return {key for key in self._held if key >> 6 not in self._only_copied}

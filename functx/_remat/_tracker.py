@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
 from functx._remat._arguments import SCALARS, token
-from functx._remat._custom import applied, running
-from functx._remat._entry import custom_function, nested_transform, results
+from functx._remat._custom import applied, kept_numbers, running
+from functx._remat._entry import custom_function, custom_state, nested_transform, results
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._watch import python_on_tape, tell_of_an_export, watching
@@ -116,6 +116,7 @@ class Tracker:
             return {k: self.swap(v) for k, v in a.items()}
         if isinstance(a, torch.Generator):
             self.drawn_from(a)
+            self._scalars.append(a.initial_seed())  # of one made here, and seeded otherwise
             return a
         if isinstance(a, slice):
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
@@ -165,8 +166,7 @@ class Tracker:
             return func(*args, **kwargs)
         if known.label:
             self.labelled(str(args[0]))
-        given = args
-        args = self.swap_all(args)
+        given, args = args, self.swap_all(args)
         if kwargs:
             kwargs = {k: self.swap(v) for k, v in kwargs.items()}
         self.close(func)
@@ -181,7 +181,16 @@ class Tracker:
             self.made(out)
         else:
             self.note(out)
+        if known.custom:
+            self.keeps_numbers(out)
         return out
+
+    def keeps_numbers(self, out: Any) -> None:
+        """What a custom Function, or operator, keeps is to be the same in replays."""
+        with tracking(SILENT):
+            kept = kept_numbers(out)
+        if kept is not None:
+            self.compared(custom_state, kept)
 
     def labelled(self, label: str) -> None:
         """What begins is called so in profiles."""
@@ -223,8 +232,6 @@ class _Silent(Tracker):
 
 
 SILENT = _Silent()
-
-
 _NOTHING: dict[str, Any] = {}
 
 
@@ -387,6 +394,7 @@ def observe_custom_functions() -> None:
         python_on_tape()
         out = applied(cls, plain, tracker.operands(custom_function, args))
         tracker.note(out)
+        tracker.keeps_numbers(out)
         return out
 
     base.apply = classmethod(apply)  # type: ignore[attr-defined]

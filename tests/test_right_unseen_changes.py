@@ -1,0 +1,186 @@
+"""What changes between forward and replay where no operation is called with it: found, too."""
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same
+
+import functx
+from functx import checkpoint_policies as policies
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+NOW = {}
+X = numbers(3, 4)
+
+READS = {
+    "a number": (lambda x: (x * NOW["it"]).sin(), 2.0, 3.0),
+    "a number of another type": (lambda x: x.sin() ** NOW["it"], 2, 2.0),
+    "a flag": (lambda x: x.sin() if NOW["it"] else x.cos(), True, False),
+    "one of two": (lambda x, y: (x, y)[NOW["it"]].sin() + (x * y), 0, 1),
+    "a dtype": (lambda x: x.to(NOW["it"]).sin().double(), torch.float64, torch.float32),
+    "in a region of its own": (
+        functx.remat(lambda x: functx.remat(lambda x: x.sin() * NOW["it"])(x).cos()),
+        2.0,
+        3.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+@pytest.mark.parametrize("reads", READS)
+def test_what_it_reads_has_changed(reads, policy):
+    f, before, after = READS[reads]
+    inner = functx.remat(f, policy=policy)
+    given = (lambda x: (x, x.exp())) if reads == "one of two" else lambda x: (x,)
+    outer = functx.remat(lambda x: inner(*given(x.cos())).exp(), policy=policy)
+    x = X.clone().requires_grad_()
+    NOW["it"] = before
+    y = outer(x)
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    NOW["it"] = after
+    with pytest.raises(functx.ReplayError, match="a region inside it"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    NOW["it"] = before
+    assert_same(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_under_transforms():
+    NOW["it"] = 2.0
+    inner = functx.remat(READS["a number"][0])
+    y, pull = functx.vjp(functx.vmap(functx.remat(lambda x: inner(x.cos()).exp())), X)
+    expected = pull(y)
+    NOW["it"] = 3.0
+    with pytest.raises(functx.ReplayError, match="a region inside it"):
+        pull(y)
+    NOW["it"] = 2.0
+    assert_same(pull(y), expected)
+
+
+def test_a_nan_is_like_another():
+    inner = functx.remat(lambda x: x.sin().nan_to_num(float("nan")))
+    outer = functx.remat(lambda x: inner(x).cos())
+    x = X.clone().requires_grad_()
+    outer(x).sum().backward()
+    assert_same(x.grad, -x.sin().sin() * x.cos(), eps=4)
+
+
+def test_not_where_nobody_wants_it_checked():
+    NOW["it"] = 2.0
+    inner = functx.remat(READS["a number"][0], determinism_check="none")
+    x = X.clone().requires_grad_()
+    y = functx.remat(lambda x: inner(x.cos()).exp())(x)
+    NOW["it"] = 3.0
+    y.sum().backward()
+    assert x.grad is not None
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = NOW["it"]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor
+
+
+class New(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = NOW["it"]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor
+
+
+@torch.library.custom_op("functx_tests::factored", mutates_args=())
+def factored(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+factored.register_autograd(
+    lambda ctx, g: g * ctx.factor,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", NOW["it"]),
+)
+
+# Nothing that an operation is called with shows what has changed.
+UNSEEN = {
+    "which of those computed is used": lambda x: (x.sin(), x.cos())[NOW["it"]] * 1.5,
+    "which of those computed is returned": lambda x: [x.sin(), x.cos()][NOW["it"]],
+    "which part is used": lambda x: x.chunk(2, -1)[NOW["it"]].exp(),
+    "what a Function keeps": Old.apply,
+    "what a Function of the new style keeps": New.apply,
+    "what an operator keeps": factored,
+    "a seed": lambda x: x.sin() * torch.rand(4, generator=torch.Generator().manual_seed(NOW["it"])),
+}
+ONLY_AT_THE_BASE = ("what a Function keeps", "what an operator keeps")
+
+
+@pytest.mark.parametrize(
+    ("unseen", "way"),
+    [
+        (unseen, way)
+        for unseen in UNSEEN
+        for way in ("backward", "vjp", "in a region")
+        if not (way == "vjp" and unseen in ONLY_AT_THE_BASE)
+    ],
+)
+def test_what_no_operation_is_called_with(unseen, way):
+    f = functx.remat(UNSEEN[unseen])
+    if way == "in a region":
+        f = functx.remat(lambda x, f=f: f(x.exp()).exp())
+    NOW["it"] = 1
+    if way == "vjp":
+        y, pull = functx.vjp(f, X)
+    else:
+        x = X.clone().requires_grad_()
+        y = f(x)
+
+        def pull(cotangent):
+            return torch.autograd.grad(y, x, cotangent, retain_graph=True)
+
+    expected = pull(torch.ones_like(y))
+    NOW["it"] = 0
+    with pytest.raises(functx.ReplayError):
+        pull(torch.ones_like(y))
+    NOW["it"] = 1
+    assert_same(pull(torch.ones_like(y)), expected)
+
+
+def by_numpy(x):
+    c = x.detach().clone()
+    c.numpy()[:] *= 2
+    return c * x.sin()
+
+
+def by_apply(x):
+    c = x.detach().clone()
+    c.apply_(lambda a: a * 2)
+    return c * x.sin()
+
+
+def by_map(x):
+    c = x.detach().clone()
+    c.map_(x.detach(), lambda a, b: a * b)
+    return c * x.sin()
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+@pytest.mark.parametrize("f", [by_numpy, by_apply, by_map])
+def test_memory_that_is_written_to_unseen_is_not_kept(f, policy):
+    def gradient(f):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(f(x).sum(), x)
+
+    outer = functx.remat(functx.remat(f, policy=policy), policy=policy)
+    assert_same(gradient(functx.remat(f, policy=policy)), gradient(f))
+    assert_same(gradient(outer), gradient(f))
