@@ -13,6 +13,7 @@ from references import assert_same, peak
 
 import functx
 from functx._remat import _letting_go, _region
+from functx._remat._entry import Entry
 
 WEIGHTS, X, _ = deep_mlp()
 ACTIVATION = X.nbytes
@@ -292,3 +293,17 @@ def test_what_is_left_out_is_no_constant_of_a_region_inside(order, monkeypatch):
     """The outer region computes nothing again; the inner one is to find its constant."""
     monkeypatch.setattr(_letting_go, "_WORTH", 1 << 20)
     assert_same(*both(nested_constant, order), eps=16)
+
+
+def test_of_two_that_one_operation_reads_last_the_second_goes_first(monkeypatch):
+    """Tensors are told apart by what they are, not by their values."""
+    tensors = [torch.zeros(3), torch.ones(3)]
+    gone = []
+    monkeypatch.setattr(_letting_go, "_can_go_now", lambda t, holders: t is tensors[1])
+    monkeypatch.setattr(_letting_go, "let_go", gone.append)
+    passing = _letting_go.Passing(
+        [Entry(torch.add, (0, 1), ())], [("input", 0), ("input", 1)], tensors, [0, 1]
+    )
+    passing.after(0)
+    passing.after(1)
+    assert [id(t) for t in gone] == [id(tensors[1])]
