@@ -212,7 +212,8 @@ class TestValues:
                 y = torch.empty(64, 4, dtype=DTYPE)
                 scratch = y.view(-1)
                 y[:, :] = x.sin()
-                return y * x.new_empty(4).copy_(x) + scratch.sum()
+                fresh = x.new(x.shape).copy_(x) * x.new([1.0, 2.0, 3.0, 4.0])
+                return y * x.new_empty(4).copy_(x) * fresh + scratch.sum()
 
             g = remat(f)
             noise = [torch.randn(64, 4) for _ in range(3)]  # what freed memory looks like

@@ -182,6 +182,18 @@ class Jitter(torch.nn.Module):
         return x.sin() * random.gauss(0.0, 1.0)
 
 
+class Methods(torch.nn.Module):
+    def forward(self, x):
+        return self._masked(x.sin()) * self.factor
+
+    def _masked(self, x):
+        return helper(x)
+
+    @property
+    def factor(self):
+        return random.random()
+
+
 class TestPythonAndNumpy:
     @pytest.mark.parametrize(
         "f",
@@ -201,6 +213,10 @@ class TestPythonAndNumpy:
 
     def test_in_the_forward_of_a_module(self):
         check_generators(lambda remat: remat(torch.nn.Sequential(Jitter(), Jitter())))
+
+    @pytest.mark.parametrize("outer", [torch.nn.Sequential, lambda module: module])
+    def test_in_a_method_that_a_forward_calls(self, outer):
+        check_generators(lambda remat: remat(outer(Methods())))
 
     def test_layer_drop(self):
         """Whole layers are left out at random: the pattern is the forward's."""

@@ -13,6 +13,10 @@ generator, and kept only if the region drew from them. Default generators belong
 replays that restore one hold a process-wide lock; what other threads draw from it meanwhile is not
 reproducible. Those of CUDA are one a device, and another thread may be at work on another device:
 the region's are those of the current device and of the devices of the tensors it reads.
+
+NOTE [seeds]
+A body may seed a generator. With ``torch.seed()``, or by a clock, each run draws other numbers,
+silently: the operations are the same. So the seed that a replay leaves is compared.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals
+from functx._errors import ReplayError
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState, reachable
 from functx._remat._options import Options
@@ -47,7 +52,10 @@ class Environment:
         arguments: its arguments that are no tensors.
     """
 
-    __slots__ = ("_autocast", "_modes", "_parametrizations", "_random", "_settings", "_state")
+    __slots__ = (
+        *("_autocast", "_modes", "_name", "_parametrizations", "_random", "_seeds", "_settings"),
+        "_state",
+    )
 
     def __init__(
         self,
@@ -63,6 +71,8 @@ class Environment:
                 self._casting(t.device.type)
         if generators:
             self._casting("cuda")
+        self._name = options.name
+        self._seeds: dict[Any, bytes] = {}
         self._settings = settings()
         self._state = ModuleState(reachable(body, arguments))
         self._modes = _torch.user_modes()
@@ -104,9 +114,12 @@ class Environment:
             foreign -= {torch.device("cuda", torch.cuda.current_device())}
             foreign -= {t.device for tensors in read for t in tensors}
         for key in [*random]:
-            now, _, state = random[key]
-            if key in foreign or _equal(state, now()):
+            read_now, _, state = random[key]
+            now = read_now()
+            if key in foreign or _equal(state, now):
                 del random[key]
+            elif isinstance(now, Tensor) and _seed(now) != _seed(state):
+                self._seeds[key] = _seed(now)
 
     def casts(self) -> bool:
         """Whether autocast was on."""
@@ -146,8 +159,24 @@ class Environment:
                 for read, write, state in self._random.values():
                     stack.callback(write, read())
                     write(state)
+            if self._seeds:
+                stack.push(self._check_seeds)
             stack.enter_context(self._state.restored())
             yield
+
+    def _check_seeds(self, kind: Any, *exc: object) -> None:
+        """A body that seeds a generator must give it the same seed again. ``NOTE [seeds]``."""
+        if kind is not None and issubclass(kind, ReplayError):
+            return
+        for key, seed in self._seeds.items():
+            read, _, before = self._random[key]
+            if _seed(read()) not in (seed, _seed(before)):
+                raise ReplayError(
+                    f"remat: the region {self._name!r} seeds a generator, and its replay gave it "
+                    "another seed than its forward (torch.seed(), a clock, os.urandom), so it drew "
+                    "other random numbers. Seed it outside of the region, or with a seed that the "
+                    "region is given."
+                )
 
 
 def _own(cache: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]] | None:
@@ -160,6 +189,11 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
         torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
     )
+
+
+def _seed(state: Tensor) -> bytes:
+    """What a generator was seeded with: its state begins with that, on every device."""
+    return ctypes.string_at(state.data_ptr(), 8)
 
 
 def _equal(a: Any, b: Any) -> bool:

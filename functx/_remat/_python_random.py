@@ -8,9 +8,11 @@ or ``numpy``, or where the caller asks for it.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -83,14 +85,44 @@ def _named_by(f: Any) -> set[str]:
             for cls in {*map(type, _torch_modules.modules_of(f))}:
                 forward = _torch_modules.forward_of(cls, _NOT_THE_USERS)
                 if forward is not None:
-                    stack.append(forward)
+                    stack += _methods_of(cls, forward)
         elif isinstance(f, types.MethodType):
             stack += (f.__func__, f.__self__)
+            if isinstance(f.__self__, nn.Module):  # whose class may have another forward
+                stack += _methods_of(type(f.__self__), f.__func__)
         elif isinstance(f, functools.partial):
             stack += (f.func, *f.args, *f.keywords.values())
     return named
 
 
+# By class, its forward and the methods that this calls, which are found once.
+_methods: weakref.WeakKeyDictionary[type, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _methods_of(cls: type, forward: Any) -> tuple[Any, ...]:
+    """``forward``, and the methods of a class that it names, and those name."""
+    known = _methods.get(cls)
+    if known is None or known[0] is not forward:
+        found = [forward]
+        for f in found:  # which grows
+            if not isinstance(f, types.FunctionType):
+                continue
+            inside = [c.cell_contents for c in f.__closure__ or () if c != _EMPTY]  # decorated
+            for name in _names(f.__code__):
+                method = inspect.getattr_static(cls, name, None)
+                if isinstance(method, property):
+                    method = method.fget
+                inside.append(getattr(method, "__func__", method))
+            found += [
+                m
+                for m in inside
+                if isinstance(m, types.FunctionType) and not _not_the_users(m) and m not in found
+            ]
+        known = _methods[cls] = (*found,)
+    return known
+
+
+_EMPTY = types.CellType()
 _NOT_THE_USERS = ("torch", "functx")
 
 

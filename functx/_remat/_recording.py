@@ -91,12 +91,20 @@ class Recording(Tracker):
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One operation."""
-        self.targets, self.unwritten = [], getattr(func, "__name__", "") in _UNWRITTEN
+        self.targets, self.unwritten = [], _leaves_unwritten(func, args)
         out = super().run(func, args, kwargs)
         written, self.targets = self.targets, []
         for target in written:
             self.record(Result(target, values=self.values))
         return out
+
+
+def _leaves_unwritten(func: Any, args: Any) -> bool:
+    """Whether an operation hands out memory as it finds it."""
+    name = getattr(func, "__name__", "")
+    if name == "new":  # of a shape; of a list, it has what is in that
+        return all(isinstance(a, (int, torch.Size)) for a in args[1:])
+    return name in _UNWRITTEN
 
 
 class RecordingReplay(Recording, Replay):

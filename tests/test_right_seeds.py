@@ -1,0 +1,51 @@
+"""A region that seeds a generator: replayed with the same seed, and an error with another one."""
+
+import os
+
+import pytest
+import torch
+from cases import DTYPE
+from right import X
+from torch.nn.functional import dropout
+
+import functx
+
+
+def seeded_anew(x):
+    torch.seed()
+    return dropout(x)
+
+
+def seeded_by_the_system(x):
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    return dropout(x)
+
+
+def generator_seeded_anew(x):
+    generator = torch.Generator()
+    generator.seed()
+    return x * torch.rand(x.shape, generator=generator, dtype=DTYPE)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("f", [seeded_anew, seeded_by_the_system, generator_seeded_anew])
+def test_another_seed_in_each_run_is_an_error(f, nested):
+    x = X.clone().requires_grad_()
+    body = functx.remat(lambda x: functx.remat(f)(x).sin()) if nested else functx.remat(f)
+    y = body(x)
+    state = torch.get_rng_state()
+    with pytest.raises(functx.RematError, match=r"seeds a generator|called with|other numbers"):
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_same_seed_in_each_run():
+    def f(x):
+        torch.manual_seed(5)
+        return dropout(x) * torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+
+    def gradient(f):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(f(x).sum(), x)[0]
+
+    assert torch.equal(gradient(functx.remat(f)), gradient(f))
