@@ -46,6 +46,7 @@ LAYERS = [
     ),
     (
         "functx._remat._profile",
+        "functx._remat._within_reach",
         "functx._remat._custom",
         "functx._remat._watch",
         "functx._remat._holders",

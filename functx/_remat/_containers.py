@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 MUTABLE = frozenset({list, dict, set, deque, defaultdict, OrderedDict})
@@ -35,7 +36,13 @@ def reached(roots: Iterable[Any]) -> dict[int, Any]:
     return found
 
 
-def copied(c: Any, marked: Collection[int], held: Collection[int], copies: Copies) -> Any:
+def copied(
+    c: Any,
+    marked: Collection[int],
+    held: Collection[int],
+    copies: Copies,
+    before: Mapping[int, Any] = MappingProxyType({}),
+) -> Any:
     """A container without some tensors; ``c`` itself where it leads to nothing that changes.
 
     Args:
@@ -43,6 +50,7 @@ def copied(c: Any, marked: Collection[int], held: Collection[int], copies: Copie
         marked: ids of containers that are copied in any case.
         held: ids of the tensors.
         copies: what was copied before; it is added to.
+        before: by the id of a container, what it held before, if that is something else.
     """
     found = reached([c])
     within: dict[int, list[int]] = {}  # by its id, the containers that something is in
@@ -51,7 +59,11 @@ def copied(c: Any, marked: Collection[int], held: Collection[int], copies: Copie
             if id(part) in found or id(part) in held:
                 within.setdefault(id(part), []).append(key)
     change: set[int] = set()
-    stack = [key for key in (*found, *within) if key in marked or key in held or key in copies]
+    stack = [
+        key
+        for key in (*found, *within)
+        if any(key in some for some in (marked, held, copies, before))
+    ]
     while stack:
         key = stack.pop()
         if key not in change:
@@ -65,13 +77,14 @@ def copied(c: Any, marked: Collection[int], held: Collection[int], copies: Copie
             copies[id(one)] = one, empty
 
     for one in new:
+        contents = before.get(id(one), one)
         if isinstance(one, dict):
             copies[id(one)][1].update(
-                {k: _now(v, change, held, copies) for k, v in one.items() if id(v) not in held}
+                {k: _now(v, change, held, copies) for k, v in contents.items() if id(v) not in held}
             )
         elif type(one) is not tuple:
             fill = copies[id(one)][1].update if type(one) is set else copies[id(one)][1].extend
-            fill([_now(x, change, held, copies) for x in one if id(x) not in held])
+            fill([_now(x, change, held, copies) for x in contents if id(x) not in held])
     return _now(c, change, held, copies)
 
 

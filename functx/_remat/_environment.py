@@ -34,8 +34,9 @@ from torch import Tensor
 from functx import _torch, _torch_globals
 from functx._errors import ReplayError
 from functx._remat import _python_random
-from functx._remat._module_state import ModuleState, reachable
+from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
+from functx._remat._within_reach import reach
 from functx._torch_kernels import put_back, settings
 
 _generators = threading.RLock()
@@ -53,8 +54,8 @@ class Environment:
     """
 
     __slots__ = (
-        *("_autocast", "_modes", "_name", "_parametrizations", "_random", "_seeds", "_settings"),
-        "_state",
+        *("_autocast", "_left_changed", "_modes", "_name", "_parametrizations", "_random"),
+        *("_seeds", "_settings", "_state"),
     )
 
     def __init__(
@@ -74,7 +75,8 @@ class Environment:
         self._name = options.name
         self._seeds: dict[Any, bytes] = {}
         self._settings = settings()
-        self._state = ModuleState(reachable(body, arguments))
+        self._left_changed = False  # by the first run, when it had ended
+        self._state = ModuleState(reach(body, arguments))
         self._modes = _torch.user_modes()
         self._parametrizations = _torch_globals.parametrization_cache()
         # How to read and set each generator, and what it was.
@@ -107,6 +109,9 @@ class Environment:
             read: tensors that it read, inputs and captures.
         """
         self._state.seal(written)
+        self._left_changed = self._settings != settings() or any(
+            state != _autocast(kind) for kind, state in self._autocast.items()
+        )
         random, foreign = self._random, set[Any]()
         if len(random) > 1:
             foreign = {key for key in random if isinstance(key, torch.device)}
@@ -121,13 +126,24 @@ class Environment:
             elif isinstance(now, Tensor) and _seed(now) != _seed(state):
                 self._seeds[key] = _seed(now)
 
+    def before(self) -> dict[int, Any]:
+        """What containers held, by their ids, that are in no global and no object; told once."""
+        found, self._state.lost = self._state.lost, {}
+        return {key: held for key, (_, held) in found.items()}
+
+    def lost_any(self) -> bool:
+        """Whether there are such containers."""
+        return bool(self._state.lost)
+
     def casts(self) -> bool:
         """Whether autocast was on."""
         return any(state[0] for state in self._autocast.values())
 
     def restored(self) -> AbstractContextManager[None] | None:
         """The same surroundings, for a replay; ``None`` where they are so already."""
-        if self._random or self._modes or self._parametrizations or self._state.changes:
+        if self._random or self._modes or self._parametrizations or self._state.changed():
+            return self._put_back()
+        if self._left_changed:
             return self._put_back()
         if _torch_globals.parametrization_cache() or self._settings != settings():
             return self._put_back()
@@ -140,11 +156,12 @@ class Environment:
     def _put_back(self) -> Iterator[None]:
         with ExitStack() as stack:
             for kind, (enabled, dtype, cache) in self._autocast.items():
-                if (enabled, dtype, cache) != _autocast(kind):
+                if self._left_changed or (enabled, dtype, cache) != _autocast(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
-            if self._settings != (now := settings()):
+            if self._left_changed or self._settings != settings():
+                now = settings()
                 stack.callback(put_back, now)
                 put_back(self._settings)
             for mode in _torch.missing_modes(self._modes):

@@ -219,7 +219,7 @@ class Body:
             found += [x for x in those if isinstance(x, Tensor)]
         return found
 
-    def forget(self, owners: Sequence[Tensor]) -> None:
+    def forget(self, owners: Sequence[Tensor], before: Mapping[int, Any]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
 
         A replay is handed what the forward found there; it only needs something to ask for it by.
@@ -231,7 +231,7 @@ class Body:
             for key, (cell, contents) in self._cells.items()
         }
         copies: Copies = {}
-        self._function = rebound(self._function, cells, held=held, copies=copies)
+        self._function = rebound(self._function, cells, held=held, copies=copies, before=before)
         self._cells = snapshot(self._function)
         # What an earlier call emptied stays so, but for what this one has replaced.
         before = {key: c for key, c in self._emptied.items() if key not in copies}
@@ -292,6 +292,7 @@ def rebound(
     held: Collection[int] = (),
     copies: Copies | None = None,
     tensors: Mapping[int, Tensor] = NOTHING,
+    before: Mapping[int, Any] = NOTHING,
 ) -> Any:
     """``f`` with its cells as they were. ``NOTE [late binding]``.
 
@@ -302,11 +303,13 @@ def rebound(
         held: ids of tensors that no container is to hold.
         copies: is given the containers that were copied: those, and all that lead to one.
         tensors: what is there instead of some tensors, by id.
+        before: by the id of a container, what it held before the call, if that is something else.
     """
-    if not (cells or marked or held or tensors):
+    if not (cells or marked or held or tensors or before):
         return f
+    copies = {} if copies is None else copies
     try:
-        return _Rebinder(cells, marked, held, {} if copies is None else copies, tensors).rebind(f)
+        return _Rebinder(cells, marked, held, copies, tensors, before).rebind(f)
     except RecursionError:
         if is_nested():  # the outermost region says how deep
             raise
@@ -339,7 +342,9 @@ class _Rebinder:
         held: Collection[int],
         copies: Copies,
         tensors: Mapping[int, Tensor],
+        before: Mapping[int, Any],
     ) -> None:
+        self._before = before
         self._cells = cells
         self._tensors = tensors
         self._marked = marked
@@ -350,9 +355,9 @@ class _Rebinder:
     def _container(self, c: Any) -> Any:
         if id(c) in self._tensors:
             return self._tensors[id(c)]
-        if type(c) not in MUTABLE or not (self._marked or self._held):
+        if type(c) not in MUTABLE or not (self._marked or self._held or self._before):
             return c
-        return copied(c, self._marked, self._held, self._containers)
+        return copied(c, self._marked, self._held, self._containers, self._before)
 
     def rebind(self, f: Any) -> Any:
         if type(f) in MUTABLE or id(f) in self._tensors:

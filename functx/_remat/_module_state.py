@@ -1,105 +1,73 @@
-"""Attributes of modules that a forward rebinds: ``self.u = u / u.norm()``, ``self.calls += 1``.
+"""What a forward changes in modules, objects, lists, dicts and globals: ``self.calls += 1``.
 
-What a region counts, it counts once. The first run notes which attributes and buffers of the
-modules it can reach it has rebound, and to what they were bound before. A replay starts from
-there, and puts back what it found.
+What a region counts, it counts once. The first run notes which attributes, buffers, entries and
+globals that it can reach it has changed, and what they were before. A replay starts from there, and
+puts back what it found.
+
+NOTE [containers that a node knows]
+A list may hold what has left the region: a result of the very node that knows the list, which
+nothing could free. So a node knows a list by the way to it, from the globals of a function or from
+an object that it knows weakly; if there is no such way, as from a cell, the copies of `_containers`
+are what replays write to.
+
+NOTE [what counts runs]
+A list or a dict of a function's own cells and globals with no tensors in it (``runs.append(1)``) is
+left to replays as it is, and so it says how often the function ran. Where what the function
+computes depends on it, a replay departs from its forward, which is an error.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
-import types
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from functx import _torch_modules
-from functx._remat._options import Options
+from functx._remat._containers import reached
+from functx._remat._within_reach import Reached, reach
 
 _MISSING = object()
-_HOLD_NONE = (type(None), types.BuiltinFunctionType, bool, int, float, str, Options)
-_LARGE = 256  # data, then, rather than modules
+_MANY = 4096  # what has more entries than that is data, and not looked at
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
-_NO_OBJECTS = (type, types.ModuleType, Tensor)
-_NOT_THE_USERS = frozenset({"builtins", "torch", "numpy", "functools"})
-
-# A dict of a module, its key, and what was bound there.
-Change = tuple[dict[str, Any], str, Any]
+# A dict of a module, or an object known weakly; a key of it, and what was bound there.
+Change = tuple[Any, str, Any]
 
 
 def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
-    """Modules that a function reaches: in cells, defaults and globals, as owner, as argument.
-
-    And in lists, tuples, dicts and attributes of objects found there, if they are not large.
-    """
-    found: dict[int, nn.Module] = {}
-    stack = [part for part in (f, *arguments) if not isinstance(part, _HOLD_NONE)]
-    seen: set[int] = set()
-    while stack:
-        part = stack.pop()
-        key, kind = id(part), type(part)
-        if key in seen:
-            continue
-        seen.add(key)
-        if kind is types.FunctionType:
-            if part.__defaults__ is not None:
-                stack += part.__defaults__
-            if part.__kwdefaults__ is not None:
-                stack += part.__kwdefaults__.values()
-            for cell in part.__closure__ or ():
-                try:
-                    stack.append(cell.cell_contents)
-                except ValueError:  # not bound yet
-                    continue
-            scope = part.__globals__
-            for name in part.__code__.co_names:
-                value = scope.get(name)
-                if value is not None and isinstance(value, (nn.Module, list, tuple, dict)):
-                    stack.append(value)
-        elif isinstance(part, _HOLD_NONE):
-            continue
-        elif kind is list or kind is tuple or kind is dict:
-            if len(part) <= _LARGE:
-                stack += part.values() if kind is dict else part
-        elif isinstance(part, nn.Module):
-            for module in _torch_modules.modules_of(part):
-                found[id(module)] = module
-        elif kind is types.MethodType:
-            stack += (part.__func__, part.__self__)
-        elif isinstance(part, functools.partial):
-            stack += (part.func, *part.args, *part.keywords.values())
-        elif len(seen) <= _LARGE:
-            stack += _attributes(part)
-    return list(found.values())
-
-
-def _attributes(part: Any) -> list[Any]:
-    """What an object of the user's holds."""
-    kind = type(part)
-    if kind.__module__.partition(".")[0] in _NOT_THE_USERS or isinstance(part, _NO_OBJECTS):
-        return []
-    found = list(getattr(part, "__dict__", {}).values())
-    slots = getattr(kind, "__slots__", ())
-    for name in (slots,) if isinstance(slots, str) else slots:
-        found.append(getattr(part, name, None))
-    return found
+    """Modules that a function reaches."""
+    return reach(f, arguments).modules
 
 
 class ModuleState:
-    """The bindings of some modules before a run, and what it changed."""
+    """What was bound before a run, and what it changed.
 
-    __slots__ = ("_before", "changes")
+    Attributes:
+        changes: of attributes and globals, with what they were.
+        contents: of containers: the way to each, and what it held.
+        lost: those to which there is none, by id, until the call has ended.
+    """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    __slots__ = ("_before", "_containers", "_found", "changes", "contents", "lost")
+
+    def __init__(self, found: Reached) -> None:
+        self._found: Reached | None = found
         self._before = [
-            (d, dict(d)) for m in modules for d in (m.__dict__, _torch_modules.buffers_of(m))
+            (d, dict(d)) for m in found.modules for d in (m.__dict__, _torch_modules.buffers_of(m))
         ]
+        for o in found.objects:
+            self._before.append((o.__dict__, dict(o.__dict__)))
+        for scope, names in found.scopes:
+            self._before.append((scope, _of(scope, names)))
+        self._containers = [(c, _copy(c)) for c in found.containers if len(c) <= _MANY]
         self.changes: list[Change] = []
+        self.contents: list[tuple[Any, int, Any]] = []
+        self.lost: dict[int, tuple[Any, Any]] = {}
 
     def seal(self, written: set[int]) -> None:
         """The first run ended.
@@ -108,33 +76,71 @@ class ModuleState:
             written: ids of tensors that were written to in place. ``self.calls += 1`` writes, and
                 binds the result to the name it had; in a replay, that is the replay's own copy.
         """
-        for d, before in self._before:
+        assert self._found is not None
+        first_scope = len(self._before) - len(self._found.scopes)
+        for i, (d, before) in enumerate(self._before):
+            if i >= first_scope:
+                keys: Any = before.keys()
             # In C, for most: the same names in the same order, bound to the same.
-            if not written and len(d) == len(before):
-                same = map(operator.is_, before.values(), d.values())
-                if all(map(operator.is_, before, d)) and all(same):
-                    continue
-            for key in before.keys() | d.keys():
+            elif not written and _same(d, before):
+                continue
+            else:
+                keys = before.keys() | d.keys()
+            for key in keys:
                 was, now = before.get(key, _MISSING), d.get(key, _MISSING)
                 if was is not now or id(now) in written:
-                    # Its value only: a tape of the step before must not live on in this one.
-                    taped = isinstance(was, Tensor) and was.grad_fn is not None
-                    self.changes.append((d, key, was.detach() if taped else was))
-        self._before.clear()
+                    self.changes.append((self._known_weakly(d), key, _value(was)))
+        for c, before in self._containers:
+            if _same_contents(c, before) and not _holds(c, written):
+                continue
+            way = _Ways(self._found).to(c, set())
+            if way is None:
+                self.lost[id(c)] = c, _values(before)
+            elif _is_owned(way) or _has_tensors(c) or _has_tensors(before):
+                self.contents.append((way, id(c), _values(before)))
+        self._before = self._containers = []
+        self._found = None
+
+    def changed(self) -> bool:
+        """Whether the run changed anything."""
+        return bool(self.changes or self.contents)
+
+    def _known_weakly(self, d: dict[str, Any]) -> Any:
+        assert self._found is not None
+        for o in self._found.objects:
+            if o.__dict__ is d:
+                return _weakly(o)
+        return d
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As the first run found it; put back afterwards."""
-        if not self.changes:
+        if not self.changed():
             yield
             return
         with _replaying:
-            now = [(d, key, d.get(key, _MISSING)) for d, key, _ in self.changes]
-            _bind(self.changes)
+            changes = [
+                (d, key, was) for d, key, was in map(_found_again, self.changes) if d is not None
+            ]
+            now = [(d, key, d.get(key, _MISSING)) for d, key, _ in changes]
+            ways = [(_follow(way), key, was) for way, key, was in self.contents]
+            containers = [(c, _copy(c), was) for c, key, was in ways if id(c) == key]
+            _bind(changes)
+            for c, _, was in containers:
+                _fill(c, was)
             try:
                 yield
             finally:
                 _bind(now)
+                for c, held, _ in containers:
+                    _fill(c, held)
+
+
+def _found_again(change: Change) -> Change:
+    d, key, was = change
+    if isinstance(d, weakref.ref):
+        d = getattr(d(), "__dict__", None)
+    return d, key, was
 
 
 def _bind(changes: Iterable[Change]) -> None:
@@ -143,3 +149,128 @@ def _bind(changes: Iterable[Change]) -> None:
             d.pop(key, None)
         else:
             d[key] = value
+
+
+def _of(scope: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: scope.get(name, _MISSING) for name in names}
+
+
+def _value(x: Any) -> Any:
+    """Its value only: a tape of the step before must not live on in this one."""
+    if not isinstance(x, Tensor) or x.grad_fn is None:
+        return x
+    try:
+        return x.detach()
+    except RuntimeError:  # a wrapper of levels that have ended, or are not entered here
+        return x
+
+
+def _values(c: Any) -> Any:
+    return {k: _value(x) for k, x in c.items()} if isinstance(c, dict) else [*map(_value, c)]
+
+
+def _copy(c: Any) -> Any:
+    """What a container holds: a dict or a list."""
+    return dict(c) if isinstance(c, dict) else list(c)
+
+
+def _fill(c: Any, contents: Any) -> None:
+    c.clear()
+    if hasattr(c, "extend"):
+        c.extend(contents)
+    else:
+        c.update(contents)
+
+
+def _same(d: Any, before: Any) -> bool:
+    return (
+        len(d) == len(before)
+        and all(map(operator.is_, before, d))
+        and all(map(operator.is_, before.values(), d.values()))
+    )
+
+
+def _same_contents(c: Any, before: Any) -> bool:
+    if isinstance(c, dict):
+        return _same(c, before)
+    return len(c) == len(before) and all(map(operator.is_, before, c))
+
+
+def _holds(c: Any, ids: set[int]) -> bool:
+    return bool(ids) and any(id(x) in ids for x in (c.values() if isinstance(c, dict) else c))
+
+
+def _weakly(o: Any) -> Any:
+    """A reference to an object; its attributes themselves, where there is no such reference."""
+    try:
+        return weakref.ref(o)
+    except TypeError:
+        return o.__dict__
+
+
+class _Ways:
+    """The ways to containers. NOTE [containers that a node knows]."""
+
+    def __init__(self, found: Reached) -> None:
+        self._found = found
+
+    def to(self, c: Any, seen: set[int]) -> Any:
+        """One that holds nothing, else the container, or ``None`` if it leads to a tape."""
+        if id(c) in seen:
+            return None
+        seen.add(id(c))
+        for o in (*self._found.objects, *self._found.modules):
+            for name, x in o.__dict__.items():
+                if x is c:
+                    return (_weakly(o), name)
+        for scope, names in self._found.named:
+            for name in names:
+                if scope.get(name) is c:
+                    return (scope, name)
+        for parent in self._found.containers:
+            for key, x in parent.items() if isinstance(parent, dict) else enumerate(parent):
+                if x is c and not isinstance(parent, set):
+                    way = self.to(parent, seen)
+                    if way is not None and not isinstance(way, _Held):
+                        return (way, key)
+        tensors = (x for one in reached([c]).values() for x in _parts(one))
+        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tensors):
+            return None
+        return _Held(c)
+
+
+def _is_owned(way: Any) -> bool:
+    """Whether it begins at an object. NOTE [what counts runs]."""
+    while isinstance(way, tuple):
+        way = way[0]
+    return isinstance(way, weakref.ref)
+
+
+def _has_tensors(c: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in _parts(c))
+
+
+class _Held:
+    """A container in no object and no global."""
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+
+def _parts(c: Any) -> Iterable[Any]:
+    return c.values() if isinstance(c, dict) else c
+
+
+def _follow(way: Any) -> Any:
+    """The container that a way leads to now."""
+    if isinstance(way, _Held):
+        return way.container
+    start, key = way
+    if isinstance(start, weakref.ref):
+        start = getattr(start(), "__dict__", None)
+    elif isinstance(start, tuple):
+        start = _follow(start)
+    try:
+        return start[key]
+    except (LookupError, TypeError):
+        return None

@@ -71,8 +71,10 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
             if region.leaving:
                 left, region.leaving = region.leaving, ()
                 if hasattr(region.body, "forget"):
-                    region.body.forget(left)
+                    region.body.forget(left, region.environment.before())
                 put_in_place([*left], outs, region.options.name)
+            elif region.environment is not None and region.environment.lost_any():
+                region.body.forget((), region.environment.before())
             if region.settled:
                 settle(region.settled)
             region.write_back(outs)

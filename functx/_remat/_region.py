@@ -339,7 +339,7 @@ class Region:
                 with watching(True):
                     owner.copy_(value)
         if hasattr(self.body, "forget"):
-            self.body.forget(self.owners)
+            self.body.forget(self.owners, self.environment.before())
         self.owners = ()
 
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:

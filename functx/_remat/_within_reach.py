@@ -1,0 +1,164 @@
+"""What a function can reach, and may change: modules, objects, containers, globals."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functx import _torch_modules
+from functx._remat._containers import MUTABLE
+from functx._remat._options import Options
+
+_LEAVES = frozenset({type(None), types.BuiltinFunctionType, bool, int, float, str, Options})
+_LARGE = 256  # data, then, rather than modules
+
+_NO_STATE = frozenset({type, types.ModuleType, torch.dtype, torch.device, Tensor})
+_NO_OBJECTS = (type, types.ModuleType, Tensor)
+_NOT_THE_USERS = frozenset(sys.stdlib_module_names) - {"types", "collections", "argparse"} | {
+    *("torch", "numpy", "functx", "jax", "jaxlib")
+}
+_CONTAINERS = (list, dict, set, deque)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+class Reached:
+    """What was found.
+
+    Attributes:
+        modules: of the user's and of torch.
+        objects: others that have attributes.
+        containers: lists, dicts and the like that are reached by these, or by a function.
+        scopes: globals that functions rebind: the dict, and the names.
+        named: globals that they name, likewise.
+    """
+
+    __slots__ = ("containers", "modules", "named", "objects", "scopes")
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.objects: list[Any] = []
+        self.containers: list[Any] = []
+        self.named: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self.scopes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+
+
+def reach(f: Any, arguments: Iterable[Any]) -> Reached:
+    """What a function reaches: by cells, defaults and globals, as owner, as argument.
+
+    And in containers and attributes of objects found there, if they are not large.
+    """
+    reached = Reached()
+    modules: dict[int, nn.Module] = {}
+    stack = [part for part in (f, *arguments) if type(part) not in _LEAVES]
+    seen: set[int] = set()
+    while stack:
+        part = stack.pop()
+        key, kind = id(part), type(part)
+        if key in seen or kind in _LEAVES or kind is Tensor:
+            continue
+        seen.add(key)
+        if kind is types.FunctionType:
+            if part.__defaults__ is not None:
+                stack += part.__defaults__
+            if part.__kwdefaults__ is not None:
+                stack += part.__kwdefaults__.values()
+            for cell in part.__closure__ or ():
+                try:
+                    stack.append(cell.cell_contents)
+                except ValueError:  # not bound yet
+                    continue
+            _globals_of(part, stack, reached)
+        elif kind in MUTABLE or kind is tuple:
+            if kind is not tuple:
+                reached.containers.append(part)
+            if len(part) <= _LARGE:
+                stack += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, nn.Module):
+            for module in _torch_modules.modules_of(part):
+                if id(module) not in modules:
+                    modules[id(module)] = module
+                    if type(module).__module__.partition(".")[0] not in _NOT_THE_USERS:
+                        own = module.__dict__
+                        for name in own.keys() - _OF_EVERY_MODULE:
+                            if type(own[name]) not in _LEAVES:
+                                stack.append(own[name])
+                        stack.append(type(module).forward)
+        elif kind is types.MethodType:
+            stack += (part.__func__, part.__self__)
+        elif isinstance(part, functools.partial):
+            stack += (part.func, *part.args, *part.keywords.values())
+        elif len(seen) <= _LARGE:
+            _attributes_of(part, stack, reached)
+    reached.modules += modules.values()
+    return reached
+
+
+def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached) -> None:
+    scope = f.__globals__
+    names, rebound = globals_named(f.__code__)
+    reached.named.append((scope, names))
+    if rebound:
+        reached.scopes.append((scope, rebound))
+    for name in names:
+        value = scope.get(name)
+        if value is None:
+            continue
+        kind = type(value)
+        if kind is types.FunctionType:
+            if (value.__module__ or "").partition(".")[0] not in _NOT_THE_USERS:
+                stack.append(value)
+        elif kind in MUTABLE or isinstance(value, (nn.Module, tuple)):
+            stack.append(value)
+        elif kind not in _LEAVES and kind not in _NO_STATE:
+            _attributes_of(value, stack, reached)
+
+
+def _attributes_of(part: Any, stack: list[Any], reached: Reached) -> None:
+    """What an object of the user's holds."""
+    kind = type(part)
+    if kind.__module__.partition(".")[0] in _NOT_THE_USERS or isinstance(part, _NO_OBJECTS):
+        return
+    own = getattr(part, "__dict__", None)
+    if isinstance(part, _CONTAINERS):
+        reached.containers.append(part)
+        if len(part) <= _LARGE:
+            stack += part.values() if isinstance(part, dict) else part
+    if own is not None:
+        reached.objects.append(part)
+        stack += [x for x in own.values() if type(x) not in _LEAVES]
+        if callable(part):
+            stack.append(kind.__call__)
+    slots = getattr(kind, "__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else slots:
+        stack.append(getattr(part, name, None))
+
+
+_Names = tuple[tuple[str, ...], tuple[str, ...]]
+# By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
+_known: dict[int, tuple[types.CodeType, _Names]] = {}
+_MANY = 4096
+
+
+def globals_named(code: types.CodeType) -> _Names:
+    """Names that code and what is nested in it reads (attributes too), and globals it rebinds."""
+    found = _known.get(id(code))
+    if found is None:
+        names: dict[str, None] = dict.fromkeys(code.co_names)
+        rebound = {i.argval: None for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+        for part in code.co_consts:
+            if isinstance(part, types.CodeType):
+                inner = globals_named(part)
+                names |= dict.fromkeys(inner[0])
+                rebound |= dict.fromkeys(inner[1])
+        if len(_known) >= _MANY:
+            _known.clear()
+        found = _known[id(code)] = code, (tuple(names), tuple(rebound))
+    return found[1]
