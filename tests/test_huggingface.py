@@ -138,6 +138,21 @@ def test_recorded_outputs(name, way):
     assert_same(*zip(*pairs, strict=True), eps=512)
 
 
+def test_hooks_that_a_model_installs_when_it_runs_first():
+    """The whole model is a region: replays install them no second time."""
+
+    def run(remat):
+        model = hf.build("llama")
+        region = remat(model)
+        inputs = {k: v[0] for k, v in hf.batch("llama").items()}
+        for _ in range(2):
+            out = region(**inputs, output_hidden_states=True, use_cache=False)
+            (out.loss + sum(h.square().sum() for h in out.hidden_states)).backward()
+        return len(out.hidden_states), [p.grad for p in model.parameters()]
+
+    assert_same(run(functx.remat), run(lambda model: model), eps=512)
+
+
 def train(model, inputs, steps=3):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -35,6 +35,10 @@ _MISSING = object()
 _MANY = 4096  # what has more entries than that is data, and not looked at
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
+# Says in models of transformers that hooks were installed. A replay does not take them away, and
+# would install them again.
+_DONE_ONCE = frozenset({"_output_capturing_hooks_installed"})
+
 # A dict of a module, or an object known weakly; a key of it, and what was bound there.
 Change = tuple[Any, str, Any]
 
@@ -87,6 +91,8 @@ class ModuleState:
             else:
                 keys = before.keys() | d.keys()
             for key in keys:
+                if key in _DONE_ONCE:
+                    continue
                 was, now = before.get(key, _MISSING), d.get(key, _MISSING)
                 if was is not now or id(now) in written:
                     self.changes.append((self._known_weakly(d), key, _value(was)))
