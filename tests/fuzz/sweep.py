@@ -25,12 +25,13 @@ from .census import FEATURES, Census
 from .found import FOUND
 from .found_departing import DEPARTING
 from .found_policies import WITH_POLICIES
+from .found_python import WITH_PYTHON_ON_THE_TAPE
 from .mechanisms import MECHANISMS
 from .program import Program
 from .runner import Difference, Refused, check, reference
 from .writer import numbered
 
-KEPT = FOUND | WITH_POLICIES | DEPARTING
+KEPT = FOUND | WITH_POLICIES | DEPARTING | WITH_PYTHON_ON_THE_TAPE
 PROGRAMS = 10_000
 SLICE = 100
 ROOT = Path(__file__).parents[2]
