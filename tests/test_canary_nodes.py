@@ -195,3 +195,41 @@ def test_a_tensor_becomes_another_one():
     tape = t.sin()
     assert not _torch_nodes.become(t, torch.ones(3))
     assert tape.grad_fn is not None
+
+
+def test_a_leaf_behind_a_node_gets_its_gradient_as_it_is():
+    """Also a sparse one; and what is no leaf, or on no tape, stays what it is."""
+    leaf = torch.ones(3, requires_grad=True)
+    behind = _torch_nodes.behind_a_node(leaf)
+    assert behind.grad_fn.next_functions[0][0].variable is leaf
+    weight = torch.ones(3, 2, requires_grad=True)
+    table = _torch_nodes.behind_a_node(weight)
+    (g,) = torch.autograd.grad(
+        torch.nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum(), weight
+    )
+    assert g.is_sparse
+    for other in (leaf * 2, torch.ones(3)):
+        assert _torch_nodes.behind_a_node(other) is other
+
+
+def test_whether_a_leaf_is_asked_for_is_an_exception_but_not_behind_a_node():
+    told = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            return tensors[0] * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            for node, _ in ctx.next_functions:
+                try:
+                    told.append(torch._C._will_engine_execute_node(node))
+                except RuntimeError:
+                    told.append("raises")
+            return (g,) * 4
+
+    asked, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+    behind = map(_torch_nodes.behind_a_node, (asked, other))
+    torch.autograd.grad(Node.apply(asked, other, *behind).sum(), asked)
+    assert told == ["raises", False, True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,16 +22,24 @@ from functx._remat._functions import IN_C, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
+from functx._remat._known_runs import (
+    KnownRun,
+    Sightings,
+    alike,
+    layout_of,
+    sightings_of,
+    tape_of,
+)
 from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
 from functx._remat._region import Region
 from functx._remat._saving import called, now, watched_per_example
-from functx._remat._tapes import leaves_below, nodes_of, tensors_of
+from functx._remat._tapes import nodes_of, tape_below, tensors_of
 from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
-from functx._remat._watch import tell_of_a_region, tell_of_a_view
+from functx._remat._watch import tell_of_a_region, tell_of_a_view, unwatched
 from functx._remat._writes import written_by
 from functx._torch_modules import frame_above
 
@@ -52,6 +61,13 @@ class FirstRun(Standins):
     # Whether operations that only compute are recorded, and no more: `_run_ordinary`.
     _plain = True
     _writes: Writes | None = None
+    # NOTE [known runs]: what is known of such runs, and the run that this one is compared with.
+    sightings: Sightings | None = None
+    expected: KnownRun | None = None
+    # The layouts of what operations gave, and the names of their keywords, where they count.
+    layouts: list[Any] | None = None
+    names: Sequence[Any] = ()
+    tape: Any = None
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
         super().__init__(region, lift_constants)
@@ -69,10 +85,69 @@ class FirstRun(Standins):
         decided, self.entry.inside = self.entry.inside, []
         self.inside = Inside(self.entry.inside, decided)
         self.ledger: Ledger | None = None
-        if not (idle or _torch.tracing()):
+        self.births: list[Birth] = []
+        if idle or _torch.tracing():
+            return
+        if self._may_be_known():
+            self.layouts, self.names = [], []
+            self.sightings = sightings_of(*region.reaches, region.inputs)
+            self.expected = self.sightings and self.sightings.expected()
+        if self.expected is None:
             self.ledger = Ledger(self.entries, saver_of(region, self.entry) if pruned else None)
             self.ledger.reliable = pruned
-        self.births: list[Birth] = []
+
+    def _may_be_known(self) -> bool:
+        region, options = self._region, self._region.options
+        return (
+            region.outer is None
+            and options.prune
+            and options.policy is None
+            and options.determinism_check == "default"
+            and not (options.replay or options.by_sight or options.records or self._lift_constants)
+            and _torch.forward_ad_level() < 0
+            and not any(frame.dual() or frame.holds_duals() for frame in region.frames)
+        )
+
+    def watched(self) -> Any:
+        """What watches while the body runs."""
+        if self.expected is not None:
+            return unwatched(self.departs)
+        return self.ledger or nullcontext()
+
+    def departs(self) -> None:
+        """It is no longer as was expected."""
+        self.expected = None
+
+    def settings(self) -> Any:
+        """The surroundings that decide what runs."""
+        return self._region.environment.surroundings()
+
+    def externals(self) -> Sequence[Tensor]:
+        """What the body read that it did not make, as it saw it."""
+        return self._standins
+
+    def recognized(self, ordinary: bool) -> KnownRun | None:
+        """What is known of this run, which had no ledger; ``None`` if it was not as expected.
+
+        Args:
+            ordinary: whether the results are all the body's own.
+        """
+        sightings, known = self.sightings, self.expected
+        if sightings is None or self.ledger is not None:
+            return None
+        if known is not None and ordinary and self._comparable() and known.describes(self):
+            return known
+        sightings.differs()
+        return None
+
+    def sighted(self, needs: Sequence[bool], ordinary: bool) -> None:
+        """The run had a ledger, which has decided: remember what it found out."""
+        if self.sightings is not None and self.ledger is not None:
+            comparable = ordinary and self._comparable()
+            self.sightings.saw(self, self.ledger, needs, comparable=comparable)
+
+    def _comparable(self) -> bool:
+        return not self.odd and self._writes is None and self.settings() is not None
 
     def ended(self) -> None:
         """A replay of a region around this one is to keep the same; the body lets go of captures.
@@ -80,12 +155,13 @@ class FirstRun(Standins):
         Nodes keep those that are read, as replays are handed them by position. What looked at them
         otherwise, at their memory or their tape, must find them as they are.
         """
-        ledger, region = self.ledger, self._region
+        region, body = self._region, self._region.body
+        ledger = self.ledger or region.ledger  # a known one
         if ledger is None:
             return
         if region.outer is not None:
             self.entry.says(ledger.kept, ledger.devices.keys(), ledger.copied)
-        options, body = region.options, region.body
+        options = region.options
         lenient = options.replay or options.by_sight or options.determinism_check == "none"
         if not (lenient or self.looks or ledger.looked_at()) and hasattr(body, "let_go"):
             body.let_go(self._index.__contains__)
@@ -120,6 +196,8 @@ class FirstRun(Standins):
         # As a replay numbers it, however much other operations make.
         self._number = number = max(self._number + 1, len(self.entries) << MAKES)
         self._numbers[id(t)] = KNOWN - number
+        if self.layouts is not None:
+            self.layouts.append(layout_of(t))
         self.births.append((number, ref, place or self._begun()))
 
     def _begun(self) -> Place:
@@ -146,7 +224,10 @@ class FirstRun(Standins):
                 # Called by `run` or `operands`, which are no line of the user's. Nor is there one
                 # for each operation of a pullback.
                 place = self._begun() if options.replay else where(2)
-            self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
+            entry = Entry(func, tuple(self._sources), tuple(self._scalars), place)
+            if self.expected is not None:
+                self._compare(entry)
+            self.entries.append(entry)
         self._sources = []
         self._scalars = []
 
@@ -161,7 +242,16 @@ class FirstRun(Standins):
                 return self._run_ordinary(func, args)
             if known.nothing:
                 return func(*args, **kwargs)
+        if kwargs and self.layouts is not None:
+            self.names.append((len(self.entries), *kwargs))  # type: ignore[attr-defined]
         return self._run_any(func, args, kwargs)
+
+    def _compare(self, entry: Entry) -> None:
+        at, expected = len(self.entries), self.expected
+        assert expected is not None
+        entries = expected.entries
+        if at >= len(entries) or not alike(entries[at], entry):
+            self.departs()
 
     def _run_ordinary(self, func: Any, args: Any) -> Any:
         """An operation in C that only computes, where nobody looks at what it gives."""
@@ -179,7 +269,10 @@ class FirstRun(Standins):
             place = self._begun()
         del frame
         operation = len(entries)
-        entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
+        entry = Entry(func, tuple(self._sources), tuple(self._scalars), place)
+        if self.expected is not None:
+            self._compare(entry)
+        entries.append(entry)
         self._sources = []
         self._scalars = []
         if ledger is None:
@@ -197,6 +290,8 @@ class FirstRun(Standins):
                 number = self._number + 1
             self._number = number
             self._numbers[id(out)] = KNOWN - number
+            if self.layouts is not None:
+                self.layouts.append(layout_of(out))
             self.births.append((number, ref, place))
         else:
             self.note(out)
@@ -277,7 +372,10 @@ class FirstRun(Standins):
 
     def check_tape(self, outs: Sequence[Tensor | None]) -> set[int]:
         """Ids of the leaves that the tapes of all levels end in, which must all be known."""
-        reached = leaves_below(*nodes_of(outs))
+        nodes, reached = tape_below(nodes_of(outs))
+        if self.layouts is not None:
+            ends = map(self._index.get, map(id, reached))
+            self.tape = tape_of(nodes, self._start, [end and end[2] for end in ends])
         for t in reached:
             if not (id(t) in self.leaves or self.knows(t) or is_unread(t)):
                 refuse_unseen(self._region.options.name, t)

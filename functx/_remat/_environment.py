@@ -135,6 +135,12 @@ class Environment:
         """Whether there are such containers."""
         return bool(self._state.lost)
 
+    def surroundings(self) -> Any:
+        """What of it decides which operations run; ``None`` where that can't be compared."""
+        if self._modes or self._parametrizations or self.casts():
+            return None
+        return self._settings, self._autocast
+
     def casts(self) -> bool:
         """Whether autocast was on."""
         return any(state[0] for state in self._autocast.values())

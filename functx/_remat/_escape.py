@@ -49,6 +49,21 @@ def find(
     return dict(last.values())
 
 
+def any_held(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> bool:
+    """Whether anything that a body made is held, but what it returned; on a tape or not."""
+    own = {id(t) for t in returned if t is not None}
+    for number, ref, _ in births:
+        cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
+        if (
+            cell[0] is not None
+            and id(cell[0]) not in own
+            and held_by_python(cell) > 0
+            and (number >= 0 or _taped(cell[0], True))
+        ):
+            return True
+    return False
+
+
 def with_tangents(
     births: Sequence[Birth],
     returned: Sequence[Tensor | None],

@@ -55,6 +55,8 @@ class Standins(Tracker):
 
     _returning = False
     _depth = 0
+    # Whether something was met that runs are not compared by.
+    odd = False
     # Whether leaves of plain autograd that are met are captured without further questions, while no
     # transform is active.
     _captures_leaves = False
@@ -103,6 +105,8 @@ class Standins(Tracker):
                     sources.append(numbers.get(key, MADE_HERE))
                 else:
                     a = self._meet(a)
+                    if sources[-1] < 0:
+                        self.odd = True
             elif a.__class__ in NUMBERS:
                 self._scalars.append(a)
             else:
@@ -119,7 +123,10 @@ class Standins(Tracker):
         if self.knows(t):
             self._sources.append(self._numbers.get(id(t), MADE_HERE))
             return t
-        return self._meet(t)
+        met = self._meet(t)
+        if self._sources[-1] < 0:
+            self.odd = True
+        return met
 
     def _meet(self, t: Tensor) -> Tensor:
         if (

@@ -150,6 +150,26 @@ class Ledger(Record):
                 self.reliable = False
         return self.reliable
 
+    def forgettable(self) -> bool:
+        """Whether nothing in it is of this very run alone. ``NOTE [known runs]``."""
+        special = self.python_on_tape or self.holds_regions or self._exported
+        return (
+            self.reliable
+            and not (special or self.kept or self.copied)
+            and self.saver is None
+            and self.sections() is not None
+        )
+
+    def agrees(self, other: Ledger) -> bool:
+        """Whether another one has the same steps, and the same of them live."""
+        return (
+            self._runs == other._runs
+            and self._live == other._live
+            and self._sections == other._sections
+            and len(self.steps) == len(other.steps)
+            and all(a.agrees(b) for a, b in zip(self.steps, other.steps))
+        )
+
     def take_kept(self) -> list[Tensor]:
         """The values that the region keeps, in the order of `kept`."""
         saver, self.saver = self.saver, None

@@ -16,7 +16,7 @@ view, and no tape.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -206,6 +206,37 @@ def may_pass(ledger: Ledger, environment: Any, first: Tracker) -> bool:
         or environment.casts()
         or ledger.sections() is None
     )
+
+
+def unread(
+    holders: Sequence[Holders],
+    needs: Sequence[bool],
+    may_go: bool,
+    viewed: Set[int] | None,
+    leaves: set[int],
+    needed: list[bool],
+) -> Sequence[bool]:
+    """Find the inputs that no pullback reads, and those that a replay reads but no tape of it.
+
+    Args:
+        holders: of each input.
+        needs: for each, whether a live step reads it.
+        may_go: whether inputs may go with their last use.
+        viewed: memory that views were taken of; ``None`` where that is not known.
+        leaves: ids of the leaves that the tapes end in.
+        needed: for each input, whether it is kept; those that need not be are crossed out.
+
+    Returns:
+        For each input, whether it goes with its last use.
+    """
+    passing = [False] * len(needed)
+    for i, (holder, need) in enumerate(zip(holders, needs, strict=True)):
+        if need and not may_go:
+            continue
+        told = not holder.shared or (viewed is not None and holder.storage not in viewed)
+        if told and not holder.grown(leaves):
+            needed[i] = passing[i] = need
+    return passing if may_go else ()
 
 
 class Passing:

@@ -25,6 +25,8 @@ from functx._remat._pullback import Pullback
 from functx._remat._region import Flat, Region
 from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._remat._watch import tell_of_a_constant
+from functx._torch import dispatch_mode_depth
+from functx._torch_nodes import behind_a_node
 
 
 class _Payload:
@@ -337,6 +339,7 @@ def attach(
         for constant in region.constants:
             tell_of_a_constant(constant.value)
     reached = frame.reached()
+    asks = torch.is_grad_enabled() and not (dispatch_mode_depth() or _torch.tracing())
     taped: dict[int, Tensor] = {}
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
@@ -349,6 +352,8 @@ def attach(
                     for i, (t, r) in enumerate(zip(tensors, reached))
                 ]
                 edges = [frame.cut(t) if c else t for t, c in zip(tensors, cut)]
+            if asks:
+                edges = [*map(behind_a_node, edges)]
             results = [o for p in places if (o := outs[p]) is not None]
             payload = _Payload(frame, tensors, cut, results, places)
             taped.update(zip(places, _apply(payload, edges), strict=True))

@@ -38,7 +38,7 @@ from functx._remat._holders import base_of
 from functx._remat._kept_inside import Inside
 from functx._remat._leaving import can_leave, leaves_of
 from functx._remat._ledger import Ledger
-from functx._remat._letting_go import Passing, may_pass
+from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned
@@ -74,6 +74,7 @@ class Region:
         overwritten: those externals whose history it changed; they are further results.
         owners: what they are for the caller, until it has been written back.
         reached: ids of the leaves that the tapes of the first run end in.
+        sightings: the runs before, if they told about this one. ``NOTE [known runs]``.
         births: what the first run made, until it is known what of that left the region.
         left: numbers of the tensors that left the region otherwise than by return.
         leaving: those tensors, until the call has ended.
@@ -115,6 +116,7 @@ class Region:
     passed_on: Mapping[int, Any] = NOTHING
     passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
+    sightings: Any = None
 
     def __init__(
         self,
@@ -246,20 +248,19 @@ class Region:
         lenient = self.options.replay or self.options.determinism_check == "none"
         first.bind(self.inputs, tensors)
         ledger, self.grad_mode = first.ledger, torch.is_grad_enabled()
-        with tracking(first), ledger or nullcontext():
+        with tracking(first), first.watched():
             first.modes = _torch.dispatch_mode_depth()
             outs = self.body(*tensors)
         # What was handed back without an operation on it is met here.
-        distinct: list[Tensor | None] = []
+        returned, outs = first.returned(outs), []
         places: dict[int, int] = {}
-        for out in first.returned(outs):
+        for out in returned:
             place = None if out is None else first.handed_back(out)
             if out is not None and place is None:
-                place = places.setdefault(id(out), len(distinct))
-                if place == len(distinct):
-                    distinct.append(out)
+                place = places.setdefault(id(out), len(outs))
+                if place == len(outs):
+                    outs.append(out)
             self._results.append(place)
-        outs = distinct
         if extra := first.further_results():
             self._results += range(len(outs), len(outs) + len(extra))
             outs += extra
@@ -268,23 +269,18 @@ class Region:
         if len(frames) > 1 and any(f.holds_duals() for f in frames) and frames[0].differentiates():
             first.must_run_whole()  # NOTE [gradients with tangents] in `_dual_level`
         self.needed = needed = [True] * len(first.holders)
-        if ledger is not None and ledger.settle(outs):
-            self.ledger = ledger
-            if not lenient:
-                self.passing = passing = [False] * len(needed)
-                may_go = may_pass(ledger, self.environment, first) and not self.options.records
-                for i, holders in enumerate(first.holders):
-                    need = ledger.needs(holders)
-                    if need and not may_go:
-                        continue
-                    told = not holders.shared or holders.storage not in ledger.viewed
-                    if told and not holders.grown(leaves):
-                        needed[i] = passing[i] = need
-                if not may_go:
-                    self.passing = ()
-                for position in self.rewritten:
-                    kind, i = first.origins[position]
-                    needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
+        ordinary = not any(isinstance(r, (tuple, Tensor)) for r in self._results)
+        if (known := first.recognized(ordinary)) is not None:
+            self.ledger, needs, self.sightings = known.ledger, known.needs, first.sightings
+        elif ledger is not None and ledger.settle(outs):
+            self.ledger, needs = ledger, [ledger.needs(holders) for holders in first.holders]
+            first.sighted(needs, ordinary)
+        if self.ledger is not None and not lenient:
+            viewed = None if known is not None else self.ledger.viewed
+            may_go = may_pass(self.ledger, self.environment, first) and not self.options.records
+            self.passing = unread(first.holders, needs, may_go, viewed, leaves, needed)
+            for kind, i in map(first.origins.__getitem__, self.rewritten):
+                needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
         for i, connected in enumerate(self.connected):
             needed[i] = needed[i] or connected
         if ledger is not None and ledger.saver is not None:
@@ -293,13 +289,17 @@ class Region:
         first.ended()
         if lenient:
             self.originals = first.captured_originals()
-        # Stand-ins are numbered from -1 down.
-        self.births = [*first.births, *first.standin_births()]
+        self.births = [*first.births, *first.standin_births()]  # those from -1 down
         return outs
 
     def escaped(self, returned: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Tensors of the first run that are held though its tape is gone, by their number."""
         births, self.births = self.births, ()
+        if self.sightings is not None:
+            if not _escape.any_held(births, returned):
+                return {}
+            self.sightings.differs()  # NOTE [known runs]: nothing was known of such a run
+            self.ledger, self.needed, self.passing = None, [True] * len(self.needed), ()
         views = [r[1] for r in self._results if isinstance(r, tuple)]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
         found = _escape.find(births, [*returned, *views], duals)

@@ -143,6 +143,16 @@ class Step:
         self.part_of = part_of
         self.layouts = layouts
 
+    def agrees(self, other: Step) -> bool:
+        """Whether another step is the same one of another run."""
+        return (
+            self.kind is other.kind
+            and self.reads == other.reads
+            and self.layouts == other.layouts
+            and self.writes is other.writes
+            and self.rewritten is other.rewritten
+        )
+
 
 def has_memory(t: Tensor) -> bool:
     """Whether ``t`` has memory that could be handed out empty: forward mode's zeros have none."""

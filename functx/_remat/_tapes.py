@@ -29,6 +29,11 @@ def nodes_of(tensors: Iterable[Tensor | None]) -> list[Any]:
 
 def leaves_below(*nodes: Any) -> list[Tensor]:
     """The leaf tensors that the tape below some nodes ends in."""
+    return tape_below(nodes)[1]
+
+
+def tape_below(nodes: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
+    """The nodes of the tape that begins with some, and the leaf tensors that it ends in."""
     found: list[Tensor] = []
     stack = list(dict.fromkeys(nodes))
     seen = {None, *stack}
@@ -40,7 +45,7 @@ def leaves_below(*nodes: Any) -> list[Tensor]:
                     stack.append(node)
         elif type(current).__name__ == "AccumulateGrad" and current.variable is not None:
             found.append(current.variable)  # not a leaf that has been given a history since
-    return found
+    return stack, found
 
 
 def tensors_of(*trees: Any) -> list[Tensor]:

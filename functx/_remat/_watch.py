@@ -12,7 +12,8 @@ one is told of it as if it had run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -87,8 +88,36 @@ class Watcher(_torch.TorchDispatchMode):
         """The memory of a plain tensor, or what is in it, is handed to what is no operation."""
 
 
+class unwatched:
+    """Run the enclosed code, that of a region without a mode of its own.
+
+    Args:
+        departs: called when a mode would have been told something. ``NOTE [known runs]``.
+    """
+
+    __slots__ = ("_before", "_departs")
+
+    def __init__(self, departs: Callable[[], None]) -> None:
+        self._departs = departs
+
+    def __enter__(self) -> None:
+        self._before, _unwatched.departs = _unwatched.departs, self._departs
+
+    def __exit__(self, *exc: Any) -> None:
+        _unwatched.departs = self._before
+
+
+class _Unwatched(threading.local):
+    departs: Callable[[], None] | None = None
+
+
+_unwatched = _Unwatched()
+
+
 def around() -> Iterator[Watcher]:
     """The modes of the regions around this point."""
+    if (departs := _unwatched.departs) is not None:
+        departs()
     for i in range(_torch.dispatch_mode_depth()):
         mode = _torch.get_dispatch_mode_at(i)
         if isinstance(mode, Watcher):

@@ -1,0 +1,261 @@
+"""Runs that are like runs before: what a pullback reads of them is known, and nobody has to watch.
+
+NOTE [known runs]
+The ledger takes as long as everything else about the first run of a region. What it finds out is
+the same for two runs in which the same functions were called on the same tensors (inputs and
+captures by position, results of operations by number) of the same layouts, and which left the same
+nodes on their tapes. So when some code has run alike a few times, its next run has no ledger. It is
+compared with the known one instead, call by call and then node by node, and takes over what was
+found out there. A run that differs anywhere has nothing to take over: its replay leaves nothing
+out, its inputs are all kept, and its code has to be known anew.
+
+What the key of a code is decides only what a run is compared with, never what is taken over. Only
+what can be compared is known: no region in another one, no policy, no Python on the tape, nothing
+written to that the body did not make, no autocast, no modes of the user's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from functx import _torch, _torch_operators
+from functx._remat._arguments import NUMBERS, same
+from functx._remat._holders import base_of
+from functx._remat._tapes import PLAIN
+from functx._torch import get_unwrapped, is_wrapped, sequence_number
+from functx._torch_memory import memory_key
+
+if TYPE_CHECKING:
+    from functx._remat._capture import FirstRun
+    from functx._remat._ledger import Ledger
+
+ALIKE = 3
+"""So many runs in a row must have been alike."""
+
+_PATIENCE = 8
+_MANY = 256
+_DEPTH = 6
+_ENDS = 1 << 62  # numbers from here on are of nodes that a tape ends in
+_SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+class KnownRun:
+    """What one run did, and what its ledger found out.
+
+    Args:
+        first: the run, which has ended.
+        ledger: that watched it.
+        needs: which inputs and captures a pullback reads.
+    """
+
+    __slots__ = (
+        *("entries", "externals", "ledger", "looks", "made", "names", "needs", "origins"),
+        *("settings", "shared", "tape"),
+    )
+
+    def __init__(self, first: FirstRun, ledger: Ledger, needs: Sequence[bool]) -> None:
+        self.entries = first.entries
+        self.made = first.layouts
+        self.names = first.names
+        self.origins = first.origins
+        self.looks = first.looks
+        self.settings = first.settings()
+        self.externals = [*map(_signature, first.externals())]
+        self.shared = _shared(first.externals())
+        self.tape = first.tape
+        self.ledger = ledger
+        self.needs = needs
+
+    def describes(self, first: FirstRun) -> bool:
+        """Whether a run that called the same functions was the same altogether."""
+        return (
+            len(first.entries) == len(self.entries)
+            and first.layouts == self.made
+            and first.names == self.names
+            and first.origins == self.origins
+            and first.looks == self.looks
+            and first.settings() == self.settings
+            and first.tape == self.tape
+            and all(map(_ordinary, first.externals()))
+            and [*map(_signature, first.externals())] == self.externals
+            and _shared(first.externals()) == self.shared
+        )
+
+    def agrees(self, first: FirstRun, ledger: Ledger, needs: Sequence[bool]) -> bool:
+        """Whether another run that was watched was the same, and had the same found out."""
+        return (
+            all(map(alike, self.entries, first.entries))
+            and self.describes(first)
+            and self.needs == needs
+            and self.ledger.agrees(ledger)
+        )
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two entries are of the same call, as far as they tell."""
+    return (
+        (a.func is b.func or a.func == b.func)
+        and a.sources == b.sources
+        and same(a.scalars, b.scalars)
+    )
+
+
+class Sightings:
+    """The runs of some code on arguments of some kind."""
+
+    def __init__(self) -> None:
+        self._run: KnownRun | None = None
+        self._alike = 0
+        self._others = 0
+
+    def expected(self) -> KnownRun | None:
+        """What the next run is compared with, if it needs no ledger."""
+        return self._run if self._alike >= ALIKE else None
+
+    def differs(self) -> None:
+        """A run was not as expected, or can't be known."""
+        self._run, self._alike = None, 0
+        self._others += 1
+
+    def saw(
+        self, first: FirstRun, ledger: Ledger, needs: Sequence[bool], *, comparable: bool
+    ) -> None:
+        """A run was watched."""
+        if self._others >= _PATIENCE:  # code that seldom does the same twice
+            return
+        known = self._run
+        if not (comparable and _comparable(first, ledger)):
+            self.differs()
+        elif known is not None and known.agrees(first, ledger, needs):
+            self._alike += 1
+        else:
+            if known is not None:
+                self.differs()
+            self._run, self._alike = KnownRun(first, ledger, needs), 1
+
+
+def _comparable(first: FirstRun, ledger: Ledger) -> bool:
+    return (
+        ledger.forgettable()
+        and all(
+            entry.parts is None and _SIMPLE.issuperset(map(type, entry.scalars))
+            for entry in first.entries
+        )
+        and all(map(_ordinary, first.externals()))
+    )
+
+
+def _ordinary(t: Tensor) -> bool:
+    while is_wrapped(t):
+        if _torch.is_functional(t):
+            return False
+        t = get_unwrapped(t)
+    return (
+        type(t) in PLAIN
+        and t.layout is torch.strided
+        and not (t.is_quantized or t.is_inference() or t.is_conj() or t.is_neg())
+        and not _torch_operators.is_zero_tensor(t)
+    )
+
+
+def _signature(t: Tensor) -> Any:
+    """All of a tensor that decides what operations on it do, but its values."""
+    if is_wrapped(t):
+        dim = _torch.batch_dim(t) if _torch.is_batched(t) else None
+        return _torch.wrapper_level(t), dim, t.requires_grad, _signature(get_unwrapped(t))
+    return (
+        *(type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.layout),
+        t.requires_grad,
+    )
+
+
+def _shared(tensors: Sequence[Tensor]) -> Any:
+    """Which of some tensors share their memory; ``None`` where none do."""
+    keys = [memory_key(base_of(t).untyped_storage()) for t in tensors]
+    if len({*keys}) == len(keys):
+        return None
+    return [*map(keys.index, keys)]
+
+
+_sightings: dict[Any, Sightings] = {}
+
+
+def layout_of(t: Tensor) -> Any:
+    """What is compared of the result of an operation."""
+    try:
+        return t.shape, t.dtype, t.requires_grad
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+
+
+def tape_of(nodes: Sequence[Any], start: int, leaves: Sequence[Any]) -> Any:
+    """What is compared of a tape: its nodes, when they were made, and where it ends."""
+    if not _AS_VIEW:
+        _AS_VIEW.update(_aliases())
+    kinds = [_AS_VIEW.get(kind, kind) for kind in map(type, nodes)]
+    return kinds, [n - start if n < _ENDS else 0 for n in map(sequence_number, nodes)], leaves
+
+
+_AS_VIEW: dict[type, type] = {}
+
+
+def _aliases() -> dict[type, type]:
+    """``reshape`` makes one kind of view where dispatch modes are active, and else another."""
+    with _torch.without_modes(), _torch.cleared_interpreter_stack(), torch.enable_grad():
+        t = torch.zeros(2, 2, requires_grad=True)
+        return {type(t.mT.reshape(1, 2, 2).grad_fn): type(t.view(4).grad_fn)}
+
+
+def sightings_of(f: Any, statics: Sequence[Any], inputs: Sequence[Tensor]) -> Sightings | None:
+    """The runs before of what is to run now; ``None`` if it can't be told."""
+    if (code := _code(f, _DEPTH)) is None:
+        return None
+    key = (
+        code,
+        *[None if s is None else _code(s, 0) for s in statics],
+        *[(t.shape, t.dtype, t.requires_grad) for t in inputs],
+        *(_torch.interpreter_depth(), torch.is_grad_enabled()),
+    )
+    try:
+        found = _sightings.get(key)
+    except TypeError:  # not hashable
+        return None
+    if found is None:
+        if len(_sightings) >= _MANY:
+            _sightings.clear()
+        found = _sightings[key] = Sightings()
+    return found
+
+
+def _code(f: Any, depth: int) -> Any:
+    """What tells apart functions that do different things, and not those that are made anew."""
+    kind = f.__class__
+    if kind is types.FunctionType:
+        if f.__closure__ is None and f.__defaults__ is None:
+            return id(f.__code__)  # the hash of a code is that of all that is in it
+        held = [_code(x, depth - 1) for x in f.__defaults__ or ()] if depth else []
+        for cell in f.__closure__ or () if depth else ():
+            try:
+                held.append(_code(cell.cell_contents, depth - 1))
+            except ValueError:  # not bound yet
+                held.append(None)
+        return (id(f.__code__), *held)
+    if kind is types.MethodType:
+        return _code(f.__func__, depth), _code(f.__self__, 0)
+    if isinstance(f, nn.Module):
+        return kind, id(f.__dict__)  # which a module shares with its remat
+    if kind in _SIMPLE:
+        return kind, f
+    if kind is tuple or kind is list:
+        return (kind, len(f), *[_code(x, depth - 1) for x in f[:8]]) if depth else kind
+    if kind is functools.partial and depth:
+        return kind, _code(f.func, depth - 1), _code(f.args, depth - 1), len(f.keywords)
+    if kind is types.BuiltinFunctionType:
+        return f
+    return kind

@@ -1,0 +1,356 @@
+"""Runs that are like runs before have no ledger, and nothing is taken over from any other run."""
+
+import sys
+
+import house
+import pytest
+import torch
+from cases import numbers
+from references import Operations, assert_same, count
+from torch import nn
+
+import functx
+from functx._remat import _known_runs
+from functx._remat._capture import FirstRun
+from functx._remat._ledger import Ledger
+
+sys.path.insert(0, str(house.ROOT))
+
+from bench.counts import programs
+
+pytestmark = pytest.mark.usefixtures("hooks")
+
+X = numbers(3, 4)
+W = numbers(4, 4, start=0.3)
+RUNS = _known_runs.ALIKE + 2
+
+
+@pytest.fixture
+def ledgers(monkeypatch):
+    """How many ledgers have decided."""
+    settle, found = Ledger.settle, []
+
+    def counting(ledger, results):
+        found.append(ledger)
+        return settle(ledger, results)
+
+    monkeypatch.setattr(Ledger, "settle", counting)
+    monkeypatch.setattr(_known_runs, "_sightings", {})
+    return found
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Whether each run without a ledger was as expected."""
+    recognized, found = FirstRun.recognized, []
+
+    def noting(run, ordinary):
+        known = recognized(run, ordinary)
+        if run.sightings is not None and run.ledger is None:
+            found.append(known is not None)
+        return known
+
+    monkeypatch.setattr(FirstRun, "recognized", noting)
+    # A mode of the user's may change what runs: then there is always a ledger.
+    monkeypatch.setattr(Operations, "only_observes", True, raising=False)
+    monkeypatch.setattr(_known_runs, "_sightings", {})
+    return found
+
+
+def gradients(f, x, *leaves):
+    x = x.detach().requires_grad_()
+    out = f(x)
+    return out, *torch.autograd.grad(out.sum(), [x, *leaves], allow_unused=True)
+
+
+WAYS = {
+    "autograd": lambda f, x: gradients(f, x),
+    "backward": lambda f, x: backward(f, x),
+    "grad": lambda f, x: functx.grad(lambda x: f(x).sum())(x),
+    "vmap(grad)": lambda f, x: functx.vmap(functx.grad(lambda x: f(x).sum()))(x),
+    "hessian": lambda f, x: functx.hessian(lambda x: f(x).sum())(x),
+    "twice": lambda f, x: functx.grad(functx.grad(lambda x: f(x).sum()))(x[0, 0]),
+}
+
+
+def backward(f, x):
+    x = x.detach().requires_grad_()
+    f(x).sum().backward()
+    return x.grad
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def block():
+    torch.manual_seed(0)
+    return Block().double()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "twice"])
+def test_the_same_from_run_to_run(way, told):
+    """Values, draws, counts: with a ledger, and when there is none any more."""
+    module = block()
+    region = functx.remat(module)
+
+    def run(f):
+        torch.manual_seed(3)
+        randomness = {"vmap(grad)": "different", "hessian": "same"}.get(way)
+        if randomness is None:
+            return WAYS[way](f, X)
+        loss = functx.grad if way == "vmap(grad)" else functx.jacrev
+        return functx.vmap(loss(lambda x: f(x).sum()), randomness=randomness)(X)
+
+    expected = run(module)
+    counts = []
+    for _ in range(RUNS):
+        assert_same(run(region), expected)
+        counts.append(count(lambda f, x: run(f), region, X))
+    assert told
+    assert all(told)
+    assert all(c == counts[0] for c in counts)
+
+
+@pytest.mark.parametrize("way", ["autograd", "grad", "vmap(grad)"])
+def test_counts_of_known_runs(way, told):
+    for n, again, f in programs(torch.sin, functx.remat).values():
+        for _ in range(RUNS):
+            found = count(WAYS[way], f, numbers(2, 3))
+            assert (found["sin"], found["cos"]) == (n + again, n)
+    assert told
+    assert all(told)
+
+
+def test_code_that_ran_alike_has_no_ledger(ledgers):
+    for i in range(RUNS):
+        scale = numbers(4, start=float(i)).requires_grad_()
+        gradients(functx.remat(lambda x, scale=scale: torch.sin(torch.exp(x)) * scale), X, scale)
+        assert len(ledgers) == min(i + 1, _known_runs.ALIKE)
+
+
+def both(x):
+    a, b = torch.sin(x), torch.cos(x)
+    return a, b
+
+
+CONSTANTS = [numbers(3, 4, start=1.0), numbers(3, 4, start=2.0)]
+
+
+def of_constants(x, flag):
+    """What is chosen is on no tape."""
+    a, b = torch.sin(CONSTANTS[0]), torch.exp(CONSTANTS[1])
+    return x * (a, b)[flag] + x.exp() * 0 * (a.sum() + b.sum())
+
+
+def silently(flag):
+    return torch.set_grad_enabled(not flag)
+
+
+def without_grad(x, flag):
+    with silently(flag):
+        h = torch.sin(x * 2)
+    return h * x
+
+
+def in_place(x, flag):
+    h = x * 2
+    return (h.sin_() if flag else h.sin()) * x
+
+
+def kept(x, flag, log=[]):  # noqa: B006
+    log.clear()
+    h = torch.exp(x * 2)
+    if flag:
+        log.append(h)
+    return torch.sin(x)
+
+
+def cast(x, flag):
+    with torch.autocast("cpu", enabled=flag):
+        h = x.float() @ W.float()
+    return h.double() * x
+
+
+def hooked(x, flag):
+    h = torch.sin(x)
+    if flag:
+        h.register_hook(lambda g: g * 2)
+    return h * x
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+CHANGES = {
+    "another of two results": lambda x, flag: torch.mul(*(both(x)[flag], x)) + sum(both(x)),
+    "another of two results with one tape": lambda x, flag: (
+        (torch.sin(x * 1), torch.sin(x * 2))[flag].exp() * x
+    ),
+    "another of two results on no tape": of_constants,
+    "another branch": lambda x, flag: torch.exp(x) * x if flag else torch.sin(x) * x,
+    "one operation more": lambda x, flag: torch.exp(torch.sin(x) if flag else x) * x,
+    "one operation less": lambda x, flag: torch.exp(x if flag else torch.sin(x)) * x,
+    "another number": lambda x, flag: torch.exp(x * (3 if flag else 2)) * x,
+    "a number of another type": lambda x, flag: torch.exp(x * (2.0 if flag else 2)) * x,
+    "another keyword": lambda x, flag: x.exp().sum(**{"dim" if flag else "axis": 0}) * x,
+    "another constant": lambda x, flag: torch.exp(x * CONSTANTS[flag]) * x,
+    "a capture that requires grad": lambda x, flag: (
+        torch.exp(x * (CONSTANTS[0].clone().requires_grad_() if flag else CONSTANTS[0])) * x
+    ),
+    "no grad": without_grad,
+    "in place": in_place,
+    "left behind": kept,
+    "autocast": cast,
+    "a hook": hooked,
+    "a custom function": lambda x, flag: torch.exp(Cubed.apply(x) if flag else x**3) * x,
+    "a region inside": lambda x, flag: (
+        torch.exp(functx.remat(torch.sin)(x) if flag else torch.sin(x)) * x
+    ),
+    "handed back": lambda x, flag: x if flag else torch.exp(x),
+    "looked at": lambda x, flag: torch.exp(x) * (x.exp().sum().item() if flag else 2.0),
+    "a shape": lambda x, flag: torch.exp(x[: 2 if flag else 3]).sum(0) * x,
+    "a shape that values decide": lambda x, flag: torch.exp(x[x > (0.5 if flag else 0)]).sum() * x,
+    "a dtype": lambda x, flag: torch.exp(x.float() if flag else x) * x,
+}
+
+
+# What torch.vmap has not.
+UNBATCHED = {"a shape that values decide", "looked at"}
+
+
+@pytest.mark.parametrize(
+    ("change", "way"),
+    [
+        (change, way)
+        for change in CHANGES
+        for way in ("autograd", "backward", "grad", "vmap(grad)")
+        if not (change in UNBATCHED and way == "vmap(grad)")
+    ],
+)
+def test_a_change_meets_no_stale_plan(change, way, told):
+    """After runs without a ledger, and back again; all that was not the same is computed anew."""
+    body = CHANGES[change]
+    flag = [False]
+    region = functx.remat(lambda x: body(x, flag[0]))
+    for now in [False] * RUNS + [True] * RUNS + [False]:
+        flag[0] = now
+        try:
+            expected = WAYS[way](lambda x, now=now: body(x, now), X)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):  # as without remat
+                WAYS[way](region, X)
+            continue
+        assert_same(WAYS[way](region, X), expected)
+
+
+def test_what_is_left_behind_keeps_its_gradient():
+    """A run like those before, but for what somebody holds now."""
+    flag, log = [False], []
+
+    def body(x):
+        log.clear()
+        h = torch.exp(x * 2)
+        if flag[0]:
+            log.append(h)
+        return torch.sin(x)
+
+    region = functx.remat(body)
+    x = X.clone().requires_grad_()
+    for _ in range(RUNS):
+        gradients(region, X)
+    flag[0] = True
+    region(x)
+    (g,) = torch.autograd.grad(log[0].sin().sum(), x)
+    y = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((y * 2).exp().sin().sum(), y)
+    assert_same(g, expected)
+
+
+def test_what_is_left_behind_detached_is_computed_in_replays_too():
+    """A replay runs the body, which may show it to somebody again."""
+    flag, log = [False], []
+
+    def body(x):
+        h = torch.exp(x * 2).detach()
+        if flag[0]:
+            log.append(h)
+        return torch.sin(x) * x
+
+    region = functx.remat(body)
+    for _ in range(RUNS):
+        gradients(region, X)
+    flag[0] = True
+    gradients(region, X)
+    assert log
+    assert all(torch.equal(h, (X * 2).exp()) for h in log)
+
+
+def test_other_kernels_meet_no_stale_plan(told):
+    q = numbers(1, 2, 4, 4)
+
+    def body(q):
+        return nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos())
+
+    region = functx.remat(body)
+    for _ in range(RUNS):
+        assert_same(gradients(region, q), gradients(body, q))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert_same(gradients(region, q), gradients(body, q))
+    assert told[-1] is False
+
+
+def test_shared_memory_meets_no_stale_plan():
+    """Two inputs that are views of one tensor, where they were two tensors before."""
+
+    def body(x, y):
+        return torch.exp(x) + y * 2
+
+    region = functx.remat(body)
+    for _ in range(RUNS):
+        gradients(lambda x: region(x, x.detach().clone()), X)
+    memory = numbers(6, 4)
+    x = memory.clone().requires_grad_()
+    out = region(x[:3], x[:3].detach())
+    (g,) = torch.autograd.grad(out.sum(), x)
+    assert_same(g[:3], torch.exp(memory[:3]))
+
+
+def test_little_is_remembered(monkeypatch):
+    monkeypatch.setattr(_known_runs, "_sightings", {})
+    monkeypatch.setattr(_known_runs, "_MANY", 4)
+    for n in range(1, 12):
+        gradients(functx.remat(torch.sin), numbers(n))
+    assert len(_known_runs._sightings) <= 4
+
+
+def test_nothing_of_a_call_is_remembered():
+    import gc
+    import weakref
+
+    module = block().eval()
+    region = functx.remat(module)
+    found = []
+    for _ in range(RUNS):
+        x = X.clone().requires_grad_()
+        found.append(weakref.ref(x))
+        region(x).sum().backward()
+    parameters = [weakref.ref(p) for p in module.parameters()]
+    del x, module, region
+    gc.collect()
+    assert not any(ref() is not None for ref in found + parameters)
