@@ -15,6 +15,7 @@ from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
+from functx._remat._arguments import same
 from functx._remat._entry import KNOWN, MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
@@ -25,7 +26,6 @@ from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._known_runs import (
     KnownRun,
     Sightings,
-    alike,
     layout_of,
     sightings_of,
     tape_of,
@@ -135,7 +135,7 @@ class FirstRun(Standins):
         sightings, known = self.sightings, self.expected
         if sightings is None or self.ledger is not None:
             return None
-        if known is not None and ordinary and self._comparable() and known.describes(self):
+        if known is not None and ordinary and self._usual() and known.describes(self):
             return known
         sightings.differs()
         return None
@@ -143,11 +143,11 @@ class FirstRun(Standins):
     def sighted(self, needs: Sequence[bool], ordinary: bool) -> None:
         """The run had a ledger, which has decided: remember what it found out."""
         if self.sightings is not None and self.ledger is not None:
-            comparable = ordinary and self._comparable()
+            comparable = ordinary and self._usual() and self.settings() is not None
             self.sightings.saw(self, self.ledger, needs, comparable=comparable)
 
-    def _comparable(self) -> bool:
-        return not self.odd and self._writes is None and self.settings() is not None
+    def _usual(self) -> bool:
+        return not self.odd and self._writes is None
 
     def ended(self) -> None:
         """A replay of a region around this one is to keep the same; the body lets go of captures.
@@ -219,15 +219,14 @@ class FirstRun(Standins):
         """Record the operation."""
         options = self._region.options
         if not options.by_sight:
+            if self.expected is not None and self._as_expected(func):
+                return
             place: Place | None = None
             if func is not results:
                 # Called by `run` or `operands`, which are no line of the user's. Nor is there one
                 # for each operation of a pullback.
                 place = self._begun() if options.replay else where(2)
-            entry = Entry(func, tuple(self._sources), tuple(self._scalars), place)
-            if self.expected is not None:
-                self._compare(entry)
-            self.entries.append(entry)
+            self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
         self._sources = []
         self._scalars = []
 
@@ -246,35 +245,46 @@ class FirstRun(Standins):
             self.names.append((len(self.entries), *kwargs))  # type: ignore[attr-defined]
         return self._run_any(func, args, kwargs)
 
-    def _compare(self, entry: Entry) -> None:
-        at, expected = len(self.entries), self.expected
-        assert expected is not None
-        entries = expected.entries
-        if at >= len(entries) or not alike(entries[at], entry):
-            self.departs()
+    def _as_expected(self, func: Any) -> bool:
+        """Whether the operation under way is the known run's, whose entry then serves for both."""
+        entries, known = self.entries, self.expected.entries  # type: ignore[union-attr]
+        if (at := len(entries)) < len(known):
+            entry, scalars = known[at], self._scalars
+            if (
+                (entry.func is func or entry.func == func)
+                and entry.sources == tuple(self._sources)
+                and (not (scalars or entry.scalars) or same(entry.scalars, scalars))
+            ):
+                entries.append(entry)
+                self._sources = []
+                if scalars:
+                    self._scalars = []
+                return True
+        self.departs()
+        return False
 
     def _run_ordinary(self, func: Any, args: Any) -> Any:
         """An operation in C that only computes, where nobody looks at what it gives."""
         args = self.swap_all(args)
         entries, ledger = self.entries, self.ledger
-        frame: Any = frame_above(3)  # past `run` and the mode
-        if not self._pulls_back:
-            try:
-                while is_internal[frame.f_code.co_filename]:
-                    frame = frame.f_back
-                place: Place = (frame.f_code, frame.f_lasti)
-            except AttributeError:  # there is nothing but torch and functx
-                place = where()
-        else:
-            place = self._begun()
-        del frame
         operation = len(entries)
-        entry = Entry(func, tuple(self._sources), tuple(self._scalars), place)
-        if self.expected is not None:
-            self._compare(entry)
-        entries.append(entry)
-        self._sources = []
-        self._scalars = []
+        if self.expected is not None and self._as_expected(func):
+            place: Place = entries[operation].place  # type: ignore[assignment]
+        else:
+            frame: Any = frame_above(3)  # past `run` and the mode
+            if not self._pulls_back:
+                try:
+                    while is_internal[frame.f_code.co_filename]:
+                        frame = frame.f_back
+                    place = (frame.f_code, frame.f_lasti)
+                except AttributeError:  # there is nothing but torch and functx
+                    place = where()
+            else:
+                place = self._begun()
+            del frame
+            entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
+            self._sources = []
+            self._scalars = []
         if ledger is None:
             out = func(*args)
         else:

@@ -82,7 +82,6 @@ class KnownRun:
             and first.looks == self.looks
             and first.settings() == self.settings
             and first.tape == self.tape
-            and all(map(_ordinary, first.externals()))
             and [*map(_signature, first.externals())] == self.externals
             and _shared(first.externals()) == self.shared
         )
@@ -169,9 +168,11 @@ def _signature(t: Tensor) -> Any:
     if is_wrapped(t):
         dim = _torch.batch_dim(t) if _torch.is_batched(t) else None
         return _torch.wrapper_level(t), dim, t.requires_grad, _signature(get_unwrapped(t))
+    if t.layout is not torch.strided:
+        return None
     return (
-        *(type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.layout),
-        t.requires_grad,
+        *(type(t), t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad),
+        *(t.is_conj(), t.is_neg(), t.is_inference()),
     )
 
 

@@ -95,14 +95,19 @@ def _named_by(f: Any) -> set[str]:
     return named
 
 
-# By class, its forward and the methods that this calls, which are found once.
-_methods: weakref.WeakKeyDictionary[type, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+# By class and the id of a forward, that forward and the methods that it calls: found once. A class
+# may have several: a module made of it by remat has its own, and calls that of the original.
+_methods: weakref.WeakKeyDictionary[type, dict[int, tuple[Any, ...]]]
+_methods = weakref.WeakKeyDictionary()
 
 
 def _methods_of(cls: type, forward: Any) -> tuple[Any, ...]:
     """``forward``, and the methods of a class that it names, and those name."""
-    known = _methods.get(cls)
-    if known is None or known[0] is not forward:
+    of_class = _methods.get(cls)
+    if of_class is None:
+        of_class = _methods[cls] = {}
+    known = of_class.get(id(forward))
+    if known is None:
         found = [forward]
         for f in found:  # which grows
             if not isinstance(f, types.FunctionType):
@@ -118,7 +123,9 @@ def _methods_of(cls: type, forward: Any) -> tuple[Any, ...]:
                 for m in inside
                 if isinstance(m, types.FunctionType) and not _not_the_users(m) and m not in found
             ]
-        known = _methods[cls] = (*found,)
+        if len(of_class) >= _FEW:  # set anew on the class at every step, perhaps
+            of_class.clear()
+        known = of_class[id(forward)] = (*found,)
     return known
 
 
@@ -132,7 +139,7 @@ def _not_the_users(f: types.FunctionType) -> bool:
 
 # By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
 _known: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
-_MANY = 4096
+_MANY, _FEW = 4096, 16
 
 
 def _names(code: types.CodeType) -> tuple[str, ...]:
