@@ -315,6 +315,27 @@ def test_other_kernels_meet_no_stale_plan(told):
     assert told[-1] is False
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_another_batch_meets_no_stale_plan(chunk):
+    """Of a body that is given nothing of it, and draws numbers for each."""
+    x = numbers(4)
+    body = lambda x: x * torch.rand(4, dtype=x.dtype) + 1  # noqa: E731
+
+    def run(remat, n):
+        torch.manual_seed(0)
+
+        def of(x):
+            batch = functx.vmap(
+                lambda i: (remat(body)(x) * i).sum(), randomness="different", chunk_size=chunk
+            )
+            return batch(torch.arange(1.0, n + 1, dtype=x.dtype)).sum()
+
+        return functx.grad(of)(x)
+
+    for n in [1] * RUNS + [3] * RUNS + [5, 1]:
+        assert_same(run(functx.remat, n), run(lambda f: f, n))
+
+
 def test_shared_memory_meets_no_stale_plan():
     """Two inputs that are views of one tensor, where they were two tensors before."""
 

@@ -91,7 +91,7 @@ class FirstRun(Standins):
         if self._may_be_known():
             self.layouts, self.names = [], []
             self.sightings = sightings_of(*region.reaches, region.inputs)
-            self.expected = self.sightings and self.sightings.expected()
+            self.expected = None if self.sightings is None else self.sightings.expected()
         if self.expected is None:
             self.ledger = Ledger(self.entries, saver_of(region, self.entry) if pruned else None)
             self.ledger.reliable = pruned
@@ -120,7 +120,8 @@ class FirstRun(Standins):
 
     def settings(self) -> Any:
         """The surroundings that decide what runs."""
-        return self._region.environment.surroundings()
+        found = self._region.environment.surroundings()
+        return found and (found, [frame.kind() for frame in self._region.frames])
 
     def externals(self) -> Sequence[Tensor]:
         """What the body read that it did not make, as it saw it."""

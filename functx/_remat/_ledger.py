@@ -228,10 +228,10 @@ class Ledger(Record):
         self._made.clear()
         writers.clear()
         self._live = live
-        runs, given = self._needed(live, () if self.saver is None else self.saver.keys())
+        runs, handed_out = self._needed(live, () if self.saver is None else self.saver.keys())
         self._runs = runs
-        if given:
-            self.kept = sorted(given)
+        if handed_out:
+            self.kept = sorted(handed_out)
             runs, _ = self._needed(live)
         for step, run in zip(self.steps, runs):
             if run and step.externals:
@@ -273,8 +273,9 @@ class Ledger(Record):
         What is kept makes no difference: derivatives of it are derivatives of what it came from.
         Tangents count as read.
         """
+        storage = given.storage
         return (
             self.python_on_tape
-            or self._external.get(given.storage, given.storage) in self._read
+            or (storage is not None and self._external.get(storage, storage) in self._read)
             or (_torch.forward_ad_level() >= 0 and has_tangents(given.tensor))
         )

@@ -73,7 +73,11 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
                 if hasattr(region.body, "forget"):
                     region.body.forget(left, region.environment.before())
                 put_in_place([*left], outs, region.options.name)
-            elif region.environment is not None and region.environment.lost_any():
+            elif (
+                region.environment is not None
+                and region.environment.lost_any()
+                and hasattr(region.body, "forget")
+            ):
                 region.body.forget((), region.environment.before())
             if region.settled:
                 settle(region.settled)

@@ -61,6 +61,10 @@ class Frame(ABC):
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Results of the level below as results of this level; attaches a node if it must."""
 
+    def kind(self) -> Any:
+        """What tells levels apart that do the same to all tensors that they are given."""
+        return type(self), self.level
+
     def differentiates(self) -> bool:
         """Whether an input has a tape at this level."""
         return False

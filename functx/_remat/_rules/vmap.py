@@ -27,6 +27,10 @@ class VmapFrame(Frame):
         self.randomness: str = interpreter.randomness()
         self.out_dims: list[int | None] = []
 
+    def kind(self) -> Any:
+        """A body may draw a batch of random numbers, and be given none."""
+        return *super().kind(), self.batch_size, self.randomness
+
     def lower(self, t: Tensor) -> list[Tensor]:
         """The physical tensor; its batch dimension is the slot."""
         value, dim = _torch.unwrap_batched(t, self.level)
