@@ -352,12 +352,25 @@ def test_shared_memory_meets_no_stale_plan():
     assert_same(g[:3], torch.exp(memory[:3]))
 
 
-def test_little_is_remembered(monkeypatch):
+@pytest.mark.parametrize(("name", "most"), [("_MANY", 4), ("_OPERATIONS", 8)])
+def test_little_is_remembered_and_the_oldest_is_forgotten(name, most, monkeypatch):
+    """Each run has two entries: what is called, and the result."""
     monkeypatch.setattr(_known_runs, "_sightings", {})
-    monkeypatch.setattr(_known_runs, "_MANY", 4)
+    monkeypatch.setattr(_known_runs, name, most)
     for n in range(1, 12):
         gradients(functx.remat(torch.sin), numbers(n))
-    assert len(_known_runs._sightings) <= 4
+    assert len(_known_runs._sightings) == 4
+    shapes = [part[0] for key in _known_runs._sightings for part in key if isinstance(part, tuple)]
+    assert shapes == [(8,), (9,), (10,), (11,)]
+
+
+def test_more_code_than_is_remembered_leaves_room_for_the_last(monkeypatch, told):
+    monkeypatch.setattr(_known_runs, "_OPERATIONS", 8)
+    for n in range(1, 12):
+        gradients(functx.remat(torch.sin), numbers(n))
+    for _ in range(RUNS):
+        gradients(functx.remat(torch.sin), numbers(11))
+    assert told == [True, True, True]
 
 
 def test_nothing_of_a_call_is_remembered():
@@ -371,7 +384,10 @@ def test_nothing_of_a_call_is_remembered():
         x = X.clone().requires_grad_()
         found.append(weakref.ref(x))
         region(x).sum().backward()
+        w = X.clone().requires_grad_()
+        found.append(weakref.ref(w))
+        functx.remat(w.mul)(x).sum().backward()
     parameters = [weakref.ref(p) for p in module.parameters()]
-    del x, module, region
+    del x, w, module, region
     gc.collect()
     assert not any(ref() is not None for ref in found + parameters)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from functx import _torch, _torch_operators
 from functx._remat._arguments import NUMBERS, same
+from functx._remat._functions import IN_C
 from functx._remat._holders import base_of
 from functx._remat._tapes import PLAIN
 from functx._torch import get_unwrapped, is_wrapped, sequence_number
@@ -39,7 +40,7 @@ ALIKE = 3
 """So many runs in a row must have been alike."""
 
 _PATIENCE = 8
-_MANY = 256
+_MANY, _OPERATIONS = 1024, 32_768  # an operation is 1.3 KB
 _DEPTH = 6
 _ENDS = 1 << 62  # numbers from here on are of nodes that a tape ends in
 _SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -137,17 +138,29 @@ class Sightings:
             if known is not None:
                 self.differs()
             self._run, self._alike = KnownRun(first, ledger, needs), 1
+            _forget_the_oldest()
+
+    def operations(self) -> int:
+        """How much is remembered."""
+        known = self._run
+        return 0 if known is None else len(known.entries)
 
 
 def _comparable(first: FirstRun, ledger: Ledger) -> bool:
     return (
         ledger.forgettable()
         and all(
-            entry.parts is None and _SIMPLE.issuperset(map(type, entry.scalars))
+            entry.parts is None
+            and (entry.func.__class__ in IN_C or _is_ours(entry.func))
+            and _SIMPLE.issuperset(map(type, entry.scalars))
             for entry in first.entries
         )
         and all(map(_ordinary, first.externals()))
     )
+
+
+def _is_ours(func: Any) -> bool:
+    return (getattr(func, "__module__", None) or "").partition(".")[0] in ("torch", "functx")
 
 
 def _ordinary(t: Tensor) -> bool:
@@ -228,10 +241,18 @@ def sightings_of(f: Any, statics: Sequence[Any], inputs: Sequence[Tensor]) -> Si
     except TypeError:  # not hashable
         return None
     if found is None:
-        if len(_sightings) >= _MANY:
-            _sightings.clear()
         found = _sightings[key] = Sightings()
     return found
+
+
+def _forget_the_oldest() -> None:
+    kept = [*_sightings.items()]
+    operations = sum(sightings.operations() for _, sightings in kept)
+    for n, (key, sightings) in enumerate(kept):
+        if operations <= _OPERATIONS and len(kept) - n <= _MANY:
+            break
+        operations -= sightings.operations()
+        _sightings.pop(key, None)
 
 
 def _code(f: Any, depth: int) -> Any:
@@ -258,5 +279,7 @@ def _code(f: Any, depth: int) -> Any:
     if kind is functools.partial and depth:
         return kind, _code(f.func, depth - 1), _code(f.args, depth - 1), len(f.keywords)
     if kind is types.BuiltinFunctionType:
-        return f
+        owner = f.__self__
+        static = owner is None or isinstance(owner, (type, types.ModuleType))
+        return f if static else (kind, type(owner), f.__name__)
     return kind
