@@ -73,6 +73,12 @@ def behind_a_node(t: torch.Tensor) -> torch.Tensor:
     Whether a backward pass asks for the gradient of a leaf, torch says only by an exception that
     holds the stack of C++: tens of microseconds, where the answer for any other node takes 0.1.
     """
-    if t.requires_grad and t.grad_fn is None and type(t) in _PLAIN:
+    if (
+        t.requires_grad
+        and t.grad_fn is None
+        and type(t) in _PLAIN
+        and t.layout is torch.strided
+        and not t.is_nested
+    ):
         return _alias(t)
     return t

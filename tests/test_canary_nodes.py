@@ -208,7 +208,7 @@ def test_a_leaf_behind_a_node_gets_its_gradient_as_it_is():
         torch.nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum(), weight
     )
     assert g.is_sparse
-    for other in (leaf * 2, torch.ones(3)):
+    for other in (leaf * 2, torch.ones(3), torch.eye(2).to_sparse().requires_grad_()):
         assert _torch_nodes.behind_a_node(other) is other
 
 

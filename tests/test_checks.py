@@ -290,3 +290,15 @@ class TestChecksum:
 
         functx.vmap(functx.grad(f))(numbers(3, 4))
         assert sums == [checksum(numbers(3, 4))]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own of quantised tensors: it will move them
+def test_a_checksum_of_quantised_numbers():
+    """Their bits read as other numbers are a crash of the process."""
+    t = torch.linspace(-1, 1, 8)
+    by_tensor = [torch.quantize_per_tensor(t * s, 0.1, 3, torch.qint8) for s in (1.0, 1.0, 0.5)]
+    first, same, other = map(checksum, by_tensor)
+    assert first == same != other
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.zeros(2)
+    by_channel = torch.quantize_per_channel(t.view(2, 4), scales, zeros, 0, torch.qint8)
+    assert checksum(by_channel) is not None

@@ -259,3 +259,133 @@ class TestNothingIsKept:
             assert left() is None
         finally:
             gc.enable()
+
+
+class Slotted:
+    """As ``dataclass(slots=True)`` makes them: nothing can know it weakly."""
+
+    __slots__ = ("calls", "hidden", "names")
+
+    def __init__(self):
+        self.calls, self.names = 0, "a"
+
+
+class OfAClass(nn.Module):
+    """Counts, and leaves losses, where all of its kind see it."""
+
+    calls = 0
+    losses: list = []  # noqa: RUF012
+    last: dict = {}  # noqa: RUF012
+
+    def forward(self, x):
+        OfAClass.calls += 1
+        self.losses.append(x.sin())
+        OfAClass.last["x"] = x.cos()
+        return (x * 2).sin() * x
+
+
+class ByItsName:
+    losses: list = []  # noqa: RUF012
+
+
+def by_its_name(x):
+    ByItsName.losses.append(x.sin())
+    return (x * 3).sin() * x
+
+
+@pytest.mark.parametrize("policy", [None, functx.checkpoint_policies.everything_saveable])
+def test_what_is_in_slots_and_in_classes_changes_once(policy):
+    def run(remat):
+        slots = Slotted()
+        OfAClass.calls = 0
+        for c in (OfAClass.losses, OfAClass.last, ByItsName.losses):
+            c.clear()
+
+        def count(x):
+            slots.calls += 1
+            slots.names += "b"
+            return x.sin() * x.exp()
+
+        x = X.clone().requires_grad_()
+        module, found = OfAClass(), []
+        for _ in range(2):
+            y = sum(remat(f)(x).sum() for f in (count, module, by_its_name))
+            for _ in range(2):
+                found += torch.autograd.grad(y, x, retain_graph=True)
+        left = OfAClass.losses[-1] + OfAClass.last["x"] + ByItsName.losses[0]
+        found += torch.autograd.grad(left.sum(), x)
+        lengths = len(OfAClass.losses), len(ByItsName.losses)
+        return found, slots.calls, slots.names, OfAClass.calls, lengths
+
+    ours = run(lambda f: functx.remat(f, policy=policy))
+    expected = run(lambda f: f)
+    assert_same(ours[0], expected[0])
+    assert ours[1:] == expected[1:] == (2, "abb", 2, (2, 2))
+
+
+def test_what_classes_hold_can_be_freed():
+    OfAClass.losses.clear()
+    OfAClass.last.clear()
+    x = X.clone().requires_grad_()
+    y = functx.remat(OfAClass())(x).sum()
+    y.backward()
+    gone = [weakref.ref(t) for t in (OfAClass.losses[0], OfAClass.last["x"], x)]
+    OfAClass.losses.clear()
+    OfAClass.last.clear()
+    del x, y
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+
+
+@pytest.mark.parametrize("length", [10, 10_000])
+def test_a_log_changes_once_however_long_it_is(length):
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log = [0.0] * length
+
+        def forward(self, x):
+            self.log.append(x.sin().sum())
+            return (x * 2).sin() * x
+
+    def run(remat):
+        module, x = Logs(), X.clone().requires_grad_()
+        for _ in range(3):
+            y = remat(module)(x).sum()
+            torch.autograd.grad(y, x, retain_graph=True)
+            found = torch.autograd.grad(y + module.log[-1], x)
+        return found, len(module.log), [float(torch.as_tensor(v).detach()) for v in module.log[-3:]]
+
+    ours, expected = run(functx.remat), run(lambda f: f)
+    assert_same(ours[0], expected[0])
+    assert ours[1:] == expected[1:]
+
+
+def test_what_is_reached_costs_no_more_than_a_few_thousand_entries(monkeypatch):
+    """Data that a function closes over is not copied at each call."""
+    from functx._remat import _module_state
+
+    copied = []
+    copy = _module_state._copy
+    monkeypatch.setattr(_module_state, "_copy", lambda c: copied.append(len(c)) or copy(c))
+    tables = [dict.fromkeys(range(4000)) for _ in range(100)]
+    functx.remat(lambda x: x.sin() * len(tables))(X.clone().requires_grad_()).sum().backward()
+    assert 0 < sum(copied) <= _module_state._MANY
+
+
+def test_many_objects_count_once():
+    class One:
+        def __init__(self):
+            self.n, self.seen = 0, []
+
+    ones = [One() for _ in range(250)]
+
+    def f(x):
+        for one in ones:
+            one.n += 1
+            one.seen.append(one.n)
+        return x.sin() * x
+
+    x = X.clone().requires_grad_()
+    functx.remat(f)(x).sum().backward()
+    assert {(one.n, len(one.seen)) for one in ones} == {(1, 1)}

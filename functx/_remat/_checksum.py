@@ -51,6 +51,8 @@ def _of_parts(t: Tensor) -> int | None:
     if _torch.is_traceable_wrapper_subclass(t):
         names, _ = t.__tensor_flatten__()
         return hash(tuple(_of_parts(getattr(t, name)) for name in names))
+    if t.is_quantized:  # as such, its bits can't be read: the process crashes
+        return hash((_of_strided(t.int_repr()), str(t.dtype), str(t.qscheme())))
     return _of_strided(t) if t.layout is torch.strided else None
 
 

@@ -233,7 +233,7 @@ def sightings_of(f: Any, statics: Sequence[Any], inputs: Sequence[Tensor]) -> Si
     key = (
         code,
         *[None if s is None else _code(s, 0) for s in statics],
-        *[(t.shape, t.dtype, t.requires_grad) for t in inputs],
+        *map(layout_of, inputs),
         *(_torch.interpreter_depth(), torch.is_grad_enabled()),
     )
     try:

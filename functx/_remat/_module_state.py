@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,8 @@ from functx._remat._containers import reached
 from functx._remat._within_reach import Reached, reach
 
 _MISSING = object()
-_MANY = 4096  # what has more entries than that is data, and not looked at
+# So many entries are remembered, of all containers together; of a list beyond that, how long it is.
+_MANY = 8192
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
 # Says in models of transformers that hooks were installed. A replay does not take them away, and
@@ -61,14 +62,17 @@ class ModuleState:
 
     def __init__(self, found: Reached) -> None:
         self._found: Reached | None = found
-        self._before = [
+        self._before: list[tuple[Any, dict[str, Any]]] = [
             (d, dict(d)) for m in found.modules for d in (m.__dict__, _torch_modules.buffers_of(m))
         ]
         for o in found.objects:
             self._before.append((o.__dict__, dict(o.__dict__)))
         for scope, names in found.scopes:
             self._before.append((scope, _of(scope, names)))
-        self._containers = [(c, _copy(c)) for c in found.containers if len(c) <= _MANY]
+        for one, names in found.attributes:
+            d = _Attributes(one)
+            self._before.append((d, _of(d, names)))
+        self._containers = [*_remembered(found.containers)]
         self.changes: list[Change] = []
         self.contents: list[tuple[Any, int, Any]] = []
         self.lost: dict[int, tuple[Any, Any]] = {}
@@ -81,7 +85,7 @@ class ModuleState:
                 binds the result to the name it had; in a replay, that is the replay's own copy.
         """
         assert self._found is not None
-        first_scope = len(self._before) - len(self._found.scopes)
+        first_scope = len(self._before) - len(self._found.scopes) - len(self._found.attributes)
         for i, (d, before) in enumerate(self._before):
             if i >= first_scope:
                 keys: Any = before.keys()
@@ -95,13 +99,19 @@ class ModuleState:
                     continue
                 was, now = before.get(key, _MISSING), d.get(key, _MISSING)
                 if was is not now or id(now) in written:
+                    if isinstance(d, _Attributes) and not d.may_be_known():
+                        continue
                     self.changes.append((self._known_weakly(d), key, _value(was)))
         for c, before in self._containers:
-            if _same_contents(c, before) and not _holds(c, written):
+            if isinstance(before, _Length):
+                if not before.grown(c):
+                    continue
+            elif _same_contents(c, before) and not _holds(c, written):
                 continue
             way = _Ways(self._found).to(c, set())
             if way is None:
-                self.lost[id(c)] = c, _values(before)
+                if not isinstance(before, _Length):
+                    self.lost[id(c)] = c, _values(before)
             elif _is_owned(way) or _has_tensors(c) or _has_tensors(before):
                 self.contents.append((way, id(c), _values(before)))
         self._before = self._containers = []
@@ -130,7 +140,11 @@ class ModuleState:
             ]
             now = [(d, key, d.get(key, _MISSING)) for d, key, _ in changes]
             ways = [(_follow(way), key, was) for way, key, was in self.contents]
-            containers = [(c, _copy(c), was) for c, key, was in ways if id(c) == key]
+            containers = [
+                (c, was.tail(c) if isinstance(was, _Length) else _copy(c), was)
+                for c, key, was in ways
+                if id(c) == key
+            ]
             _bind(changes)
             for c, _, was in containers:
                 _fill(c, was)
@@ -138,8 +152,55 @@ class ModuleState:
                 yield
             finally:
                 _bind(now)
-                for c, held, _ in containers:
-                    _fill(c, held)
+                for c, held, was in containers:
+                    if isinstance(was, _Length):
+                        was.put(c, held)
+                    else:
+                        _fill(c, held)
+
+
+class _Attributes:
+    """Those of an object, by name, that are in no dict: in slots, or of a class."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        try:
+            self._of: Any = weakref.ref(of)
+        except TypeError:
+            self._of = of
+
+    def _object(self) -> Any:
+        return self._of() if isinstance(self._of, weakref.ref) else self._of
+
+    def may_be_known(self) -> bool:
+        """Whether a node may know the object: it is not held, or holds nothing of a tape."""
+        one = self._of
+        if isinstance(one, weakref.ref):
+            return True
+        names = type(one).__slots__
+        held = [getattr(one, name, None) for name in ((names,) if type(names) is str else names)]
+        found = (x for c in reached([held]).values() for x in _parts(c))
+        return not any(isinstance(x, Tensor) and x.grad_fn is not None for x in found)
+
+    def get(self, name: str, default: Any) -> Any:
+        """The value of an attribute; of a class, its own."""
+        one = self._object()
+        if isinstance(one, type):
+            return one.__dict__.get(name, default)
+        return getattr(one, name, default)
+
+    def pop(self, name: str, default: Any) -> None:
+        """Take an attribute away."""
+        if self.get(name, default) is not default:
+            delattr(self._object(), name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        one = self._object()
+        if isinstance(one, type):
+            setattr(one, name, value)
+        elif one is not None:
+            object.__setattr__(one, name, value)
 
 
 def _found_again(change: Change) -> Change:
@@ -157,7 +218,7 @@ def _bind(changes: Iterable[Change]) -> None:
             d[key] = value
 
 
-def _of(scope: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _of(scope: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: scope.get(name, _MISSING) for name in names}
 
 
@@ -171,7 +232,45 @@ def _value(x: Any) -> Any:
         return x
 
 
+class _Length:
+    """Of a long list: what is behind was appended."""
+
+    __slots__ = ("_last", "_length")
+
+    def __init__(self, c: list[Any]) -> None:
+        self._length, self._last = len(c), id(c[-1])
+
+    def grown(self, c: list[Any]) -> bool:
+        """Whether something was appended, and that alone as far as can be told."""
+        return len(c) > self._length and id(c[self._length - 1]) == self._last
+
+    def tail(self, c: list[Any]) -> list[Any]:
+        """What was appended."""
+        return c[self._length :]
+
+    def put(self, c: list[Any], tail: Iterable[Any]) -> None:
+        """Let that be behind."""
+        c[self._length :] = tail
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _remembered(containers: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    left = _MANY
+    for c in containers:
+        left -= len(c)
+        if left >= 0:
+            yield c, _copy(c)
+        else:
+            left += len(c)
+            if type(c) is list:
+                yield c, _Length(c)
+
+
 def _values(c: Any) -> Any:
+    if isinstance(c, _Length):
+        return c
     return {k: _value(x) for k, x in c.items()} if isinstance(c, dict) else [*map(_value, c)]
 
 
@@ -181,6 +280,9 @@ def _copy(c: Any) -> Any:
 
 
 def _fill(c: Any, contents: Any) -> None:
+    if isinstance(contents, _Length):
+        contents.put(c, ())
+        return
     c.clear()
     if hasattr(c, "extend"):
         c.extend(contents)
@@ -225,7 +327,8 @@ class _Ways:
         if id(c) in seen:
             return None
         seen.add(id(c))
-        for o in (*self._found.objects, *self._found.modules):
+        classes = [one for one, _ in self._found.attributes if isinstance(one, type)]
+        for o in (*self._found.objects, *self._found.modules, *classes):
             for name, x in o.__dict__.items():
                 if x is c:
                     return (_weakly(o), name)

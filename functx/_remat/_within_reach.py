@@ -19,7 +19,9 @@ from functx._remat._options import Options
 
 _LEAVES = frozenset({type(None), types.BuiltinFunctionType, bool, int, float, str, Options})
 _LARGE = 256  # data, then, rather than modules
+_OBJECTS = 1024
 
+_STATE = frozenset({type(None), bool, int, float, str, tuple, Tensor, nn.Parameter})
 _NO_STATE = frozenset({type, types.ModuleType, torch.dtype, torch.device, Tensor})
 _NO_OBJECTS = (type, types.ModuleType, Tensor)
 _NOT_THE_USERS = frozenset(sys.stdlib_module_names) - {"types", "collections", "argparse"} | {
@@ -35,14 +37,16 @@ class Reached:
     Attributes:
         modules: of the user's and of torch.
         objects: others that have attributes.
+        attributes: names of attributes that are in no dict: in slots of objects, and of classes.
         containers: lists, dicts and the like that are reached by these, or by a function.
         scopes: globals that functions rebind: the dict, and the names.
         named: globals that they name, likewise.
     """
 
-    __slots__ = ("containers", "modules", "named", "objects", "scopes")
+    __slots__ = ("attributes", "containers", "modules", "named", "objects", "scopes")
 
     def __init__(self) -> None:
+        self.attributes: list[tuple[Any, tuple[str, ...]]] = []
         self.modules: list[nn.Module] = []
         self.objects: list[Any] = []
         self.containers: list[Any] = []
@@ -75,7 +79,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                     stack.append(cell.cell_contents)
                 except ValueError:  # not bound yet
                     continue
-            _globals_of(part, stack, reached)
+            _globals_of(part, stack, reached, seen)
         elif kind in MUTABLE or kind is tuple:
             if kind is not tuple:
                 reached.containers.append(part)
@@ -86,6 +90,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                 if id(module) not in modules:
                     modules[id(module)] = module
                     if type(module).__module__.partition(".")[0] not in _NOT_THE_USERS:
+                        _class_of(type(module), stack, reached, seen)
                         own = module.__dict__
                         for name in own.keys() - _OF_EVERY_MODULE:
                             if type(own[name]) not in _LEAVES:
@@ -95,13 +100,13 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
             stack += (part.__func__, part.__self__)
         elif isinstance(part, functools.partial):
             stack += (part.func, *part.args, *part.keywords.values())
-        elif len(seen) <= _LARGE:
-            _attributes_of(part, stack, reached)
+        elif len(reached.objects) <= _OBJECTS:
+            _attributes_of(part, stack, reached, seen)
     reached.modules += modules.values()
     return reached
 
 
-def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached) -> None:
+def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached, seen: set[int]) -> None:
     scope = f.__globals__
     names, rebound = globals_named(f.__code__)
     reached.named.append((scope, names))
@@ -117,11 +122,30 @@ def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached) -> No
                 stack.append(value)
         elif kind in MUTABLE or isinstance(value, (nn.Module, tuple)):
             stack.append(value)
+        elif isinstance(value, type):
+            _class_of(value, stack, reached, seen)
         elif kind not in _LEAVES and kind not in _NO_STATE:
-            _attributes_of(value, stack, reached)
+            _attributes_of(value, stack, reached, seen)
 
 
-def _attributes_of(part: Any, stack: list[Any], reached: Reached) -> None:
+def _class_of(cls: type, stack: list[Any], reached: Reached, seen: set[int]) -> None:
+    """What a class of the user's holds: a counter, a list of losses."""
+    for base in cls.__mro__:
+        if id(base) in seen or base.__module__.partition(".")[0] in _NOT_THE_USERS:
+            continue
+        seen.add(id(base))
+        names = []
+        for name, x in base.__dict__.items():
+            kind = type(x)
+            if name[:2] != "__" and (kind in _STATE or kind in MUTABLE):
+                names.append(name)
+                if kind in MUTABLE:
+                    stack.append(x)
+        if names:
+            reached.attributes.append((base, (*names,)))
+
+
+def _attributes_of(part: Any, stack: list[Any], reached: Reached, seen: set[int]) -> None:
     """What an object of the user's holds."""
     kind = type(part)
     if kind.__module__.partition(".")[0] in _NOT_THE_USERS or isinstance(part, _NO_OBJECTS):
@@ -136,9 +160,12 @@ def _attributes_of(part: Any, stack: list[Any], reached: Reached) -> None:
         stack += [x for x in own.values() if type(x) not in _LEAVES]
         if callable(part):
             stack.append(kind.__call__)
+    _class_of(kind, stack, reached, seen)
     slots = getattr(kind, "__slots__", ())
-    for name in (slots,) if isinstance(slots, str) else slots:
-        stack.append(getattr(part, name, None))
+    if slots:
+        names = (slots,) if isinstance(slots, str) else (*slots,)
+        reached.attributes.append((part, names))
+        stack += [getattr(part, name, None) for name in names]
 
 
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
