@@ -149,3 +149,38 @@ def test_gradients_asked_for_and_a_second_time():
         return some, torch.autograd.grad(y, [x, *net.parameters()], create_graph=True)
 
     assert_same(gradients(functx.remat), gradients(identity), eps=8)
+
+
+class ByItsOtherName(torch.autograd.Function):
+    """Computes with what it saved, and asks by the name that its module has for that."""
+
+    asked = "other"
+
+    @staticmethod
+    def forward(ctx, x, weight, held):
+        ctx.save_for_backward(x, weight)
+        ctx.held = held
+        return (x * weight).sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = (x * weight).sin()
+        by = (x, ctx.held[0]) if ByItsOtherName.asked == "other" else (x, weight, ctx.held[0])
+        first, *those = torch.autograd.grad(y, by, gradient, allow_unused=True)
+        return first, sum(those) / len(those), None
+
+
+@pytest.mark.parametrize("asked", ["other", "both"])
+def test_a_gradient_by_the_name_that_was_not_saved(asked, monkeypatch):
+    monkeypatch.setattr(ByItsOtherName, "asked", asked)
+
+    def run(remat):
+        x, weight = (torch.linspace(0.1 + i, 1.0, 8).requires_grad_() for i in range(2))
+        held = [weight]
+        y = remat(lambda x: (ByItsOtherName.apply(x * 1, weight, held) + weight).exp())(x)
+        return y, *torch.autograd.grad(y.sum(), (x, weight))
+
+    assert_same(run(functx.remat), run(identity))

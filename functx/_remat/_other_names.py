@@ -5,7 +5,8 @@ Some Functions differentiate in their backward, with respect to tensors that the
 function that closes over the same tensors: solvers of differential equations and reversible layers
 are given a module and its parameters. In a replay they are given stand-ins, and the function closes
 over the originals: the gradient would be nothing, silently. So while the tape of a replay is pulled
-back, a gradient with respect to a stand-in is that with respect to its original as well. No input
+back, a gradient with respect to a stand-in is that with respect to its original as well, and the
+other way round: it is the sum of both, whichever is asked for. No input
 can stand for itself instead: where a region inside is given it, and closes over it too, the forward
 knew two tensors.
 """
@@ -38,17 +39,16 @@ class OtherNames(TorchFunctionMode):
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        # By its id, a stand-in, and all that it stands for: in a replay around this one, too.
-        self._originals: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        # By the id of each, all names of a tensor: those of replays around this one, too.
+        self._names: dict[int, tuple[Tensor, ...]] = {}
         for i in range(_torch.function_mode_depth()):
             mode = _torch.get_function_mode_at(i)
             if isinstance(mode, OtherNames):
-                self._originals |= mode._originals
-        around = dict(self._originals)
+                self._names |= mode._names
         self._own = [*pairs]
         for t, original in self._own:
-            further = around.get(id(original), (None, ()))[1]
-            self._originals[id(t)] = t, (original, *further)
+            names = (*self._names.get(id(original), (original,)), t)
+            self._names |= dict.fromkeys(map(id, names), names)
 
     @_torch_compiler.uncompiled
     def __torch_function__(
@@ -87,11 +87,12 @@ class OtherNames(TorchFunctionMode):
     ) -> tuple[Tensor | None, ...]:
         outs, asked = _sequence(outputs), _sequence(inputs)
         others = [
-            (i, original)
+            (i, name)
             for i, t in enumerate(asked)
-            for original in self._originals.get(id(t), (t, ()))[1]
+            for name in self._names.get(id(t), ())
+            if name is not t
         ]
-        names = [*asked, *(original for _, original in others)]
+        names = [*asked, *(name for _, name in others)]
         given = [None] * len(outs) if grad_outputs is None else _sequence(grad_outputs)
         known = all(isinstance(t, Tensor) for t in (*outs, *asked)) and all(
             g is not None or o.numel() == 1 for o, g in zip(outs, given, strict=True)
