@@ -352,6 +352,18 @@ def test_shared_memory_meets_no_stale_plan():
     assert_same(g[:3], torch.exp(memory[:3]))
 
 
+def test_code_that_seldom_does_the_same_twice_always_has_a_ledger(ledgers):
+    flag = [0]
+    region = functx.remat(lambda x: x.sin() * x if flag[0] % 2 else x.exp() * x)
+    for flag[0] in range(2 * _known_runs._PATIENCE):
+        gradients(region, X)
+    flag[0] = 0
+    del ledgers[:]
+    for _ in range(RUNS):
+        gradients(region, X)
+    assert len(ledgers) == RUNS
+
+
 @pytest.mark.parametrize(("name", "most"), [("_MANY", 4), ("_OPERATIONS", 8)])
 def test_little_is_remembered_and_the_oldest_is_forgotten(name, most, monkeypatch):
     """Each run has two entries: what is called, and the result."""

@@ -88,10 +88,9 @@ class FirstRun(Standins):
         self.births: list[Birth] = []
         if idle or _torch.tracing():
             return
-        if self._may_be_known():
-            self.layouts, self.names = [], []
-            self.sightings = sightings_of(*region.reaches, region.inputs)
-            self.expected = None if self.sightings is None else self.sightings.expected()
+        if self._may_be_known() and (found := sightings_of(*region.reaches, region.inputs)):
+            self.layouts, self.names, self.sightings = [], [], found
+            self.expected = found.expected()
         if self.expected is None:
             self.ledger = Ledger(self.entries, saver_of(region, self.entry) if pruned else None)
             self.ledger.reliable = pruned

@@ -127,8 +127,6 @@ class Sightings:
         self, first: FirstRun, ledger: Ledger, needs: Sequence[bool], *, comparable: bool
     ) -> None:
         """A run was watched."""
-        if self._others >= _PATIENCE:  # code that seldom does the same twice
-            return
         known = self._run
         if not (comparable and _comparable(first, ledger)):
             self.differs()
@@ -139,6 +137,10 @@ class Sightings:
                 self.differs()
             self._run, self._alike = KnownRun(first, ledger, needs), 1
             _forget_the_oldest()
+
+    def given_up(self) -> bool:
+        """Whether the code seldom does the same twice: it always has a ledger, then."""
+        return self._others >= _PATIENCE
 
     def operations(self) -> int:
         """How much is remembered."""
@@ -242,7 +244,7 @@ def sightings_of(f: Any, statics: Sequence[Any], inputs: Sequence[Tensor]) -> Si
         return None
     if found is None:
         found = _sightings[key] = Sightings()
-    return found
+    return None if found.given_up() else found
 
 
 def _forget_the_oldest() -> None:
