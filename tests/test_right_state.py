@@ -141,3 +141,27 @@ class TestWrittenBeforeThePullback:
             weight.mul_(2)
         with pytest.raises(functx.ReplayError, match=r"modified in place.*[Mm]odify it after"):
             pullback(numbers(3, 4))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_backward_inside_that_accumulates_outside_is_refused(given):
+    """In plain torch the leaf would have it; here a stand-in has."""
+    w = numbers(3).requires_grad_()
+
+    def body(x, *those):
+        (leaf,) = those or (w,)
+        (x.detach() * leaf).sum().backward()
+        return x.sin()
+
+    with pytest.raises(functx.RematError, match=r"calls \.backward\(\)"):
+        functx.remat(body)(numbers(3).requires_grad_(), *([w] if given else []))
+
+
+def test_a_backward_inside_to_a_leaf_of_its_own():
+    def body(x):
+        leaf = x.detach().requires_grad_()
+        leaf.sin().sum().backward()
+        return x * leaf.grad
+
+    x = numbers(3).requires_grad_()
+    assert_same(torch.autograd.grad(functx.remat(body)(x).sum(), x), (x.detach().cos(),))

@@ -301,6 +301,14 @@ class Standins(Tracker):
         for t in self._lasting:
             if of_ended_level(t):
                 refuse_unseen(self._region.options.name, t)
+        for t in self.leaves.values():
+            if t.is_leaf and t.grad is not None:
+                raise RematError(
+                    f"remat: inside the region {self._region.options.name!r}, something calls "
+                    f".backward(), which accumulates the gradient of a tensor of shape "
+                    f"{tuple(t.shape)} that the region did not make; it would be lost. Take it by "
+                    "torch.autograd.grad or functx.grad, or call .backward() outside of the region."
+                )
 
     def _register(self, kind: str, number: int, original: Tensor, standin: Tensor) -> int:
         position = len(self.origins)
