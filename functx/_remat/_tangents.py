@@ -88,5 +88,7 @@ def _tangent(t: Tensor) -> Tensor | None:
     wrapped = _torch.is_wrapped(t)
     if t.is_inference() or (wrapped and not _torch.is_grad_wrapper(t)):
         return None
+    if wrapped and _torch.unwrap_if_dead(t) is not t:
+        return None  # of a level that has ended
     with at_level(_torch.wrapper_level(t) if wrapped else 0):
         return unpack(t)[1]

@@ -26,6 +26,34 @@ def build(remat, env):
         (0,),
         library="torch.func",
     ),
+    "the result of a nested region, around which a level has ended, under forward mode": Program(
+        """
+def build(remat, env):
+    constant = env.constant
+    dots = functx.checkpoint_policies.offload(functx.checkpoint_policies.dots_saveable)
+    def f(x):
+        given = x.detach()
+        v1 = torch.outer(constant, constant) + given
+        v2 = given.sort()[0]
+        def region3(p4):
+            v5 = torch.cat([x[:0], x * 0.5])
+            def region6(p7, p8):
+                def region9(n=1, flag=False):
+                    v10 = remat(env.noisy)(v2)
+                    return torch.sigmoid(v5), v1
+                r12, r13 = remat(env.holder(region9, n=1, flag=True), policy=dots)()
+                return torch.sigmoid(r12)
+            v17 = remat(lambda *a: region6(*a))(v1, v2)
+            return torch.sigmoid(v17) * 0.5, p4
+        r19, r20 = remat(lambda *a: region3(*a))(v2)
+        return torch.sin(r19) * 0.5 + r19.sin()
+    return f
+""",
+        set(),
+        ("vmap", "jvp"),
+        (),
+        randomness="different",
+    ),
     "memory on the host for what a policy keeps in a nested region": Program(
         """
 def build(remat, env):

@@ -254,6 +254,9 @@ def compare(program: Program, ours: Result, expected: Result) -> None:
         for i, (a, b) in enumerate(zip(actual, wanted)):
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise Difference(f"{what} {i} is {a.dtype} {a.shape}, not {b.dtype} {b.shape}")
+            if b.is_floating_point() and torch.equal(a.isnan(), unknown := b.isnan()):
+                # Without remat these are no numbers either: a derivative where there is none.
+                a, b = a.masked_fill(unknown, 0.0), b.masked_fill(unknown, 0.0)
             if torch.equal(a, b):
                 continue
             if bitwise or not b.is_floating_point():
