@@ -19,6 +19,7 @@ from functx._remat import (
     _region,
     _saving,
     _tracker,
+    _within_reach,
 )
 
 
@@ -104,7 +105,7 @@ def _autocast(patch: pytest.MonkeyPatch) -> None:
 
 def _state_of_modules(patch: pytest.MonkeyPatch) -> None:
     """What a module binds anew, it binds in each replay."""
-    patch.setattr(_environment, "reachable", lambda *_: [])
+    patch.setattr(_environment, "reach", lambda *_: _within_reach.Reached())
 
 
 def _exported_values(patch: pytest.MonkeyPatch) -> None:
