@@ -163,6 +163,7 @@ class FirstRun(Standins):
             self.entry.says(ledger.kept, ledger.devices.keys(), ledger.copied)
         options = region.options
         lenient = options.replay or options.by_sight or options.determinism_check == "none"
+        lenient = lenient or self._lift_constants  # in a graph, it is run once more
         if not (lenient or self.looks or ledger.looked_at()) and hasattr(body, "let_go"):
             body.let_go(self._index.__contains__)
 

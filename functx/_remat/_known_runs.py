@@ -230,7 +230,7 @@ def _aliases() -> dict[type, type]:
 
 def sightings_of(f: Any, statics: Sequence[Any], inputs: Sequence[Tensor]) -> Sightings | None:
     """The runs before of what is to run now; ``None`` if it can't be told."""
-    if (code := _code(f, _DEPTH)) is None:
+    if (code := _code(f, _DEPTH)) is f.__class__:  # an object: what it does, it may hold
         return None
     key = (
         code,

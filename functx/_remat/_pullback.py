@@ -151,7 +151,7 @@ def _plain(
         else _leaf(t)
         for i, (t, require) in enumerate(zip(primals, pullback.requires))
     ]
-    if pullback.by_name and not recording:
+    if pullback.by_name and not (recording or _torch.tracing()):
         own = [(t, p) for t, p in zip(inputs, primals) if t is not p]
         pullback.names = OtherNames(own) if own else None
     wanted = pullback.want(pullback.wanted, kept, pullback.passing)
