@@ -32,7 +32,12 @@ LAYERS = [
     ("functx.checkpoint_policies",),
     ("functx._places", "functx._pictures", "functx._padding"),
     ("functx._storages", "functx._traced", "functx.memory"),
-    ("functx._remat._options", "functx._remat._levels", "functx._remat._tapes"),
+    (
+        "functx._remat._code_names",
+        "functx._remat._levels",
+        "functx._remat._options",
+        "functx._remat._tapes",
+    ),
     (
         "functx._remat._apart",
         "functx._remat._arguments",

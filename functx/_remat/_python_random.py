@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from functx import _torch_modules
+from functx._remat._code_names import names_in
 
 Generator = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
@@ -63,7 +64,7 @@ def _named_by(f: Any) -> set[str]:
         seen.add(id(f))
         if isinstance(f, types.FunctionType):
             scope = f.__globals__
-            for name in _names(f.__code__):
+            for name in names_in(f.__code__)[0]:
                 value = scope.get(name)
                 if value is None:  # an attribute, mostly; or imported inside the function
                     if name in _GENERATORS:
@@ -113,7 +114,7 @@ def _methods_of(cls: type, forward: Any) -> tuple[Any, ...]:
             if not isinstance(f, types.FunctionType):
                 continue
             inside = [c.cell_contents for c in f.__closure__ or () if c != _EMPTY]  # decorated
-            for name in _names(f.__code__):
+            for name in names_in(f.__code__)[0]:
                 method = inspect.getattr_static(cls, name, None)
                 if isinstance(method, property):
                     method = method.fget
@@ -130,25 +131,9 @@ def _methods_of(cls: type, forward: Any) -> tuple[Any, ...]:
 
 
 _EMPTY = types.CellType()
+_FEW = 16
 _NOT_THE_USERS = ("torch", "functx")
 
 
 def _not_the_users(f: types.FunctionType) -> bool:
     return (f.__module__ or "").partition(".")[0] in _NOT_THE_USERS
-
-
-# By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
-_known: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
-_MANY, _FEW = 4096, 16
-
-
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code reads, that of nested functions and comprehensions included."""
-    found = _known.get(id(code))
-    if found is None:
-        nested = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
-        names = dict.fromkeys((*code.co_names, *(name for names in nested for name in names)))
-        if len(_known) >= _MANY:
-            _known.clear()
-        found = _known[id(code)] = code, tuple(names)
-    return found[1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from functx._places import is_internal
+from functx._remat._code_names import names_in
 
 _LISTS = (list, tuple, set, deque)
 _DICTS = (dict, defaultdict, OrderedDict)
@@ -39,8 +40,9 @@ def named_by(f: Any) -> set[int]:
             stack += (x.__func__, x.__self__)
         elif isinstance(x, types.FunctionType):
             if not is_internal[x.__code__.co_filename]:
-                names |= _names_in(x.__code__)
-                stack += [x.__globals__[n] for n in _names_in(x.__code__) & x.__globals__.keys()]
+                read = names_in(x.__code__)[0]
+                names.update(read)
+                stack += [x.__globals__[n] for n in x.__globals__.keys() & read]
             stack += (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
             for cell in x.__closure__ or ():
                 try:
@@ -70,12 +72,4 @@ def _named_attributes(one: Any, names: set[str], called: bool) -> list[Any]:
             found.append(method)
     if isinstance(one, torch.nn.Module):
         found += [child for name, child in one.named_children() if called or name in names]
-    return found
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    found = {*code.co_names}
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _names_in(const)
     return found

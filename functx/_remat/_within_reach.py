@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 import types
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from functx import _torch_modules
+from functx._remat._code_names import names_in
 from functx._remat._containers import MUTABLE
 from functx._remat._options import Options
 
@@ -108,7 +108,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
 
 def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached, seen: set[int]) -> None:
     scope = f.__globals__
-    names, rebound = globals_named(f.__code__)
+    names, rebound = names_in(f.__code__)
     reached.named.append((scope, names))
     if rebound:
         reached.scopes.append((scope, rebound))
@@ -166,26 +166,3 @@ def _attributes_of(part: Any, stack: list[Any], reached: Reached, seen: set[int]
         names = (slots,) if isinstance(slots, str) else (*slots,)
         reached.attributes.append((part, names))
         stack += [getattr(part, name, None) for name in names]
-
-
-_Names = tuple[tuple[str, ...], tuple[str, ...]]
-# By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
-_known: dict[int, tuple[types.CodeType, _Names]] = {}
-_MANY = 4096
-
-
-def globals_named(code: types.CodeType) -> _Names:
-    """Names that code and what is nested in it reads (attributes too), and globals it rebinds."""
-    found = _known.get(id(code))
-    if found is None:
-        names: dict[str, None] = dict.fromkeys(code.co_names)
-        rebound = {i.argval: None for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
-        for part in code.co_consts:
-            if isinstance(part, types.CodeType):
-                inner = globals_named(part)
-                names |= dict.fromkeys(inner[0])
-                rebound |= dict.fromkeys(inner[1])
-        if len(_known) >= _MANY:
-            _known.clear()
-        found = _known[id(code)] = code, (tuple(names), tuple(rebound))
-    return found[1]
