@@ -41,11 +41,11 @@ LAYERS = [
     (
         "functx._remat._apart",
         "functx._remat._arguments",
+        "functx._remat._by_name",
         "functx._remat._constant",
         "functx._remat._containers",
         "functx._remat._depth",
         "functx._remat._observers",
-        "functx._remat._reach",
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),

@@ -22,7 +22,7 @@ from torch import Tensor
 from functx import _tree
 from functx._errors import RematError
 from functx._places import describe_place, where
-from functx._remat._reach import named_by
+from functx._remat._by_name import named_by
 from functx._remat._tapes import PLAIN
 
 _SEQUENCES = frozenset({list, deque})
