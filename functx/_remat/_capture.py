@@ -15,7 +15,6 @@ from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
-from functx._remat._arguments import same
 from functx._remat._entry import KNOWN, MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._foreign import Standins
@@ -66,7 +65,7 @@ class FirstRun(Standins):
     expected: KnownRun | None = None
     # The layouts of what operations gave, and the names of their keywords, where they count.
     layouts: list[Any] | None = None
-    names: Sequence[Any] = ()
+    names: list[Any] | None = None
     tape: Any = None
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
@@ -220,14 +219,17 @@ class FirstRun(Standins):
         """Record the operation."""
         options = self._region.options
         if not options.by_sight:
-            if self.expected is not None and self._as_expected(func):
-                return
-            place: Place | None = None
-            if func is not results:
-                # Called by `run` or `operands`, which are no line of the user's. Nor is there one
-                # for each operation of a pullback.
-                place = self._begun() if options.replay else where(2)
-            self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
+            at, sources, known = len(self.entries), tuple(self._sources), self.expected
+            if known is not None and known.expects(at, func, sources, self._scalars):
+                self.entries.append(known.entries[at])
+            else:
+                self.expected = None
+                place: Place | None = None
+                if func is not results:
+                    # Called by `run` or `operands`, which are no line of the user's. Nor is there
+                    # one for each operation of a pullback.
+                    place = self._begun() if options.replay else where(2)
+                self.entries.append(Entry(func, sources, tuple(self._scalars), place))
         self._sources = []
         self._scalars = []
 
@@ -242,36 +244,21 @@ class FirstRun(Standins):
                 return self._run_ordinary(func, args)
             if known.nothing:
                 return func(*args, **kwargs)
-        if kwargs and self.layouts is not None:
-            self.names.append((len(self.entries), *kwargs))  # type: ignore[attr-defined]
+        if kwargs and self.names is not None:
+            self.names.append((len(self.entries), *kwargs))
         return self._run_any(func, args, kwargs)
-
-    def _as_expected(self, func: Any) -> bool:
-        """Whether the operation under way is the known run's, whose entry then serves for both."""
-        entries, known = self.entries, self.expected.entries  # type: ignore[union-attr]
-        if (at := len(entries)) < len(known):
-            entry, scalars = known[at], self._scalars
-            if (
-                (entry.func is func or entry.func == func)
-                and entry.sources == tuple(self._sources)
-                and (not (scalars or entry.scalars) or same(entry.scalars, scalars))
-            ):
-                entries.append(entry)
-                self._sources = []
-                if scalars:
-                    self._scalars = []
-                return True
-        self.departs()
-        return False
 
     def _run_ordinary(self, func: Any, args: Any) -> Any:
         """An operation in C that only computes, where nobody looks at what it gives."""
         args = self.swap_all(args)
         entries, ledger = self.entries, self.ledger
         operation = len(entries)
-        if self.expected is not None and self._as_expected(func):
-            place: Place = entries[operation].place  # type: ignore[assignment]
+        sources, scalars, known = tuple(self._sources), self._scalars, self.expected
+        if known is not None and known.expects(operation, func, sources, scalars):
+            entry = known.entries[operation]
+            place: Place = entry.place  # type: ignore[assignment]
         else:
+            self.expected = None
             frame: Any = frame_above(3)  # past `run` and the mode
             if not self._pulls_back:
                 try:
@@ -283,8 +270,10 @@ class FirstRun(Standins):
             else:
                 place = self._begun()
             del frame
-            entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
-            self._sources = []
+            entry = Entry(func, sources, tuple(scalars), place)
+        entries.append(entry)
+        self._sources = []
+        if scalars:
             self._scalars = []
         if ledger is None:
             out = func(*args)

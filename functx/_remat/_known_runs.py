@@ -73,6 +73,18 @@ class KnownRun:
         self.ledger = ledger
         self.needs = needs
 
+    def expects(self, at: int, func: Any, sources: tuple[int, ...], scalars: Sequence[Any]) -> bool:
+        """Whether its operation ``at`` is this call, as far as they tell."""
+        entries = self.entries
+        if at >= len(entries):
+            return False
+        entry = entries[at]
+        return (
+            (entry.func is func or entry.func == func)
+            and entry.sources == sources
+            and (not (scalars or entry.scalars) or same(entry.scalars, scalars))
+        )
+
     def describes(self, first: FirstRun) -> bool:
         """Whether a run that called the same functions was the same altogether."""
         return (
@@ -90,20 +102,14 @@ class KnownRun:
     def agrees(self, first: FirstRun, ledger: Ledger, needs: Sequence[bool]) -> bool:
         """Whether another run that was watched was the same, and had the same found out."""
         return (
-            all(map(alike, self.entries, first.entries))
+            all(
+                self.expects(at, entry.func, entry.sources, entry.scalars)
+                for at, entry in enumerate(first.entries)
+            )
             and self.describes(first)
             and self.needs == needs
             and self.ledger.agrees(ledger)
         )
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two entries are of the same call, as far as they tell."""
-    return (
-        (a.func is b.func or a.func == b.func)
-        and a.sources == b.sources
-        and same(a.scalars, b.scalars)
-    )
 
 
 class Sightings:
