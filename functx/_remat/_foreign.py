@@ -36,9 +36,10 @@ from functx._remat._tapes import (
     leaves_below,
     nodes_of,
     of_ended_level,
+    rewrap,
     tracked,
 )
-from functx._remat._tracker import Tracker, rewrap
+from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
 from functx._torch import peek_interpreter_stack, unwrap_once_if_dead

@@ -26,8 +26,8 @@ from functx import _torch, _torch_nodes, _torch_vmap
 from functx._remat._entry import KNOWN, REWRAPPED, Entry
 from functx._remat._holders import Holders, base_of
 from functx._remat._ledger import Ledger
-from functx._remat._tapes import nodes_of, of_ended_level
-from functx._remat._tracker import SILENT, Tracker, rewrap, tracking
+from functx._remat._tapes import nodes_of, of_ended_level, rewrap
+from functx._remat._tracker import SILENT, Tracker, tracking
 from functx._torch_edges import requires_grad_anywhere
 from functx._torch_globals import grad_mode
 from functx._torch_operators import is_zero_tensor
@@ -103,21 +103,11 @@ def memoryless(t: Tensor) -> Tensor | None:
     """
     if not (can_go(t) and nodes_of([t])) or of_ended_level(t):
         return None
+    base = base_of(t)
     with tracking(SILENT):
-        return _emptied(t)
-
-
-def _emptied(t: Tensor) -> Tensor:
-    if not _torch.is_wrapped(t):
         with _torch.cleared_interpreter_stack():
-            return _torch_nodes.tensor_over(_nothing_like(t), t.requires_grad)
-    inner, level = _emptied(_torch.get_unwrapped(t)), _torch.wrapper_level(t)
-    if _torch.is_batched(t):
-        return _torch.add_batch_dim(inner, _torch.batch_dim(t), level)
-    wrapper = _torch.wrap_for_grad(inner, level)
-    if t.requires_grad:
-        _torch.require_grad(wrapper)  # what it returns may be a wrapper of the innermost level
-    return wrapper
+            empty = _torch_nodes.tensor_over(_nothing_like(base), base.requires_grad)
+        return rewrap(t, 0, empty, with_grad=True)
 
 
 class _Handed(threading.local):

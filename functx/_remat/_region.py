@@ -44,7 +44,8 @@ from functx._remat._profile import shown
 from functx._remat._prune import Pruned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import NOTHING, Lenient, Replay
-from functx._remat._tracker import rewrap, tracking
+from functx._remat._tapes import rewrap
+from functx._remat._tracker import tracking
 from functx._remat._watch import watching
 from functx._remat._whole import Whole, replayed
 from functx._remat._writes import to_be_written
@@ -345,8 +346,7 @@ class Region:
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results of the body, from its distinct ones at the level of the call.
 
-        A tensor that the body handed back is the caller's own tensor, as without remat; a view of
-        one is a view of the caller's.
+        What the body handed back is the caller's own tensor, and a view of one is a view of that.
         """
         return [
             distinct[r]

@@ -34,7 +34,8 @@ from functx._remat._functions import known_of
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
-from functx._remat._tracker import Tracker, rewrap
+from functx._remat._tapes import rewrap
+from functx._remat._tracker import Tracker
 from functx._torch import sequence_number
 
 NOTHING: Mapping[int, Any] = MappingProxyType({})

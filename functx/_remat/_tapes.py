@@ -1,4 +1,4 @@
-"""Reading tapes and wrappers: who knows a tensor, and where a tape ends."""
+"""Tapes and wrappers: who knows a tensor, where a tape ends, and what wrappers are around."""
 
 from __future__ import annotations
 
@@ -86,6 +86,27 @@ def below(t: Tensor, depth: int) -> Tensor:
     while _torch.is_wrapped(t) and _torch.wrapper_level(t) > depth:
         t = _torch.get_unwrapped(t)
     return t
+
+
+def rewrap(t: Tensor, depth: int, value: Tensor, *, with_grad: bool = False) -> Tensor:
+    """``t``, a wrapper of levels above ``depth``, around ``value`` instead of what is `below`.
+
+    Args:
+        t: the wrapper; else the result is ``value``.
+        depth: a level.
+        value: of that level, or below.
+        with_grad: whether the new wrappers require grad where those of ``t`` do.
+    """
+    if not _torch.is_wrapped(t) or _torch.wrapper_level(t) <= depth:
+        return value
+    level = _torch.wrapper_level(t)
+    inner = rewrap(_torch.get_unwrapped(t), depth, value, with_grad=with_grad)
+    if _torch.is_batched(t):
+        return _torch.add_batch_dim(inner, _torch.batch_dim(t), level)
+    wrapper = _torch.wrap_for_grad(inner, level)
+    if with_grad and t.requires_grad:
+        _torch.require_grad(wrapper)  # what it returns may be a wrapper of the innermost level
+    return wrapper
 
 
 def anonymous_below(t: Tensor, depth: int) -> bool:

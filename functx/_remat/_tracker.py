@@ -36,17 +36,6 @@ from functx._remat._watch import python_on_tape, tell_of_an_export, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
-def rewrap(t: Tensor, depth: int, value: Tensor) -> Tensor:
-    """``t``, a wrapper of levels above ``depth``, around ``value`` instead of what it wraps."""
-    if not _torch.is_wrapped(t) or _torch.wrapper_level(t) <= depth:
-        return value
-    level = _torch.wrapper_level(t)
-    inner = rewrap(_torch.get_unwrapped(t), depth, value)
-    if _torch.is_batched(t):
-        return _torch.add_batch_dim(inner, _torch.batch_dim(t), level)
-    return _torch.wrap_for_grad(inner, level)
-
-
 class Tracker:
     """What the first run and a replay do alike for each operation.
 
