@@ -20,6 +20,9 @@ SCALARS = (
 NUMBERS = frozenset({int, float, bool, type(None)})
 """Types of most of them."""
 
+SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+"""Types of nearly all of them."""
+
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TYPES = (int, float, complex, bool)
 

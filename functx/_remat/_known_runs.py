@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from functx import _torch, _torch_operators
-from functx._remat._arguments import NUMBERS, same
+from functx._remat._arguments import SIMPLE, same
 from functx._remat._functions import IN_C
 from functx._remat._holders import base_of
 from functx._remat._tapes import PLAIN
@@ -43,7 +43,6 @@ _PATIENCE = 8
 _MANY, _OPERATIONS = 1024, 32_768  # an operation is 1.3 KB
 _DEPTH = 6
 _ENDS = 1 << 62  # numbers from here on are of nodes that a tape ends in
-_SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 class KnownRun:
@@ -160,7 +159,7 @@ def _comparable(first: FirstRun, ledger: Ledger) -> bool:
         and all(
             entry.parts is None
             and (entry.func.__class__ in IN_C or _is_ours(entry.func))
-            and _SIMPLE.issuperset(map(type, entry.scalars))
+            and SIMPLE.issuperset(map(type, entry.scalars))
             for entry in first.entries
         )
         and all(map(_ordinary, first.externals()))
@@ -280,7 +279,7 @@ def _code(f: Any, depth: int) -> Any:
         return _code(f.__func__, depth), _code(f.__self__, 0)
     if isinstance(f, nn.Module):
         return kind, id(f.__dict__)  # which a module shares with its remat
-    if kind in _SIMPLE:
+    if kind in SIMPLE:
         return kind, f
     if kind is tuple or kind is list:
         return (kind, len(f), *[_code(x, depth - 1) for x in f[:8]]) if depth else kind

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_memory, _torch_operators
 from functx._policies import Everything
-from functx._remat._arguments import NUMBERS
+from functx._remat._arguments import NUMBERS, SIMPLE
 from functx._remat._computed import Computed
 from functx._remat._saving import IN_PLACE, Saver, StoodIn, handed_out, key_of, now, stood_in
 from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_of
@@ -22,7 +22,6 @@ from functx._torch_operators import is_zero_tensor
 
 _STRIDED, _NOTHING = torch.strided, StoodIn.NOTHING
 _FEW = 8
-_SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 class Record(Computed):
@@ -70,7 +69,7 @@ class Record(Computed):
         if self.saver is not None or not (kind.plain and self.reliable):
             return self._run(kind, func, args, kwargs or {})
         out = run(*args, **kwargs) if kwargs else run(*args)
-        if (kwargs and not _SIMPLE.issuperset(map(type, kwargs.values()))) or (
+        if (kwargs and not SIMPLE.issuperset(map(type, kwargs.values()))) or (
             not self._write_down_plain(kind, args, out)
         ):
             self._after(kind, func, args, kwargs or {}, out)
