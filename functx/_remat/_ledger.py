@@ -152,10 +152,9 @@ class Ledger(Record):
 
     def forgettable(self) -> bool:
         """Whether nothing in it is of this very run alone. ``NOTE [known runs]``."""
-        special = self.python_on_tape or self.holds_regions or self._exported
         return (
             self.reliable
-            and not (special or self.kept or self.copied)
+            and not (self.looked_at() or self.holds_regions or self.kept or self.copied)
             and self.saver is None
             and self.sections() is not None
         )
