@@ -21,6 +21,7 @@ from functx import _torch, _torch_modules
 from functx._errors import RematError
 from functx._places import Place, describe_place
 from functx._remat._tapes import held_by_python
+from functx._torch import is_grad_wrapper
 from functx._torch_edges import requires_grad_anywhere
 
 Birth = tuple[int, "weakref.ref[Tensor]", Place]
@@ -51,17 +52,7 @@ def find(
 
 def any_held(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> bool:
     """Whether anything that a body made is held, but what it returned; on a tape or not."""
-    own = {id(t) for t in returned if t is not None}
-    for number, ref, _ in births:
-        cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
-        if (
-            cell[0] is not None
-            and id(cell[0]) not in own
-            and held_by_python(cell) > 0
-            and (number >= 0 or _taped(cell[0], True))
-        ):
-            return True
-    return False
+    return any(number >= 0 or _taped(cell[0], True) for number, cell in _held(births, returned))
 
 
 def with_tangents(
@@ -72,17 +63,13 @@ def with_tangents(
 ) -> set[int]:
     """Numbers of tensors that are held, and have a tangent at ``level``, which now still lives."""
     found = set()
-    for number, ref, _ in births:
-        cell: list[Any] = [ref()]
-        if cell[0] is None or held_by_python(cell) <= 0:
-            continue
-        # At a level that ends, what is returned is another tensor; and this may be held as well.
-        if level or not any(cell[0] is out for out in returned):
-            t = _torch.unwrap_if_dead(cell[0])
-            while _torch.is_wrapped(t) and _torch.wrapper_level(t) > level:
-                t = _torch.unwrap_if_dead(_torch.get_unwrapped(t))
-            if not t.is_inference() and tangent_of(t) is not None:
-                found.add(number)
+    # At a level that ends, what is returned is another tensor; and this may be held as well.
+    for number, cell in _held(births, () if level else returned):
+        t = _torch.unwrap_if_dead(cell[0])
+        while _torch.is_wrapped(t) and _torch.wrapper_level(t) > level:
+            t = _torch.unwrap_if_dead(_torch.get_unwrapped(t))
+        if not t.is_inference() and tangent_of(t) is not None:
+            found.add(number)
     return found
 
 
@@ -92,14 +79,8 @@ def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
     torch looks for what is inside of a wrapper whose level has ended, and not further.
     """
     found: dict[int, Tensor] = {}
-    others = {*map(id, but)}
-    for _, ref, _ in births:
-        cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
-        if cell[0] is None or id(cell[0]) in others:
-            continue
-        if not _torch.is_grad_wrapper(cell[0]):
-            continue
-        if held_by_python(cell) > 0 and _torch.is_grad_wrapper(_torch.get_unwrapped(cell[0])):
+    for _, cell in _held(births, but):
+        if is_grad_wrapper(cell[0]) and is_grad_wrapper(_torch.get_unwrapped(cell[0])):
             found[id(cell[0])] = cell[0]
     return [*found.values()]
 
@@ -107,16 +88,20 @@ def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
 def _alive(
     births: Sequence[Birth], returned: Sequence[Tensor | None], duals: Set[int]
 ) -> Iterator[tuple[int, Tensor]]:
-    own = {id(t) for t in returned if t is not None}
+    for number, cell in _held(births, returned):
+        if number in duals or _taped(cell[0], number < 0):
+            yield number, cell[0]
+
+
+def _held(
+    births: Sequence[Birth], but: Iterable[Tensor | None]
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """What a body made and Python holds, but for some: the number, and a list of the tensor."""
+    others = {*map(id, but)}
     for number, ref, _ in births:
         cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
-        if (
-            cell[0] is not None
-            and id(cell[0]) not in own
-            and held_by_python(cell) > 0
-            and (number in duals or _taped(cell[0], number < 0))
-        ):
-            yield number, cell[0]
+        if cell[0] is not None and id(cell[0]) not in others and held_by_python(cell) > 0:
+            yield number, cell
 
 
 def _taped(t: Tensor, given: bool) -> bool:
