@@ -36,6 +36,7 @@ LAYERS = [
         "functx._remat._code_names",
         "functx._remat._levels",
         "functx._remat._options",
+        "functx._remat._slots",
         "functx._remat._tapes",
     ),
     (

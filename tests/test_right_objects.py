@@ -261,13 +261,21 @@ class TestNothingIsKept:
             gc.enable()
 
 
-class Slotted:
-    """As ``dataclass(slots=True)`` makes them: nothing can know it weakly."""
-
-    __slots__ = ("calls", "hidden", "names")
+class Counted:
+    __slots__ = ("__runs", "calls")
 
     def __init__(self):
-        self.calls, self.names = 0, "a"
+        self.calls = self.__runs = 0
+
+    def run(self):
+        self.__runs += 1
+        return self.__runs
+
+
+class Slotted(Counted):
+    """As ``dataclass(slots=True)`` makes them: nothing can know it weakly."""
+
+    __slots__ = ("hidden", "names")
 
 
 class OfAClass(nn.Module):
@@ -297,14 +305,14 @@ def by_its_name(x):
 def test_what_is_in_slots_and_in_classes_changes_once(policy):
     def run(remat):
         slots = Slotted()
-        OfAClass.calls = 0
+        slots.names, OfAClass.calls = "a", 0
         for c in (OfAClass.losses, OfAClass.last, ByItsName.losses):
             c.clear()
 
         def count(x):
             slots.calls += 1
             slots.names += "b"
-            return x.sin() * x.exp()
+            return x.sin() * x.exp() * slots.run()
 
         x = X.clone().requires_grad_()
         module, found = OfAClass(), []

@@ -32,8 +32,13 @@ def reached(roots: Iterable[Any]) -> dict[int, Any]:
         c = stack.pop()
         if id(c) not in found:
             found[id(c)] = c
-            stack += [x for x in _parts(c) if type(x) in MUTABLE or type(x) is tuple]
+            stack += [x for x in elements(c) if type(x) in MUTABLE or type(x) is tuple]
     return found
+
+
+def elements(c: Any) -> Iterable[Any]:
+    """What a container holds: the values of a dict."""
+    return c.values() if isinstance(c, dict) else c
 
 
 def copied(
@@ -55,7 +60,7 @@ def copied(
     found = reached([c])
     within: dict[int, list[int]] = {}  # by its id, the containers that something is in
     for key, one in found.items():
-        for part in _parts(one):
+        for part in elements(one):
             if id(part) in found or id(part) in held:
                 within.setdefault(id(part), []).append(key)
     change: set[int] = set()
@@ -97,7 +102,3 @@ def _now(x: Any, change: Collection[int], held: Collection[int], copies: Copies)
         parts = [_now(part, change, held, copies) for part in x if id(part) not in held]
         copies[id(x)] = x, tuple(parts)
     return copies[id(x)][1]
-
-
-def _parts(c: Any) -> Iterable[Any]:
-    return c.values() if isinstance(c, dict) else c

@@ -23,6 +23,7 @@ from functx import _tree
 from functx._errors import RematError
 from functx._places import describe_place, where
 from functx._remat._by_name import named_by
+from functx._remat._slots import slots_of
 from functx._remat._tapes import PLAIN
 
 _SEQUENCES = frozenset({list, deque})
@@ -300,11 +301,9 @@ def _parts(c: Any) -> Iterator[tuple[Any, Any]]:
 def _attributes(one: Any) -> dict[str, Any]:
     """Of an object: those it has of its own."""
     found = dict(getattr(one, "__dict__", {}))
-    for cls in type(one).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(one, name):
-                found[name] = getattr(one, name)
+    for name in slots_of(type(one)):
+        if hasattr(one, name):
+            found[name] = getattr(one, name)
     return found
 
 

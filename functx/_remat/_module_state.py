@@ -28,7 +28,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from functx import _torch_modules
-from functx._remat._containers import reached
+from functx._remat._containers import elements, reached
+from functx._remat._slots import slots_of
 from functx._remat._within_reach import Reached, reach
 
 _MISSING = object()
@@ -178,9 +179,8 @@ class _Attributes:
         one = self._of
         if isinstance(one, weakref.ref):
             return True
-        names = type(one).__slots__
-        held = [getattr(one, name, None) for name in ((names,) if type(names) is str else names)]
-        found = (x for c in reached([held]).values() for x in _parts(c))
+        held = [getattr(one, name, None) for name in slots_of(type(one))]
+        found = (x for c in reached([held]).values() for x in elements(c))
         return not any(isinstance(x, Tensor) and x.grad_fn is not None for x in found)
 
     def get(self, name: str, default: Any) -> Any:
@@ -305,7 +305,7 @@ def _same_contents(c: Any, before: Any) -> bool:
 
 
 def _holds(c: Any, ids: set[int]) -> bool:
-    return bool(ids) and any(id(x) in ids for x in (c.values() if isinstance(c, dict) else c))
+    return bool(ids) and any(id(x) in ids for x in elements(c))
 
 
 def _weakly(o: Any) -> Any:
@@ -342,7 +342,7 @@ class _Ways:
                     way = self.to(parent, seen)
                     if way is not None and not isinstance(way, _Held):
                         return (way, key)
-        tensors = (x for one in reached([c]).values() for x in _parts(one))
+        tensors = (x for one in reached([c]).values() for x in elements(one))
         if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tensors):
             return None
         return _Held(c)
@@ -356,7 +356,7 @@ def _is_owned(way: Any) -> bool:
 
 
 def _has_tensors(c: Any) -> bool:
-    return any(isinstance(x, Tensor) for x in _parts(c))
+    return any(isinstance(x, Tensor) for x in elements(c))
 
 
 class _Held:
@@ -364,10 +364,6 @@ class _Held:
 
     def __init__(self, container: Any) -> None:
         self.container = container
-
-
-def _parts(c: Any) -> Iterable[Any]:
-    return c.values() if isinstance(c, dict) else c
 
 
 def _follow(way: Any) -> Any:

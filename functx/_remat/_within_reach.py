@@ -16,6 +16,7 @@ from functx import _torch_modules
 from functx._remat._code_names import names_in
 from functx._remat._containers import MUTABLE
 from functx._remat._options import Options
+from functx._remat._slots import slots_of
 
 _LEAVES = frozenset({type(None), types.BuiltinFunctionType, bool, int, float, str, Options})
 _LARGE = 256  # data, then, rather than modules
@@ -161,8 +162,6 @@ def _attributes_of(part: Any, stack: list[Any], reached: Reached, seen: set[int]
         if callable(part):
             stack.append(kind.__call__)
     _class_of(kind, stack, reached, seen)
-    slots = getattr(kind, "__slots__", ())
-    if slots:
-        names = (slots,) if isinstance(slots, str) else (*slots,)
+    if names := slots_of(kind):
         reached.attributes.append((part, names))
         stack += [getattr(part, name, None) for name in names]

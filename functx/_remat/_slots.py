@@ -1,0 +1,19 @@
+"""Attributes that an object has in no dict."""
+
+from __future__ import annotations
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Names of all slots, those that classes below have declared too, as `getattr` takes them."""
+    if not hasattr(cls, "__slots__"):  # as of nearly all
+        return ()
+    found: dict[str, None] = {}
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{base.__name__.lstrip('_')}{name}"  # as Python does
+            found[name] = None
+    for name in ("__dict__", "__weakref__"):
+        found.pop(name, None)
+    return tuple(found)
