@@ -9,7 +9,7 @@ import gc
 import torch
 from cases import numbers
 from programs import identity
-from references import assert_same
+from references import assert_same, no_garbage_collection
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -109,6 +109,17 @@ def right_or_raises(program, match=None, eps=8.0):
         return error
     assert_same(actual, expected, eps)
     return None
+
+
+def freed(run, refs):
+    """``run()`` adds weak references to ``refs``: nothing holds any of it, and no cycle does."""
+    run()  # what is made at a first call
+    refs.clear()
+    gc.collect()
+    with no_garbage_collection():
+        run()
+        assert refs
+        assert not any(ref() is not None for ref in refs)
 
 
 def settings():

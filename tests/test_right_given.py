@@ -269,3 +269,69 @@ def test_through_nested_regions(case):
         return [torch.autograd.grad(loss, x, retain_graph=True) for _ in range(2)], tensors_in(c)
 
     assert_same(program(functx.remat), program(identity), eps=64)
+
+
+def program_with_gradients(f):
+    """Of what ``f(remat, x, w)`` gives, with respect to tensors that are in the container too."""
+
+    def program(remat):
+        x, w = X.clone().requires_grad_(), (X + 1).requires_grad_()
+        outs = f(remat, x, w)
+        return outs, torch.autograd.grad(number_of(outs), (x, w))
+
+    return program
+
+
+def test_a_list_with_what_wants_a_gradient():
+    def f(remat, x, w):
+        def layer(x, aux):
+            aux[0] = aux[0] * x
+            aux.append(aux[0].exp())
+            return x.sin()
+
+        aux = [w]
+        return [remat(layer)(x, aux), *aux]
+
+    program = program_with_gradients(f)
+    assert_same(program(functx.remat), program(identity), eps=8)
+
+
+def test_dicts_in_dicts_and_lists():
+    def f(remat, x, w):
+        def layer(x, state, *, log):
+            state["layers"]["h"] = x * state["w"]
+            state["old"] = state.pop("w")
+            state["given"] = (x, state["layers"])
+            log.append(state["layers"]["h"].sin())
+            return x.cos()
+
+        state = collections.OrderedDict(w=w, layers={})
+        log = collections.deque([w], maxlen=1)
+        y = remat(layer)(x, state, log=log)
+        assert [*state] == ["layers", "old", "given"]
+        assert state["old"] is w
+        assert state["given"][0] is x
+        assert state["given"][1] is state["layers"]
+        return [y, state["layers"]["h"], log[0]]
+
+    program = program_with_gradients(f)
+    assert_same(program(functx.remat), program(identity), eps=8)
+
+
+def test_what_was_written_before_an_error():
+    def layer(x, state):
+        state["w"] = 1
+        raise KeyError("mine")
+
+    x = X.clone().requires_grad_()
+    state = {"x": x}
+    with pytest.raises(KeyError, match="mine"):
+        functx.remat(layer)(x, state)
+    assert state == {"x": x, "w": 1}
+
+
+def test_what_is_not_written_to_stays_as_it_is():
+    x = X.clone().requires_grad_()
+    tree = {"a": [x, x], "b": (1, {"c": x})}
+    functx.remat(lambda tree: tree["a"][0] * tree["b"][1]["c"])(tree)
+    assert all(t is x for t in (*tree["a"], tree["b"][1]["c"]))

@@ -1,7 +1,6 @@
 """Containers that a region is given and changes: reached in two ways, through modules, freed."""
 
 import collections
-import gc
 import threading
 import weakref
 
@@ -10,8 +9,8 @@ import torch
 from cases import DTYPE, numbers
 from nets import seeded
 from programs import identity
-from references import assert_same, no_garbage_collection
-from right import right_or_raises
+from references import assert_same
+from right import freed, right_or_raises
 from test_right_given import appends, number_of, sets
 from test_right_leaving import WAYS, W, X
 from torch import nn
@@ -332,13 +331,7 @@ def test_nothing_keeps_it_alive(way):
         refs.extend(map(weakref.ref, c["log"]))
         return y.sum() + c["log"][0].sum()
 
-    WAYS[way](f)  # what is made at a first call
-    refs.clear()
-    gc.collect()
-    with no_garbage_collection():
-        WAYS[way](f)
-        assert refs
-        assert not any(ref() is not None for ref in refs)
+    freed(lambda: WAYS[way](f), refs)
 
 
 def test_one_that_threads_share_and_do_not_change():

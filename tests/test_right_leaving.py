@@ -1,6 +1,5 @@
 """What leaves a region otherwise than by return, under transforms: right, freed, or an error."""
 
-import gc
 import weakref
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 from cases import DTYPE, numbers
 from nets import seeded
 from programs import identity
-from references import assert_same, no_garbage_collection
-from right import right_or_raises
+from references import assert_same
+from right import freed, right_or_raises
 from torch import nn
 from torch.func import functional_call
 
@@ -150,13 +149,7 @@ def test_nothing_keeps_it_alive(kind, way):
         parent.clear()  # a cycle of the test's own
         return y.sum() + sum(a.sum() for a in found)
 
-    WAYS[way](f)  # what is made at a first call
-    refs.clear()
-    gc.collect()
-    with no_garbage_collection():
-        WAYS[way](f)
-        assert refs
-        assert not any(ref() is not None for ref in refs)
+    freed(lambda: WAYS[way](f), refs)
 
 
 def test_what_a_replay_appends_is_not_in_the_users_list():
