@@ -6,6 +6,7 @@ that ran forward inside ``sdpa_kernel(MATH)`` has a second derivative, its repla
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,12 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
 )
 _READ = [read for read, _ in _FLAGS]
+_READ_ALL: list[Callable[[], Any]] = [
+    *_READ,
+    functools.partial(torch.is_autocast_enabled, "cpu"),
+    functools.partial(torch.get_autocast_dtype, "cpu"),
+    torch.is_autocast_cache_enabled,
+]
 _call: Callable[[Callable[[], Any]], Any] = operator.call
 
 
@@ -48,8 +55,22 @@ def settings() -> list[Any]:
     return [*map(_call, _READ)]
 
 
+def settings_and_casts() -> list[Any]:
+    """`settings`, and last the three of `casts`, on CPU."""
+    return [*map(_call, _READ_ALL)]
+
+
+def casts(kind: str) -> tuple[bool, torch.dtype, bool]:
+    """Whether autocast is on for a kind of device, to what, and whether casts are cached."""
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
 def put_back(wanted: list[Any]) -> None:
     """Put back what `settings` gave."""
-    for (read, write), value in zip(_FLAGS, wanted, strict=True):
+    for (read, write), value in zip(_FLAGS, wanted):
         if read() != value:
             write(value)

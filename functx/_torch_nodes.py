@@ -63,7 +63,6 @@ def tensor_over(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return torch.Tensor._make_subclass(torch.Tensor, t, requires_grad)
 
 
-_alias = torch.ops.aten.alias.default._op
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -80,5 +79,5 @@ def behind_a_node(t: torch.Tensor) -> torch.Tensor:
         and t.layout is torch.strided
         and not t.is_nested
     ):
-        return _alias(t)
+        return t[...]  # an alias; by its operator, it takes twice the time
     return t

@@ -86,6 +86,7 @@ LAYERS = [
     ("functx._remat._environment", "functx._remat._operator"),
     ("functx._remat._overwritten",),
     ("functx._remat._foreign",),
+    ("functx._remat._compared",),
     ("functx._remat._other_names",),
     ("functx._remat._capture", "functx._remat._pullback"),
     ("functx._remat._by_sight", "functx._remat._recording_run"),

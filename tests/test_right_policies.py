@@ -14,6 +14,7 @@ import functx
 from functx import _offload
 from functx._policies import Everything
 from functx._remat import _holders, _prune, _whole
+from functx._remat._ledger import Ledger
 from functx._remat._saving import Saver
 from functx._remat._step import empty
 from functx._remat._watch import watching
@@ -177,7 +178,7 @@ def test_as_without_remat(program, poisoned):
 
 def test_a_replay_that_begins_again_lets_go_of_what_it_counts():
     """What is left in the count is missed later, wherever memory has the same address."""
-    pruned = _prune.Pruned([], [], {})
+    pruned = _prune.planned(Ledger([]), None, [])
 
     def again(tensors, mode, passing=None):
         if mode is pruned:

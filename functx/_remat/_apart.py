@@ -24,7 +24,7 @@ class Reached(set[int]):
     """Ids of the leaves that the tapes of results end in.
 
     Args:
-        leaves: those of all.
+        leaves: ids of those of all.
         results: of the body.
         frames: of the region.
 
@@ -33,9 +33,9 @@ class Reached(set[int]):
     """
 
     def __init__(
-        self, leaves: Iterable[Tensor], results: Sequence[Tensor | None], frames: Sequence[Any]
+        self, leaves: Iterable[int], results: Sequence[Tensor | None], frames: Sequence[Any]
     ) -> None:
-        super().__init__(map(id, leaves))
+        super().__init__(leaves)
         self.by: list[set[int]] = []
         if len(results) > 1 and any(
             hooked(t) for frame in frames for t in (*frame.inputs, *frame.captured)

@@ -15,19 +15,15 @@ from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
-from functx._remat._entry import KNOWN, MAKES, Entry, describe, results
+from functx._remat._compared import Compared
+from functx._remat._entry import MAKES, Entry, describe, results
 from functx._remat._escape import Birth
-from functx._remat._foreign import Standins
 from functx._remat._functions import IN_C, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._known_runs import (
-    KnownRun,
-    Sightings,
     layout_of,
-    sightings_of,
-    tape_of,
 )
 from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
@@ -46,7 +42,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
 
 
-class FirstRun(Standins):
+class FirstRun(Compared):
     """The tracker of the run that finds out what the body needs.
 
     Args:
@@ -55,18 +51,9 @@ class FirstRun(Standins):
     """
 
     _forgotten: Sequence[int] = ()
-    _number = -1
     _place: Place | None = None
     # Whether operations that only compute are recorded, and no more: `_run_ordinary`.
     _plain = True
-    _writes: Writes | None = None
-    # NOTE [known runs]: what is known of such runs, and the run that this one is compared with.
-    sightings: Sightings | None = None
-    expected: KnownRun | None = None
-    # The layouts of what operations gave, and the names of their keywords, where they count.
-    layouts: list[Any] | None = None
-    names: list[Any] | None = None
-    tape: Any = None
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
         super().__init__(region, lift_constants)
@@ -75,7 +62,6 @@ class FirstRun(Standins):
         idle = options.replay and not any(f.differentiates() for f in region.frames)
         # Where values are compared, all of them are computed again.
         pruned = options.prune and not options.values
-        self.entries: list[Entry] = []
         self._pulls_back = options.replay
         if options.by_sight:
             self._plain = False
@@ -83,70 +69,18 @@ class FirstRun(Standins):
         self.entry = slot_of(region)
         decided, self.entry.inside = self.entry.inside, []
         self.inside = Inside(self.entry.inside, decided)
-        self.ledger: Ledger | None = None
-        self.births: list[Birth] = []
         if idle or _torch.tracing():
             return
-        if self._may_be_known() and (found := sightings_of(*region.reaches, region.inputs)):
-            self.layouts, self.names, self.sightings = [], [], found
-            self.expected = found.expected()
+        self.look_for_others()
         if self.expected is None:
             self.ledger = Ledger(self.entries, saver_of(region, self.entry) if pruned else None)
             self.ledger.reliable = pruned
-
-    def _may_be_known(self) -> bool:
-        region, options = self._region, self._region.options
-        return (
-            region.outer is None
-            and options.prune
-            and options.policy is None
-            and options.determinism_check == "default"
-            and not (options.replay or options.by_sight or options.records or self._lift_constants)
-            and _torch.forward_ad_level() < 0
-            and not any(frame.dual() or frame.holds_duals() for frame in region.frames)
-        )
 
     def watched(self) -> Any:
         """What watches while the body runs."""
         if self.expected is not None:
             return unwatched(self.departs)
         return self.ledger or nullcontext()
-
-    def departs(self) -> None:
-        """It is no longer as was expected."""
-        self.expected = None
-
-    def settings(self) -> Any:
-        """The surroundings that decide what runs."""
-        found = self._region.environment.surroundings()
-        return found and (found, [frame.kind() for frame in self._region.frames])
-
-    def externals(self) -> Sequence[Tensor]:
-        """What the body read that it did not make, as it saw it."""
-        return self._standins
-
-    def recognized(self, ordinary: bool) -> KnownRun | None:
-        """What is known of this run, which had no ledger; ``None`` if it was not as expected.
-
-        Args:
-            ordinary: whether the results are all the body's own.
-        """
-        sightings, known = self.sightings, self.expected
-        if sightings is None or self.ledger is not None:
-            return None
-        if known is not None and ordinary and self._usual() and known.describes(self):
-            return known
-        sightings.differs()
-        return None
-
-    def sighted(self, needs: Sequence[bool], ordinary: bool) -> None:
-        """The run had a ledger, which has decided: remember what it found out."""
-        if self.sightings is not None and self.ledger is not None:
-            comparable = ordinary and self._usual() and self.settings() is not None
-            self.sightings.saw(self, self.ledger, needs, comparable=comparable)
-
-    def _usual(self) -> bool:
-        return not self.odd and self._writes is None
 
     def ended(self) -> None:
         """A replay of a region around this one is to keep the same; the body lets go of captures.
@@ -168,7 +102,8 @@ class FirstRun(Standins):
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
-        self.holders = [Holders(t, o) for t, o in zip(standins, originals)]
+        if self.ledger is not None:
+            self.holders = [Holders(t, o) for t, o in zip(standins, originals)]
         self._depth = _torch.interpreter_depth()
         self._captures_leaves = self._region.outer is None and self._at_base()
         for i, (original, standin) in enumerate(zip(originals, standins, strict=True)):
@@ -192,13 +127,12 @@ class FirstRun(Standins):
         """Remember that, and where, it was made."""
         # Where the operation was called that has made it.
         place = self.entries[-1].place if self.entries else None
-        ref = self._known[id(t)] = weakref.ref(t)
         # As a replay numbers it, however much other operations make.
         self._number = number = max(self._number + 1, len(self.entries) << MAKES)
-        self._numbers[id(t)] = KNOWN - number
+        birth = self._births[id(t)] = number, weakref.ref(t), place or self._begun()
         if self.layouts is not None:
             self.layouts.append(layout_of(t))
-        self.births.append((number, ref, place or self._begun()))
+        self.births.append(birth)
 
     def _begun(self) -> Place:
         """The line that runs what has no line of its own."""
@@ -219,17 +153,14 @@ class FirstRun(Standins):
         """Record the operation."""
         options = self._region.options
         if not options.by_sight:
-            at, sources, known = len(self.entries), tuple(self._sources), self.expected
-            if known is not None and known.expects(at, func, sources, self._scalars):
-                self.entries.append(known.entries[at])
-            else:
-                self.expected = None
-                place: Place | None = None
-                if func is not results:
-                    # Called by `run` or `operands`, which are no line of the user's. Nor is there
-                    # one for each operation of a pullback.
-                    place = self._begun() if options.replay else where(2)
-                self.entries.append(Entry(func, sources, tuple(self._scalars), place))
+            if self.expected is not None and self.as_expected(func):
+                return
+            place: Place | None = None
+            if func is not results:
+                # Called by `run` or `operands`, which are no line of the user's. Nor is there one
+                # for each operation of a pullback.
+                place = self._begun() if options.replay else where(2)
+            self.entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
         self._sources = []
         self._scalars = []
 
@@ -241,40 +172,33 @@ class FirstRun(Standins):
             known = known_of(func)
         if self._plain and not now.savers:
             if known.ordinary and not kwargs:
-                return self._run_ordinary(func, args)
+                if (expected := self.expected) is not None:
+                    return self.run_expected(expected, func, args)
+                return self.run_resolved(func, self.swap_all(args))
             if known.nothing:
                 return func(*args, **kwargs)
-        if kwargs and self.names is not None:
+        if kwargs and self.layouts is not None:
             self.names.append((len(self.entries), *kwargs))
         return self._run_any(func, args, kwargs)
 
-    def _run_ordinary(self, func: Any, args: Any) -> Any:
+    def run_resolved(self, func: Any, args: Any) -> Any:
         """An operation in C that only computes, where nobody looks at what it gives."""
-        args = self.swap_all(args)
         entries, ledger = self.entries, self.ledger
         operation = len(entries)
-        sources, scalars, known = tuple(self._sources), self._scalars, self.expected
-        if known is not None and known.expects(operation, func, sources, scalars):
-            entry = known.entries[operation]
-            place: Place = entry.place  # type: ignore[assignment]
+        frame: Any = frame_above(3)  # past `run` and the mode
+        if not self._pulls_back:
+            try:
+                while is_internal[frame.f_code.co_filename]:
+                    frame = frame.f_back
+                place = (frame.f_code, frame.f_lasti)
+            except AttributeError:  # there is nothing but torch and functx
+                place = where()
         else:
-            self.expected = None
-            frame: Any = frame_above(3)  # past `run` and the mode
-            if not self._pulls_back:
-                try:
-                    while is_internal[frame.f_code.co_filename]:
-                        frame = frame.f_back
-                    place = (frame.f_code, frame.f_lasti)
-                except AttributeError:  # there is nothing but torch and functx
-                    place = where()
-            else:
-                place = self._begun()
-            del frame
-            entry = Entry(func, sources, tuple(scalars), place)
-        entries.append(entry)
+            place = self._begun()
+        del frame
+        entries.append(Entry(func, tuple(self._sources), tuple(self._scalars), place))
         self._sources = []
-        if scalars:
-            self._scalars = []
+        self._scalars = []
         if ledger is None:
             out = func(*args)
         else:
@@ -284,15 +208,7 @@ class FirstRun(Standins):
             if len(steps) > first:
                 ledger.belong(operation, first, len(steps))
         if out.__class__ is Tensor:
-            ref = self._known[id(out)] = weakref.ref(out)
-            number = len(entries) << MAKES
-            if number <= self._number:
-                number = self._number + 1
-            self._number = number
-            self._numbers[id(out)] = KNOWN - number
-            if self.layouts is not None:
-                self.layouts.append(layout_of(out))
-            self.births.append((number, ref, place))
+            self.made(out)
         else:
             self.note(out)
         return out
@@ -370,16 +286,15 @@ class FirstRun(Standins):
         self._returning = True
         return super().returned(outs)
 
-    def check_tape(self, outs: Sequence[Tensor | None]) -> set[int]:
+    def check_tape(self, outs: Sequence[Tensor | None]) -> Reached:
         """Ids of the leaves that the tapes of all levels end in, which must all be known."""
+        made = _torch.next_sequence_number()
         nodes, reached = tape_below(nodes_of(outs))
-        if self.layouts is not None:
-            ends = map(self._index.get, map(id, reached))
-            self.tape = tape_of(nodes, self._start, [end and end[2] for end in ends])
+        self.looked_at(nodes, made, reached)
         for t in reached:
             if not (id(t) in self.leaves or self.knows(t) or is_unread(t)):
                 refuse_unseen(self._region.options.name, t)
-        return Reached(reached, outs, self._region.frames)
+        return Reached(map(id, reached), outs, self._region.frames)
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""

@@ -37,7 +37,7 @@ from functx._remat import _python_random
 from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
 from functx._remat._within_reach import reach
-from functx._torch_kernels import put_back, settings
+from functx._torch_kernels import casts, put_back, settings_and_casts
 
 _generators = threading.RLock()
 _caches = threading.RLock()
@@ -66,7 +66,7 @@ class Environment:
         arguments: Sequence[Any] = (),
     ) -> None:
         generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        self._autocast = {"cpu": _autocast("cpu")}
+        self._autocast: dict[str, tuple[bool, torch.dtype, bool]] = {}  # of others than the CPU
         for t in inputs:
             if not t.is_cpu:
                 self._casting(t.device.type)
@@ -74,7 +74,7 @@ class Environment:
             self._casting("cuda")
         self._name = options.name
         self._seeds: dict[Any, bytes] = {}
-        self._settings = settings()
+        self._settings = settings_and_casts()
         self._left_changed = False  # by the first run, when it had ended
         self._state = ModuleState(reach(body, arguments))
         self._modes = _torch.user_modes()
@@ -91,7 +91,11 @@ class Environment:
 
     def _casting(self, kind: str) -> None:
         if kind not in self._autocast and torch.amp.is_autocast_available(kind):
-            self._autocast[kind] = _autocast(kind)
+            self._autocast[kind] = casts(kind)
+
+    def _casts_differ(self) -> bool:
+        """Whether those of other devices than the CPU are not what they were."""
+        return any(state != casts(kind) for kind, state in self._autocast.items())
 
     def _keep(self, key: Any, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         if key not in self._random:
@@ -109,8 +113,8 @@ class Environment:
             read: tensors that it read, inputs and captures.
         """
         self._state.seal(written)
-        self._left_changed = self._settings != settings() or any(
-            state != _autocast(kind) for kind, state in self._autocast.items()
+        self._left_changed = self._settings != settings_and_casts() or (
+            bool(self._autocast) and self._casts_differ()
         )
         random, foreign = self._random, set[Any]()
         if len(random) > 1:
@@ -143,7 +147,7 @@ class Environment:
 
     def casts(self) -> bool:
         """Whether autocast was on."""
-        return any(state[0] for state in self._autocast.values())
+        return self._settings[-3] or any(state[0] for state in self._autocast.values())
 
     def restored(self) -> AbstractContextManager[None] | None:
         """The same surroundings, for a replay; ``None`` where they are so already."""
@@ -151,23 +155,21 @@ class Environment:
             return self._put_back()
         if self._left_changed:
             return self._put_back()
-        if _torch_globals.parametrization_cache() or self._settings != settings():
+        if _torch_globals.parametrization_cache() or self._settings != settings_and_casts():
             return self._put_back()
-        for kind, state in self._autocast.items():
-            if state != _autocast(kind):
-                return self._put_back()
-        return None
+        return self._put_back() if self._autocast and self._casts_differ() else None
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for kind, (enabled, dtype, cache) in self._autocast.items():
-                if self._left_changed or (enabled, dtype, cache) != _autocast(kind):
+            of_cpu = {"cpu": tuple(self._settings[-3:])}
+            for kind, (enabled, dtype, cache) in (of_cpu | self._autocast).items():
+                if self._left_changed or (enabled, dtype, cache) != casts(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
-            if self._left_changed or self._settings != settings():
-                now = settings()
+            now = settings_and_casts()
+            if self._left_changed or self._settings != now:
                 stack.callback(put_back, now)
                 put_back(self._settings)
             for mode in _torch.missing_modes(self._modes):
@@ -206,14 +208,6 @@ def _own(cache: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]]
     return None if cache is None else (cache[0], dict(cache[1]))
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
 def _seed(state: Tensor) -> bytes:
     """What a generator was seeded with: its state begins with that, on every device."""
     return ctypes.string_at(state.data_ptr(), 8)
@@ -223,4 +217,15 @@ def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor):
         return pickle.dumps(a) == pickle.dumps(b)
     # Not torch.equal: reading the state must be no operation that a mode could see.
-    return ctypes.string_at(a.data_ptr(), a.numel()) == ctypes.string_at(b.data_ptr(), b.numel())
+    return len(a) == len(b) and not _compare(a.data_ptr(), b.data_ptr(), len(a))
+
+
+def _compare_bytes(a: int, b: int, n: int) -> int:
+    return ctypes.string_at(a, n) != ctypes.string_at(b, n)
+
+
+try:
+    _compare: Callable[[int, int, int], int] = ctypes.CDLL(None).memcmp
+    _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)  # type: ignore[attr-defined]
+except (AttributeError, OSError, TypeError):  # no such library there, or none without a name
+    _compare = _compare_bytes

@@ -99,6 +99,8 @@ def _held(
     """What a body made and Python holds, but for some: the number, and a list of the tensor."""
     others = {*map(id, but)}
     for number, ref, _ in births:
+        if ref() is None:  # most of them
+            continue
         cell: list[Any] = [ref()]  # in no variable, see `held_by_python`
         if cell[0] is not None and id(cell[0]) not in others and held_by_python(cell) > 0:
             yield number, cell

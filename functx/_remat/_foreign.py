@@ -26,8 +26,9 @@ from functx import _torch
 from functx._errors import RematError, not_initialized
 from functx._remat._arguments import NUMBERS
 from functx._remat._constant import Constant
-from functx._remat._entry import MADE_HERE, REWRAPPED, nested_capture
+from functx._remat._entry import KNOWN, MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
+from functx._remat._ledger import Ledger
 from functx._remat._region import Region
 from functx._remat._tapes import (
     PLAIN,
@@ -45,6 +46,8 @@ from functx._remat._watch import watching
 from functx._torch import peek_interpreter_stack, unwrap_once_if_dead
 from functx._torch_edges import requires_grad_anywhere
 
+_UNNUMBERED = KNOWN - MADE_HERE  # what was made here, and no operation of the record has made
+
 
 class Standins(Tracker):
     """What the body reads of what it did not make, by position, and what it sees instead.
@@ -56,6 +59,8 @@ class Standins(Tracker):
 
     _returning = False
     _depth = 0
+    # Who watches what runs below; then it is asked who holds inputs and captures.
+    ledger: Ledger | None = None
     # Whether something was met that runs are not compared by.
     odd = False
     # Whether leaves of plain autograd that are met are captured without further questions, while no
@@ -72,8 +77,8 @@ class Standins(Tracker):
         # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
         self._index: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.origins: list[tuple[str, int]] = []
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-        self._numbers: dict[int, int] = {}  # of those that were seen being made, as sources
+        # By id, what was made here: its number, the tensor, and where it was made.
+        self._births: dict[int, tuple[int, weakref.ref[Tensor], Any]] = {}
         self._originals: list[Tensor] = []
         self._standins: list[Tensor] = []
         # Captures that no level that ended had made.
@@ -83,18 +88,16 @@ class Standins(Tracker):
 
     def remember(self, t: Tensor) -> None:
         """Remember that it was made."""
-        self._known[id(t)] = weakref.ref(t)
-        self._numbers.pop(id(t), None)  # of another one, which was there before
+        self._births[id(t)] = _UNNUMBERED, weakref.ref(t), None
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` was seen being made in this run."""
-        ref = self._known.get(id(t))
-        return ref is not None and ref() is t
+        birth = self._births.get(id(t))
+        return birth is not None and birth[1]() is t
 
     def swap_all(self, values: Sequence[Any]) -> list[Any]:
         """What every operation comes by: as `resolve` for each tensor, in one loop."""
-        index, known, sources = self._index, self._known, self._sources
-        numbers = self._numbers
+        index, births, sources = self._index, self._births, self._sources
         swapped = []
         for a in values:
             if isinstance(a, Tensor):
@@ -102,8 +105,8 @@ class Standins(Tracker):
                 if key in index and (found := index[key])[0] is a:
                     sources.append(found[2])
                     a = found[1]
-                elif (ref := known.get(key)) is not None and ref() is a:
-                    sources.append(numbers.get(key, MADE_HERE))
+                elif (birth := births.get(key)) is not None and birth[1]() is a:
+                    sources.append(KNOWN - birth[0])
                 else:
                     a = self._meet(a)
                     if sources[-1] < 0:
@@ -122,7 +125,7 @@ class Standins(Tracker):
             self._sources.append(found[2])
             return found[1]
         if self.knows(t):
-            self._sources.append(self._numbers.get(id(t), MADE_HERE))
+            self._sources.append(KNOWN - self._births[id(t)][0])
             return t
         met = self._meet(t)
         if self._sources[-1] < 0:
@@ -138,7 +141,7 @@ class Standins(Tracker):
             and unwrap_once_if_dead(t) is t
             and peek_interpreter_stack() is None
             and id(t) not in self.leaves
-            and not self._computed_here(t)
+            and (self.ledger is None or not self._computed_here(t))
         ):
             return self._capture_leaf(t)  # a parameter, nearly always
         alive = _torch.unwrap_if_dead(t)
@@ -209,7 +212,8 @@ class Standins(Tracker):
         self.origins.append(("capture", len(captured)))
         captured.append(t)
         standin = self._region.frames[0].admit_one(t)
-        self.holders.append(Holders(standin, t))
+        if self.ledger is not None:
+            self.holders.append(Holders(standin, t))
         self._originals.append(t)
         self._standins.append(standin)
         self._index[id(t)] = t, standin, position
@@ -221,7 +225,8 @@ class Standins(Tracker):
         """`_lift`, where there is but plain autograd."""
         self._region.captured.append(t)
         standin = self._region.frames[0].admit_one(t)
-        self.holders.append(Holders(standin, t))
+        if self.ledger is not None:
+            self.holders.append(Holders(standin, t))
         return standin
 
     def _stood_for(self, t: Tensor, alive: Tensor) -> Tensor | None:
@@ -291,7 +296,8 @@ class Standins(Tracker):
             for frame in region.frames:
                 values = frame.admit(values)
         (standin,) = values
-        self.holders.append(Holders(standin, t))
+        if self.ledger is not None:
+            self.holders.append(Holders(standin, t))
         return standin
 
     def check_captures(self) -> None:

@@ -4,10 +4,11 @@ NOTE [known runs]
 The ledger takes as long as everything else about the first run of a region. What it finds out is
 the same for two runs in which the same functions were called on the same tensors (inputs and
 captures by position, results of operations by number) of the same layouts, and which left the same
-nodes on their tapes. So when some code has run alike a few times, its next run has no ledger. It is
-compared with the known one instead, call by call and then node by node, and takes over what was
-found out there. A run that differs anywhere has nothing to take over: its replay leaves nothing
-out, its inputs are all kept, and its code has to be known anew.
+nodes on their tapes. So when some code has run alike a few times, its next run has no ledger, and
+nobody counts who holds what. It is compared with the known one instead, call by call, and takes
+over what was found out there if as many nodes were made. (Tapes of runs that are watched are
+compared node by node.) A run that differs anywhere has nothing to take over: its replay leaves
+nothing out, its inputs are all kept, and its code has to be known anew.
 
 What the key of a code is decides only what a run is compared with, never what is taken over. Only
 what can be compared is known: no region in another one, no policy, no Python on the tape, nothing
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
+from operator import and_, is_, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +35,7 @@ from functx._torch import get_unwrapped, is_wrapped, sequence_number
 from functx._torch_memory import memory_key
 
 if TYPE_CHECKING:
-    from functx._remat._capture import FirstRun
+    from functx._remat._compared import Compared
     from functx._remat._ledger import Ledger
 
 ALIKE = 3
@@ -51,15 +53,18 @@ class KnownRun:
     Args:
         first: the run, which has ended.
         ledger: that watched it.
-        needs: which inputs and captures a pullback reads.
+        needed: which inputs and captures a pullback reads.
+        passing: which of them a replay reads but no tape of it.
     """
 
     __slots__ = (
-        *("entries", "externals", "ledger", "looks", "made", "names", "needs", "origins"),
-        *("settings", "shared", "tape"),
+        *("ends", "entries", "externals", "ledger", "looks", "made", "names", "needed", "nodes"),
+        *("origins", "passing", "settings", "shared", "tape"),
     )
 
-    def __init__(self, first: FirstRun, ledger: Ledger, needs: Sequence[bool]) -> None:
+    def __init__(
+        self, first: Compared, ledger: Ledger, needed: Sequence[bool], passing: Sequence[bool]
+    ) -> None:
         self.entries = first.entries
         self.made = first.layouts
         self.names = first.names
@@ -68,23 +73,13 @@ class KnownRun:
         self.settings = first.settings()
         self.externals = [*map(_signature, first.externals())]
         self.shared = _shared(first.externals())
-        self.tape = first.tape
+        self.nodes = first.nodes
+        self.tape, self.ends = first.tape, first.ends
         self.ledger = ledger
-        self.needs = needs
+        self.needed = needed
+        self.passing = passing
 
-    def expects(self, at: int, func: Any, sources: tuple[int, ...], scalars: Sequence[Any]) -> bool:
-        """Whether its operation ``at`` is this call, as far as they tell."""
-        entries = self.entries
-        if at >= len(entries):
-            return False
-        entry = entries[at]
-        return (
-            (entry.func is func or entry.func == func)
-            and entry.sources == sources
-            and (not (scalars or entry.scalars) or same(entry.scalars, scalars))
-        )
-
-    def describes(self, first: FirstRun) -> bool:
+    def describes(self, first: Compared) -> bool:
         """Whether a run that called the same functions was the same altogether."""
         return (
             len(first.entries) == len(self.entries)
@@ -92,23 +87,38 @@ class KnownRun:
             and first.names == self.names
             and first.origins == self.origins
             and first.looks == self.looks
+            and first.nodes == self.nodes
             and first.settings() == self.settings
-            and first.tape == self.tape
             and [*map(_signature, first.externals())] == self.externals
             and _shared(first.externals()) == self.shared
         )
 
-    def agrees(self, first: FirstRun, ledger: Ledger, needs: Sequence[bool]) -> bool:
-        """Whether another run that was watched was the same, and had the same found out."""
-        return (
-            all(
-                self.expects(at, entry.func, entry.sources, entry.scalars)
-                for at, entry in enumerate(first.entries)
-            )
+    def agrees(self, other: KnownRun, first: Compared) -> bool:
+        """Whether another run that was watched was the same, and had the same found out.
+
+        Of the inputs of both, those are kept that either had to keep: who else holds one, a run
+        can't tell from its tape.
+        """
+        agrees = (
+            all(fits(a, b.func, b.sources, b.scalars) for a, b in zip(self.entries, other.entries))
             and self.describes(first)
-            and self.needs == needs
-            and self.ledger.agrees(ledger)
+            and (self.tape, self.ends) == (other.tape, other.ends)
+            and self.ledger.agrees(other.ledger)
         )
+        if agrees:
+            self.needed = [*map(or_, self.needed, other.needed)]
+            self.passing = [*map(and_, self.passing, other.passing)]
+        return agrees
+
+
+def fits(entry: Any, func: Any, sources: Sequence[int], scalars: Sequence[Any]) -> bool:
+    """Whether an entry is of a call of this function on such arguments."""
+    if not (entry.func is func or entry.func == func) or entry.sources != (*sources,):
+        return False
+    known = entry.scalars
+    if not (scalars or known) or (len(scalars) == len(known) and all(map(is_, scalars, known))):
+        return True
+    return same(known, scalars)
 
 
 class Sightings:
@@ -128,19 +138,15 @@ class Sightings:
         self._run, self._alike = None, 0
         self._others += 1
 
-    def saw(
-        self, first: FirstRun, ledger: Ledger, needs: Sequence[bool], *, comparable: bool
-    ) -> None:
+    def saw(self, run: KnownRun, first: Compared) -> None:
         """A run was watched."""
         known = self._run
-        if not (comparable and _comparable(first, ledger)):
-            self.differs()
-        elif known is not None and known.agrees(first, ledger, needs):
+        if known is not None and known.agrees(run, first):
             self._alike += 1
         else:
             if known is not None:
                 self.differs()
-            self._run, self._alike = KnownRun(first, ledger, needs), 1
+            self._run, self._alike = run, 1
             _forget_the_oldest()
 
     def given_up(self) -> bool:
@@ -153,9 +159,12 @@ class Sightings:
         return 0 if known is None else len(known.entries)
 
 
-def _comparable(first: FirstRun, ledger: Ledger) -> bool:
+def comparable(first: Compared, ledger: Ledger) -> bool:
+    """Whether all that counts of a run, which was watched, can be compared."""
     return (
-        ledger.forgettable()
+        first.settings() is not None
+        and None not in first.ends
+        and ledger.forgettable()
         and all(
             entry.parts is None
             and (entry.func.__class__ in IN_C or _is_ours(entry.func))
@@ -215,12 +224,12 @@ def layout_of(t: Tensor) -> Any:
         return None
 
 
-def tape_of(nodes: Sequence[Any], start: int, leaves: Sequence[Any]) -> Any:
-    """What is compared of a tape: its nodes, when they were made, and where it ends."""
+def tape_of(nodes: Sequence[Any], start: int) -> Any:
+    """What is compared of a tape that was looked at: its nodes, and when they were made."""
     if not _AS_VIEW:
         _AS_VIEW.update(_aliases())
     kinds = [_AS_VIEW.get(kind, kind) for kind in map(type, nodes)]
-    return kinds, [n - start if n < _ENDS else 0 for n in map(sequence_number, nodes)], leaves
+    return kinds, [n - start if n < _ENDS else 0 for n in map(sequence_number, nodes)]
 
 
 _AS_VIEW: dict[type, type] = {}

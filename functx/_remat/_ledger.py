@@ -55,6 +55,7 @@ class Ledger(Record):
         devices: of those among them that went to host memory, by key.
         fetcher: brings these back.
         copied: steps whose results were copied when something was going to write to them.
+        plans: what replays run, by what they are for: found out once.
     """
 
     copied: Set[int] = frozenset()
@@ -70,6 +71,7 @@ class Ledger(Record):
         self._sections: dict[int, tuple[int, int]] = {}
         self._read: set[int] = set()  # storages from outside that live steps read
         self._sources: list[set[int]] = []
+        self.plans: dict[Any, Any] = {}
 
     def __enter__(self) -> Any:
         if self.saver is not None:

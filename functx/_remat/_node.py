@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from operator import or_
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ class RegionNode(_torch.SingleLevelFunction):
         # in the replay as ever: which operations run, which a record is compared with, depends on
         # that.
         asked = [n and _torch.will_be_reached(e) for n, (e, _) in zip(needs, ctx.next_functions)]
-        cut = [n or c for n, c in zip(needs, payload.cut)]
+        cut = [*map(or_, needs, payload.cut)]
         those = [c for c in cotangents if c is not None]
         del cotangents
         if payload.passing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,47 +11,54 @@ from torch import Tensor
 from functx import _torch, _torch_operators
 from functx._offload import Fetcher
 from functx._places import describe_place, where
+from functx._remat._holders import base_of
+from functx._remat._ledger import Ledger
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
 from functx._remat._step import Step, empty, kind_of, kinds, laid_out, layout_of
 from functx._remat._watch import Watcher, watchers, watching
+from functx._torch import dispatch_mode_depth
 
 _NOTHING = torch.empty(0)
 # What tapes run for themselves most, and may run once more than in the forward.
 _CLONE = torch.ops.aten.clone.default
 
 
-class Pruned(Watcher):
-    """Runs what is live; in place of everything else, hands out memory nobody wrote to.
+class Plan:
+    """What a replay runs, which is the same for all replays of regions that ran alike.
 
     NOTE [sections]
     A dispatch mode costs microseconds for each step. Where all steps belong to operations that the
     function mode sees, it is only entered for operations of which something does not run.
 
     Args:
-        steps: what ran in the forward.
-        runs: which of them run now.
-        kept: results that the region kept, by key; they are handed out instead of run for.
-        fetcher: brings back those of them that are in host memory, if there are any.
-        sections: the steps of each operation of the body; ``None`` if some belong to none.
+        ledger: of the forward.
+        wanted: the results that are pulled back; ``None`` for all.
+        have_kept: whether what the region kept is at hand.
+
+    Attributes:
+        dead: the functions and layouts of steps that give one tensor, which nobody reads.
+        given: what of that is handed out instead of run for, by key.
+        sections: the steps of each operation of the body of which something does not run; ``None``
+            if some belong to none.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        runs: Sequence[bool],
-        kept: dict[int, Tensor],
-        fetcher: Fetcher | None = None,
-        sections: dict[int, tuple[int, int]] | None = None,
-    ) -> None:
-        super().__init__()
-        self._steps = steps
-        self._runs = runs
-        self._kept = kept
-        self._giving = {key >> 6 for key in kept} if kept else set[int]()
-        self._fetcher = fetcher
-        self._at = 0
-        whole = sections is None or fetcher is not None
-        self.sections = None if whole else self._incomplete(sections or {})
+    def __init__(self, ledger: Ledger, wanted: Sequence[int] | None, have_kept: bool) -> None:
+        self.steps: Sequence[Step] = ledger.steps
+        self._runs, self.given = ledger.replay_of(wanted, have_kept)
+        self._giving = {key >> 6 for key in self.given}
+        sections = None if ledger.fetcher is not None else ledger.sections()
+        self.sections = None if sections is None else self._incomplete(sections)
+        self.dead = {
+            at: (step.kind.func, step.layouts[0])
+            for at, (step, runs) in enumerate(zip(self.steps, self._runs))
+            if not (runs or step.writes or step.handed_out or at in self._giving)
+            and step.layouts is not None
+            and len(step.layouts) == 1
+            and step.layouts[0] is not None
+            and step.kind.func is not _CLONE
+            and _torch_operators.returns_one(step.kind.func)
+            and not _torch_operators.returns_one_list(step.kind.func)
+        }
 
     def _incomplete(self, sections: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Those in which something does not run. ``NOTE [sections]``."""
@@ -60,14 +67,42 @@ class Pruned(Watcher):
         return {
             operation: (first, end)
             for operation, (first, end) in sections.items()
-            if False in self._runs[first:end] and not all(map(self._must_run, range(first, end)))
+            if False in self._runs[first:end] and not all(map(self.must_run, range(first, end)))
         }
 
-    def _must_run(self, at: int) -> bool:
+    def gives(self, at: int) -> bool:
+        """Whether a result of a step is at hand."""
+        return at in self._giving
+
+    def must_run(self, at: int) -> bool:
+        """Whether a step is run, as it is read or can't be left out."""
         if self._runs[at]:
             return True
-        step = self._steps[at]
+        step = self.steps[at]
         return step.layouts is None and not step.writes and at not in self._giving
+
+
+class Pruned(Watcher):
+    """Runs what is live; in place of everything else, hands out memory nobody wrote to.
+
+    Args:
+        plan: what runs.
+        kept: results that the region kept, by key; they are handed out instead of run for.
+        fetcher: brings back those of them that are in host memory, if there are any.
+    """
+
+    def __init__(
+        self, plan: Plan, kept: Mapping[int, Tensor], fetcher: Fetcher | None = None
+    ) -> None:
+        super().__init__()
+        self._plan = plan
+        self._steps = plan.steps
+        # (The first step that does not run begins to bring values back.)
+        self._dead = plan.dead if fetcher is None else {}
+        self._kept = kept
+        self._fetcher = fetcher
+        self._at = 0
+        self.sections = plan.sections
 
     def run(self, operation: int, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation of the body. ``NOTE [sections]``."""
@@ -84,6 +119,11 @@ class Pruned(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the replay."""
+        dead = self._dead.get(self._at)
+        if dead is not None and dead[0] is func and not (self.paused or dispatch_mode_depth()):
+            self._at += 1  # as below, where no other mode is to be told
+            standing_in(StoodIn.UNWRITTEN)
+            return empty(dead[1])
         kind = kinds.get(id(func)) or kind_of(func)
         runs = self.paused or kind.view
         at = self._at
@@ -92,7 +132,7 @@ class Pruned(Watcher):
                 self._fetcher.begin(self._kept)
         if not runs:
             step = self._next(func)
-            runs = self._must_run(at)
+            runs = self._plan.must_run(at)
             if step.handed_out:
                 # What it reads was never computed where the forward had the result at hand.
                 how = f"it runs {func} where a region inside had kept what that gives"
@@ -108,7 +148,7 @@ class Pruned(Watcher):
             raise Departed(f"it copies {[*args[0].shape]} where the forward {[*layout[0]]}", self)
         with watching(False):
             out = self._stand_in(at, args)
-        if at in self._giving:
+        if self._plan.gives(at):
             standing_in(StoodIn.KEPT, self._handed_out(step, at, out))
             # A region around this one must know that the result comes from what is kept.
             values = [t for key, t in self._kept.items() if key >> 6 == at]
@@ -151,7 +191,7 @@ class Pruned(Watcher):
         """What an operation gives that does not run."""
         step = self._steps[at]
         if step.writes:
-            if at in self._giving:
+            if self._plan.gives(at):
                 value = self._value(step, key_of(at, IN_PLACE))
                 laid_out(args[0], layout_of(value)).copy_(value)
             return args[0]
@@ -185,6 +225,24 @@ class Pruned(Watcher):
         if self._fetcher is not None and self._fetcher.brings(key):
             return self._fetcher.value(key, value)
         return value.clone() if step.rewritten else value.detach()
+
+
+def planned(ledger: Ledger, wanted: Sequence[int] | None, kept: Sequence[Tensor]) -> Pruned:
+    """What a replay runs under.
+
+    Args:
+        ledger: of the forward.
+        wanted: the results that are pulled back; ``None`` for all.
+        kept: the values that the region kept, if they are at hand.
+    """
+    which = wanted, len(kept) == len(ledger.kept)
+    plan = ledger.plans.get(which)
+    if plan is None:
+        plan = ledger.plans[which] = Plan(ledger, *which)
+    values: dict[int, Tensor] = {}
+    if plan.given:
+        values = {key: base_of(t) for key, t in zip(ledger.kept, kept) if key in plan.given}
+    return Pruned(plan, values, ledger.fetcher)
 
 
 class Departed(BaseException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import or_
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Pullback:
         self.want = want
         self.fn = fn
         self.needs = tuple(needs)
-        self.requires = tuple(n or c for n, c in zip(needs, cut))
+        self.requires = (*map(or_, needs, cut),)
         self.wanted = tuple(wanted)
         self.level = level
         self.by_name = self.lends = False

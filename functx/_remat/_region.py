@@ -41,7 +41,7 @@ from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
 from functx._remat._profile import shown
-from functx._remat._prune import Pruned
+from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import NOTHING, Lenient, Replay
 from functx._remat._tapes import rewrap
@@ -238,11 +238,7 @@ class Region:
         wanted, kept, passing = of[1:] if of is not None and of[0] is self else (None, (), ())
         if (ledger := self.ledger) is None:
             return None, ()
-        runs, given = ledger.replay_of(wanted, have_kept=len(kept) == len(ledger.kept))
-        values = {}
-        if given:
-            values = {key: base_of(t) for key, t in zip(ledger.kept, kept) if key in given}
-        return Pruned(ledger.steps, runs, values, ledger.fetcher, ledger.sections()), passing
+        return planned(ledger, wanted, kept), passing
 
     def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         first = self.first_run
@@ -265,23 +261,24 @@ class Region:
         if extra := first.further_results():
             self._results += range(len(outs), len(outs) + len(extra))
             outs += extra
-        self.reached = leaves = first.check_tape(outs)
+        ordinary = not any(isinstance(r, (tuple, Tensor)) for r in self._results)
+        known = first.recognized(ordinary)
+        self.reached = leaves = first.reached(known, outs)
         frames = self.frames
         if len(frames) > 1 and any(f.holds_duals() for f in frames) and frames[0].differentiates():
             first.must_run_whole()  # NOTE [gradients with tangents] in `_dual_level`
-        self.needed = needed = [True] * len(first.holders)
-        ordinary = not any(isinstance(r, (tuple, Tensor)) for r in self._results)
-        if (known := first.recognized(ordinary)) is not None:
-            self.ledger, needs, self.sightings = known.ledger, known.needs, first.sightings
+        self.needed = needed = [True] * (len(tensors) + len(self.captured))
+        if known is not None:
+            self.ledger, self.sightings = known.ledger, first.sightings
+            self.needed, self.passing = [*known.needed], known.passing
         elif ledger is not None and ledger.settle(outs):
             self.ledger, needs = ledger, [ledger.needs(holders) for holders in first.holders]
-            first.sighted(needs, ordinary)
-        if self.ledger is not None and not lenient:
-            viewed = None if known is not None else self.ledger.viewed
-            may_go = may_pass(self.ledger, self.environment, first) and not self.options.records
-            self.passing = unread(first.holders, needs, may_go, viewed, leaves, needed)
-            for kind, i in map(first.origins.__getitem__, self.rewritten):
-                needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
+            if not lenient:
+                may_go = may_pass(ledger, self.environment, first) and not self.options.records
+                self.passing = unread(first.holders, needs, may_go, ledger.viewed, leaves, needed)
+                for kind, i in map(first.origins.__getitem__, self.rewritten):
+                    needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
+            first.sighted(ordinary)
         for i, connected in enumerate(self.connected):
             needed[i] = needed[i] or connected
         if ledger is not None and ledger.saver is not None:

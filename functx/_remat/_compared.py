@@ -1,0 +1,198 @@
+"""A first run that is compared with runs before it: ``NOTE [known runs]`` in `_known_runs`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch
+from functx._remat._apart import Reached
+from functx._remat._arguments import NUMBERS
+from functx._remat._entry import KNOWN, MAKES, Entry
+from functx._remat._escape import Birth
+from functx._remat._foreign import Standins
+from functx._remat._known_runs import KnownRun, Sightings, comparable, fits, sightings_of, tape_of
+from functx._remat._overwritten import Writes
+from functx._remat._region import Region
+
+
+class Compared(Standins):
+    """The tracker of a run that may be like runs before.
+
+    Args:
+        region: what runs.
+        lift_constants: make captures of constants too: in a graph, a region has none.
+    """
+
+    # What is known of such runs, and the run that this one is compared with.
+    sightings: Sightings | None = None
+    expected: KnownRun | None = None
+    # The layouts of what operations gave, and the names of their keywords, where they count.
+    layouts: list[Any] | None = None
+    names: list[Any]
+    # Of the tape: how many nodes were made, what is compared of them, and where it ends: the frame,
+    # and the place there of the input that the leaf stands for.
+    nodes = 0
+    tape: Any = None
+    ends: Sequence[Any] = ()
+    _number = -1
+    _writes: Writes | None = None
+
+    def __init__(self, region: Region, lift_constants: bool) -> None:
+        super().__init__(region, lift_constants)
+        self.entries: list[Entry] = []
+        self.births: list[Birth] = []
+
+    def look_for_others(self) -> None:
+        """Find what is known of such runs."""
+        if self._may_be_known():
+            region = self._region
+            found = sightings_of(*region.reaches, region.inputs)
+            if found is not None:
+                self.layouts, self.names, self.sightings = [], [], found
+                self.expected = found.expected()
+
+    def _may_be_known(self) -> bool:
+        region, options = self._region, self._region.options
+        return (
+            region.outer is None
+            and options.prune
+            and options.policy is None
+            and options.determinism_check == "default"
+            and not (options.replay or options.by_sight or options.records or self._lift_constants)
+            and _torch.forward_ad_level() < 0
+            and not any(frame.dual() or frame.holds_duals() for frame in region.frames)
+        )
+
+    def departs(self) -> None:
+        """It is no longer as was expected."""
+        self.expected = None
+
+    def settings(self) -> Any:
+        """The surroundings that decide what runs."""
+        found = self._region.environment.surroundings()
+        return found and (found, [frame.kind() for frame in self._region.frames])
+
+    def externals(self) -> Sequence[Tensor]:
+        """What the body read that it did not make, as it saw it."""
+        return self._standins
+
+    def recognized(self, ordinary: bool) -> KnownRun | None:
+        """What is known of this run, which had no ledger; ``None`` if it was not as expected.
+
+        Args:
+            ordinary: whether the results are all the body's own.
+        """
+        sightings, known = self.sightings, self.expected
+        if sightings is None or self.ledger is not None:
+            return None
+        self.nodes = _torch.next_sequence_number() - self._start
+        if known is not None and ordinary and self._usual() and known.describes(self):
+            return known
+        sightings.differs()
+        return None
+
+    def reached(self, known: KnownRun | None, outs: Sequence[Tensor | None]) -> Reached:
+        """The leaves that the tapes of the results end in; of a known run, they are known."""
+        if known is None:
+            return self.check_tape(outs)
+        frames = self._region.frames
+        return Reached([frames[n].leaves[i] for n, i in known.ends], outs, frames)
+
+    def check_tape(self, outs: Sequence[Tensor | None]) -> Reached:
+        """The leaves that the tapes end in."""
+        raise NotImplementedError
+
+    def looked_at(self, nodes: Sequence[Any], made: int, leaves: Sequence[Tensor]) -> None:
+        """The tapes of a run that was watched.
+
+        Args:
+            nodes: on them.
+            made: the number of the next one that is made.
+            leaves: that they end in.
+        """
+        if self.sightings is not None and self.ledger is not None:
+            frames = enumerate(self._region.frames)
+            places = {leaf: (n, i) for n, f in frames for i, leaf in enumerate(f.leaves)}
+            self.nodes, self.ends = made - self._start, [*map(places.get, map(id, leaves))]
+            self.tape = tape_of(nodes, self._start)
+
+    def sighted(self, ordinary: bool) -> None:
+        """The run had a ledger, which has decided: remember what it found out."""
+        region, ledger = self._region, self.ledger
+        if self.sightings is None or ledger is None:
+            return
+        if ordinary and self._usual() and comparable(self, ledger):
+            self.sightings.saw(KnownRun(self, ledger, region.needed, region.passing), self)
+        else:
+            self.sightings.differs()
+
+    def _usual(self) -> bool:
+        return not self.odd and self._writes is None
+
+    def as_expected(self, func: Any) -> bool:
+        """Whether the operation under way is the known run's, whose entry then serves for both."""
+        entries, known = self.entries, self.expected.entries  # type: ignore[union-attr]
+        if (at := len(entries)) < len(known) and fits(
+            known[at], func, self._sources, self._scalars
+        ):
+            entries.append(known[at])
+            self._sources = []
+            self._scalars = []
+            return True
+        self.departs()
+        return False
+
+    def run_expected(self, known: KnownRun, func: Any, args: Any) -> Any:
+        """An operation in C that only computes, and is the known run's so far as anybody can tell.
+
+        As `swap_all`, `as_expected` and `made`, in one piece: most operations come by here.
+        """
+        index, births, sources = self._index, self._births, self._sources
+        swapped: list[Any] = []
+        for a in args:
+            if isinstance(a, Tensor):
+                key = id(a)
+                if key in index and (found := index[key])[0] is a:
+                    sources.append(found[2])
+                    a = found[1]
+                elif (birth := births.get(key)) is not None and birth[1]() is a:
+                    sources.append(KNOWN - birth[0])
+                else:
+                    a = self._meet(a)
+                    if sources[-1] < 0:
+                        self.odd = True
+            elif a.__class__ in NUMBERS:
+                self._scalars.append(a)
+            else:
+                a = self.swap(a)
+            swapped.append(a)
+        entries = self.entries
+        at = len(entries)
+        entry = known.entries[at] if at < len(known.entries) else None
+        if entry is None or not fits(entry, func, sources, self._scalars):
+            self.departs()
+            return self.run_resolved(func, swapped)
+        entries.append(entry)
+        self._sources = []
+        self._scalars = []
+        out = func(*swapped)
+        if out.__class__ is not Tensor:
+            self.note(out)
+            return out
+        number = (at + 1) << MAKES
+        if number <= self._number:
+            number = self._number + 1
+        self._number = number
+        made: Any = number, weakref.ref(out), entry.place
+        self._births[id(out)] = made
+        self.births.append(made)
+        self.layouts.append((out.shape, out.dtype, out.requires_grad))  # type: ignore[union-attr]
+        return out
+
+    def run_resolved(self, func: Any, args: Any) -> Any:
+        """An operation on resolved arguments, which is not recorded yet."""
+        raise NotImplementedError
