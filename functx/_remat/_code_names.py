@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dis
 import types
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 _Names = tuple[tuple[str, ...], tuple[str, ...]]
 # By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
 _known: dict[int, tuple[types.CodeType, _Names]] = {}
@@ -31,3 +34,28 @@ def names_in(code: types.CodeType) -> _Names:
             _known.clear()
         found = _known[id(code)] = code, (tuple(names), tuple(rebound))
     return found[1]
+
+
+class OfGlobals(Generic[T]):
+    """Something about the globals that a function names: found out anew when they are others.
+
+    Args:
+        find: gives it for the names and their values; it holds none of these.
+    """
+
+    def __init__(self, find: Callable[[Sequence[str], Sequence[Any]], T]) -> None:
+        self._find = find
+        self._found: dict[int, tuple[Any, T]] = {}
+
+    def __call__(self, f: types.FunctionType) -> tuple[Sequence[Any], T]:
+        """The values, in the order of the names, and what was found out."""
+        names, scope = names_in(f.__code__)[0], f.__globals__
+        values = [*map(scope.get, names)]
+        by = id(scope), [*map(id, values)], [*map(type, values)]
+        key = id(f.__code__)
+        found = self._found.get(key)
+        if found is None or found[0] != by:
+            if len(self._found) >= _MANY:
+                self._found.clear()
+            found = self._found[key] = by, self._find(names, values)
+        return values, found[1]

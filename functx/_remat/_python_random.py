@@ -13,13 +13,13 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from functx import _torch_modules
-from functx._remat._code_names import names_in
+from functx._remat._code_names import OfGlobals, names_in
 
 Generator = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
@@ -63,18 +63,9 @@ def _named_by(f: Any) -> set[str]:
             continue
         seen.add(id(f))
         if isinstance(f, types.FunctionType):
-            scope = f.__globals__
-            for name in names_in(f.__code__)[0]:
-                value = scope.get(name)
-                if value is None:  # an attribute, mostly; or imported inside the function
-                    if name in _GENERATORS:
-                        named.add(name)
-                    continue
-                kind = type(value)
-                if kind not in _BUILT_IN and (top := _top_of(value)) in _GENERATORS:
-                    named.add(top)
-                if kind is types.FunctionType and not _not_the_users(value):
-                    stack.append(value)
+            values, (found, functions) = _of_globals(f)
+            named |= found
+            stack += [values[i] for i in functions]
             for cell in f.__closure__ or ():
                 try:
                     contents = cell.cell_contents
@@ -95,6 +86,25 @@ def _named_by(f: Any) -> set[str]:
             stack += (f.func, *f.args, *f.keywords.values())
     return named
 
+
+def _among(names: Sequence[str], values: Sequence[Any]) -> tuple[set[str], list[int]]:
+    """The generators that some globals are of, and which globals are functions of the user's."""
+    named: set[str] = set()
+    functions = []
+    for i, (name, value) in enumerate(zip(names, values)):
+        if value is None:  # an attribute, mostly; or imported inside the function
+            if name in _GENERATORS:
+                named.add(name)
+            continue
+        kind = type(value)
+        if kind not in _BUILT_IN and (top := _top_of(value)) in _GENERATORS:
+            named.add(top)
+        if kind is types.FunctionType and not _not_the_users(value):
+            functions.append(i)
+    return named, functions
+
+
+_of_globals = OfGlobals(_among)
 
 # By class and the id of a forward, that forward and the methods that it calls: found once. A class
 # may have several: a module made of it by remat has its own, and calls that of the original.

@@ -6,14 +6,14 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from functx import _torch_modules
-from functx._remat._code_names import names_in
+from functx._remat._code_names import OfGlobals, names_in
 from functx._remat._containers import MUTABLE
 from functx._remat._options import Options
 from functx._remat._slots import slots_of
@@ -113,20 +113,33 @@ def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached, seen:
     reached.named.append((scope, names))
     if rebound:
         reached.scopes.append((scope, rebound))
-    for name in names:
-        value = scope.get(name)
-        if value is None:
-            continue
+    values, which = _leading_on(f)
+    for i in which:
+        value = values[i]
         kind = type(value)
-        if kind is types.FunctionType:
-            if (value.__module__ or "").partition(".")[0] not in _NOT_THE_USERS:
-                stack.append(value)
-        elif kind in MUTABLE or isinstance(value, (nn.Module, tuple)):
+        if kind is types.FunctionType or kind in MUTABLE or isinstance(value, (nn.Module, tuple)):
             stack.append(value)
         elif isinstance(value, type):
             _class_of(value, stack, reached, seen)
-        elif kind not in _LEAVES and kind not in _NO_STATE:
+        else:
             _attributes_of(value, stack, reached, seen)
+
+
+def _lead_on(names: Sequence[str], values: Sequence[Any]) -> list[int]:
+    """Which of some globals lead to what may be changed."""
+    found = []
+    for i, value in enumerate(values):
+        kind = type(value)
+        if kind is types.FunctionType or isinstance(value, type):
+            leads = (value.__module__ or "").partition(".")[0] not in _NOT_THE_USERS
+        else:
+            leads = kind not in _LEAVES and kind not in _NO_STATE
+        if leads:
+            found.append(i)
+    return found
+
+
+_leading_on = OfGlobals(_lead_on)
 
 
 def _class_of(cls: type, stack: list[Any], reached: Reached, seen: set[int]) -> None:
