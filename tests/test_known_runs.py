@@ -8,6 +8,7 @@ import house
 import pytest
 import torch
 from cases import numbers
+from changes import CHANGES
 from references import Operations, assert_same, count
 from torch import nn
 
@@ -134,96 +135,6 @@ def test_code_that_ran_alike_has_no_ledger(ledgers):
         scale = numbers(4, start=float(i)).requires_grad_()
         gradients(functx.remat(lambda x, scale=scale: torch.sin(torch.exp(x)) * scale), X, scale)
         assert len(ledgers) == min(i + 1, _known_runs.ALIKE)
-
-
-def both(x):
-    a, b = torch.sin(x), torch.cos(x)
-    return a, b
-
-
-CONSTANTS = [numbers(3, 4, start=1.0), numbers(3, 4, start=2.0)]
-
-
-def of_constants(x, flag):
-    """What is chosen is on no tape."""
-    a, b = torch.sin(CONSTANTS[0]), torch.exp(CONSTANTS[1])
-    return x * (a, b)[flag] + x.exp() * 0 * (a.sum() + b.sum())
-
-
-def without_grad(x, flag):
-    with torch.set_grad_enabled(not flag):
-        h = torch.sin(x * 2)
-    return h * x
-
-
-def in_place(x, flag):
-    h = x * 2
-    return (h.sin_() if flag else h.sin()) * x
-
-
-def kept(x, flag, log=[]):  # noqa: B006
-    log.clear()
-    h = torch.exp(x * 2)
-    if flag:
-        log.append(h)
-    return torch.sin(x)
-
-
-def cast(x, flag):
-    with torch.autocast("cpu", enabled=flag):
-        h = x.float() @ W.float()
-    return h.double() * x
-
-
-def hooked(x, flag):
-    h = torch.sin(x)
-    if flag:
-        h.register_hook(lambda g: g * 2)
-    return h * x
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * ctx.saved_tensors[0] ** 2 * g
-
-
-CHANGES = {
-    "another of two results": lambda x, flag: torch.mul(*(both(x)[flag], x)) + sum(both(x)),
-    "another of two results with one tape": lambda x, flag: (
-        (torch.sin(x * 1), torch.sin(x * 2))[flag].exp() * x
-    ),
-    "another of two results on no tape": of_constants,
-    "another branch": lambda x, flag: torch.exp(x) * x if flag else torch.sin(x) * x,
-    "one operation more": lambda x, flag: torch.exp(torch.sin(x) if flag else x) * x,
-    "one operation less": lambda x, flag: torch.exp(x if flag else torch.sin(x)) * x,
-    "another number": lambda x, flag: torch.exp(x * (3 if flag else 2)) * x,
-    "a number of another type": lambda x, flag: torch.exp(x * (2.0 if flag else 2)) * x,
-    "another keyword": lambda x, flag: x.exp().sum(**{"dim" if flag else "axis": 0}) * x,
-    "another constant": lambda x, flag: torch.exp(x * CONSTANTS[flag]) * x,
-    "a capture that requires grad": lambda x, flag: (
-        torch.exp(x * (CONSTANTS[0].clone().requires_grad_() if flag else CONSTANTS[0])) * x
-    ),
-    "no grad": without_grad,
-    "in place": in_place,
-    "left behind": kept,
-    "autocast": cast,
-    "a hook": hooked,
-    "a custom function": lambda x, flag: torch.exp(Cubed.apply(x) if flag else x**3) * x,
-    "a region inside": lambda x, flag: (
-        torch.exp(functx.remat(torch.sin)(x) if flag else torch.sin(x)) * x
-    ),
-    "handed back": lambda x, flag: x if flag else torch.exp(x),
-    "looked at": lambda x, flag: torch.exp(x) * (x.exp().sum().item() if flag else 2.0),
-    "a shape": lambda x, flag: torch.exp(x[: 2 if flag else 3]).sum(0) * x,
-    "a shape that values decide": lambda x, flag: torch.exp(x[x > (0.5 if flag else 0)]).sum() * x,
-    "a dtype": lambda x, flag: torch.exp(x.float() if flag else x) * x,
-}
 
 
 # What torch.vmap has not.
