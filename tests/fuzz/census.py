@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from .program import Program
 from .runner import Result
 
+KNOWN = "known from a run before"
 FEATURES = {
     "operations": (
         *("view", "write", "write to a view", "random", "generator", "random in nested regions"),
@@ -21,6 +22,7 @@ FEATURES = {
         *("nested", "no arguments", "module region", "static argument", "pytree argument"),
         *("pytree result", "several results", "unused result", "integer or bool result"),
         *("result that is an input", "policy", "write to an argument", "escape"),
+        *("run before", KNOWN),
     ),
     "closures": (
         *("closure", "closure of several levels", "closure of a leaf", "rebound"),
@@ -65,6 +67,7 @@ class Census:
     def add(self, program: Program, ours: Result, expected: Result) -> None:
         """A program that agreed."""
         self.holds(program)
+        self.features.update([KNOWN] if ours.known else [])
         self.reached += expected.reached
         self.forward += expected.markers
         self.again += ours.markers - expected.markers

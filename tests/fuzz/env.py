@@ -65,6 +65,7 @@ class Env:
         randomness: of each vmap.
         remat: `functx.remat`, or what stands in its place.
         loops: whether loops of functx run, or plain ones.
+        frozen: the leaf that wants no gradient, if one does not.
     """
 
     function = staticmethod(Own.apply)
@@ -72,9 +73,13 @@ class Env:
     old_style = staticmethod(OldStyle.apply)
     holder = Holder
 
-    def __init__(self, randomness: str, remat: Callable[..., Any], loops: bool) -> None:
+    def __init__(
+        self, randomness: str, remat: Callable[..., Any], loops: bool, frozen: int | None = None
+    ) -> None:
         self.randomness = randomness
         self.loops = loops
+        self._frozen = frozen
+        self._asked = 0
         self.leaves: list[torch.Tensor] = []
         self.box: list[torch.Tensor] = []
         # That a function closes over: replays write to another one.
@@ -95,7 +100,8 @@ class Env:
 
     def leaf(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A leaf that wants a gradient."""
-        leaf = numbers(*shape, start=1.0 + len(self.leaves)).requires_grad_()
+        leaf = numbers(*shape, start=1.0 + len(self.leaves))
+        leaf.requires_grad_(len(self.leaves) != self._frozen)
         self.leaves.append(leaf)
         return leaf
 
@@ -103,6 +109,11 @@ class Env:
         """A hook that changes the gradient."""
         if t.requires_grad:
             t.register_hook(_double)
+
+    def every_other(self, ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        """A policy that decides otherwise each time it is asked."""
+        self._asked += 1
+        return self._asked % 2 == 1
 
     def sequential(self, functions: Any, segments: int, x: Any) -> Any:
         """`functx.remat_sequential`, or a plain loop."""

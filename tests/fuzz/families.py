@@ -67,16 +67,18 @@ class Families(Regions):
         """A region that lets go of another tensor over the memory of what it is given.
 
         Its tape comes to hold a view, and just as many hold that memory afterwards as before. The
-        product itself is left out of the replay.
+        product itself is left out of the replay. (What a list holds, the region would keep.)
         """
         self.features.add("not differentiated")
         matrix = self.define(scope, f"{self.operand(scope, 'm')}.detach().sin()", "m")
         held, name = self.fresh("held"), self.fresh("region")
         a, b = self.fresh("p"), self.fresh("p")
-        self.emit(scope, f"{held} = [{matrix}[{self.pick([0, 2])}]]", f"def {name}({a}, {b}):")
+        row = f"{matrix}[{self.pick([0, 2])}]"
+        self.emit(scope, f"{held} = iter([{row}])", f"def {name}({a}, {b}):")
         inside = Scope([*scope.names, (b, "v")], scope.depth + 1, len(scope.names))
-        self.emit(inside, f"{held}.clear()")
-        view = self.pick(["{0}.mT @ {1}", "{0}[1] * {1}", "{0}.diagonal() * {1}"]).format(a, b)
+        self.emit(inside, f"list({held})")
+        views = ["{0}.mT @ {1}", "{0}[1] * {1}", "{0}.diagonal() * {1}", "{0}[1].detach() * {1}"]
+        view = self.pick(views).format(a, b)
         product = self.define(inside, view, "v")
         for _ in range(self.choose(2)):
             self.statement(inside)
@@ -127,7 +129,7 @@ class Families(Regions):
         return None
 
     def constant_by_two_names(self, scope: Scope) -> None:
-        """A region is given what no derivative flows to, and one inside closes over both names."""
+        """A region is given what no derivative flows to, and one inside knows it by both names."""
         self.features |= {"not differentiated", "nested", "closure of several levels"}
         text = self.pick([f"{self.operand(scope, 'v')}.detach().sin()", "env.constant.sin()"])
         constant = self.define(scope, text, "v")
@@ -137,10 +139,25 @@ class Families(Regions):
         for _ in range(self.choose(2)):
             self.statement(inside)
         a, b = self.pick([constant, p]), self.pick([p, constant, self.operand(scope, "v")])
-        self.emit(inside, f"def {inner}():", f"    return torch.sigmoid({a}) * {b}.cos()")
-        found = self.define(inside, f"remat({inner})()", "v")
+        how = self.pick(["closes over them", "reads their shapes", "is given them"])
+        if how == "closes over them":
+            self.emit(inside, f"def {inner}():", f"    return torch.sigmoid({a}) * {b}.cos()")
+            found = self.define(inside, f"remat({inner})()", "v")
+        elif how == "is given them":
+            self.features.add("several results")
+            first, second, unread = self.fresh("p"), self.fresh("p"), self.fresh("r")
+            self.emit(inside, f"def {inner}({first}, {second}):")
+            result = f"torch.sigmoid({self.operand(scope, 'v')})"
+            self.emit(inside, f"    return {result}, {first}.sin() * {second}")
+            found = self.fresh("r")
+            self.emit(inside, f"{found}, {unread} = remat({inner})({p}, {constant})")
+        else:
+            self.emit(inside, f"{constant}.clamp(-0.7, 0.9)")
+            found = self.operand(scope, "v")
         self.emit(inside, f"return torch.sigmoid({self.operand(scope, 'v')} * {found})")
-        call = self.pick([f"remat({outer})", f"remat(remat({outer}))"])
+        call = f"remat(remat({outer}))"
+        if how != "reads their shapes":
+            call = self.pick([f"remat({outer})", call])
         self.define(scope, f"{call}({constant})", "v")
 
     def expanded_capture(self, scope: Scope) -> None:

@@ -123,4 +123,5 @@ POLICIES = [
     "offload(functx.checkpoint_policies.everything_saveable)",
     "everything_saveable & ~functx.checkpoint_policies.save_only_these_names('a')",
     "save_at_least(40) & ~functx.checkpoint_policies.dots_saveable",
+    "everything_saveable & env.every_other",
 ]

@@ -26,6 +26,8 @@ class Program:
         randomness: of every vmap.
         library: ``functx`` or ``torch.func``, for the transforms of the stack.
         twice: whether it is pulled back twice.
+        before: what ran alike before, so that nobody watches: the ``"same"``, with a ``"leaf"`` or
+            the ``"input"`` not differentiated, or with another ``"batch"``; or nothing.
     """
 
     source: str
@@ -35,11 +37,12 @@ class Program:
     randomness: str = "different"
     library: str = "functx"
     twice: bool = False
+    before: str = ""
 
     def __str__(self) -> str:
         return (
             f"# transforms {self.stack} of {self.library}, innermost first; remat at "
-            f"{self.places}; randomness={self.randomness!r}; twice={self.twice}\n{self.source}"
+            f"{self.places}; randomness={self.randomness!r}; twice={self.twice}; before={self.before!r}\n{self.source}"
         )
 
     __repr__ = __str__

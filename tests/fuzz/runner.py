@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unwritten import unwritten_memory_shows
 
 import functx
-from functx._remat import _holders, _letting_go
+from functx._remat import _holders, _known_runs, _letting_go
+from functx._remat._capture import FirstRun
 
 from .env import Env
 from .program import Program
@@ -52,9 +55,10 @@ class Watch(TorchDispatchMode):
     Forward mode makes zeros without memory, on which torch crashes in the presence of a mode.
     """
 
-    def __init__(self, measure: bool) -> None:
+    def __init__(self, measure: bool, only_observes: bool = False) -> None:
         super().__init__()
         self.measure = measure
+        self.only_observes = only_observes  # else nothing that runs under it is known
         self.markers = 0
         self.total = 1.0
 
@@ -91,6 +95,7 @@ class Result:
         markers: how often the operation ran that ends every region.
         reached: whether a gradient reached the result of a region, if a `Spy` was looking.
         scale: bound of the contributions to any number.
+        known: how many regions were taken for runs before.
     """
 
     values: list[torch.Tensor]
@@ -99,6 +104,7 @@ class Result:
     markers: int
     reached: bool
     scale: float
+    known: int = 0
 
 
 def apply(program: Program, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,6 +143,8 @@ def check(program: Program, expected: Result) -> Result:
         with unwritten_memory_shows(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(_letting_go, "_WORTH", 0)  # programs are small
             ours = run(program, functx.remat)
+            if program.before:
+                again = run_again(program)
     except Exception as error:
         for feature, message in REFUSALS.items():
             known = feature in program.features and message in str(error)
@@ -144,9 +152,39 @@ def check(program: Program, expected: Result) -> Result:
                 raise Refused(message) from error
         raise Difference(f"raises {type(error).__name__}: {error}") from error
     compare(program, ours, expected)
+    if program.before:
+        ours.known = again.known
+        try:
+            compare(program, again, expected)
+        except Difference as difference:
+            raise Difference(f"as known from a run before, {difference}") from difference
     if _holders._own.holds:
         raise Difference("counts what it holds no more")
     return ours
+
+
+def run_again(program: Program) -> Result:
+    """The program with remat, whose regions have run before: alike, or not quite."""
+    known = 0
+    recognized = FirstRun.recognized
+
+    def counted(first: FirstRun, ordinary: bool) -> Any:
+        nonlocal known
+        found = recognized(first, ordinary)
+        known += found is not None
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_known_runs, "ALIKE", 1)
+        patch.setattr(_known_runs, "_PATIENCE", sys.maxsize)
+        patch.setattr(_known_runs, "_sightings", {})
+        code = compile(program.source, "<program>", "exec")
+        with suppress(Exception):  # torch may refuse it
+            run(program, functx.remat, code=code, before=program.before)
+        patch.setattr(FirstRun, "recognized", counted)
+        result = run(program, functx.remat, code=code, before="same")
+    result.known = known
+    return result
 
 
 def reference(program: Program) -> Result:
@@ -154,12 +192,28 @@ def reference(program: Program) -> Result:
     return run(program, Spy(), measure=True)
 
 
-def run(program: Program, remat: Callable[..., Any], *, measure: bool = False) -> Result:
-    """The program, and plain autograd through what comes out."""
+def run(
+    program: Program,
+    remat: Callable[..., Any],
+    *,
+    measure: bool = False,
+    code: Any = None,
+    before: str = "",
+) -> Result:
+    """The program, and plain autograd through what comes out.
+
+    Args:
+        program: what to run.
+        remat: what it calls.
+        measure: whether to find a bound of the contributions.
+        code: of the program, where regions are to be known by it.
+        before: how it differs, as `Program` says; then what watches it only observes.
+    """
     torch.manual_seed(1)
-    env = Env(program.randomness, remat, loops=remat is functx.remat)
+    frozen = 0 if before == "leaf" else None
+    env = Env(program.randomness, remat, loops=remat is functx.remat, frozen=frozen)
     namespace = {"torch": torch, "functx": functx, "functools": functools}
-    exec(compile(program.source, "<program>", "exec"), namespace)
+    exec(code or compile(program.source, "<program>", "exec"), namespace)
     f = namespace["build"](remat, env)
 
     def only_floats(x: torch.Tensor) -> Any:
@@ -170,9 +224,10 @@ def run(program: Program, remat: Callable[..., Any], *, measure: bool = False) -
         stacked = apply(program, name, stacked)
         if place in program.places:
             stacked = remat(stacked)
-    x = numbers(*(2,) * program.stack.count("vmap"), 3).requires_grad_()
+    batch = 3 if before == "batch" else 2
+    x = numbers(*(batch,) * program.stack.count("vmap"), 3).requires_grad_(before != "input")
     torch.manual_seed(2)
-    with Watch(measure) as watch:
+    with Watch(measure, only_observes=bool(before)) as watch:
         values, gradients = _differentiate(stacked, x, env.parameters, program.twice)
     values += env.state
     return Result(
@@ -191,10 +246,11 @@ def _differentiate(f: Any, x: torch.Tensor, leaves: list[torch.Tensor], twice: b
     values = [v.detach() for v in values]
     if not value.requires_grad:
         return values, []
+    leaves = [t for t in (x, *leaves) if t.requires_grad]
     gradients = []
     for last in (False, True)[not twice :]:
         gradients += torch.autograd.grad(
-            value, [x, *leaves], allow_unused=True, materialize_grads=True, retain_graph=not last
+            value, leaves, allow_unused=True, materialize_grads=True, retain_graph=not last
         )
     return values, gradients
 

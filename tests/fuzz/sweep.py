@@ -9,6 +9,7 @@ Whatever runs last (slices run in several processes) writes the report.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -64,6 +65,7 @@ def one(program: Program, name: str, census: Census) -> None:
 def run_slice(first: int, last: int) -> Census:
     """The programs from ``first`` up to, not including, ``last``; differences are noted."""
     census = Census()
+    gc.freeze()  # else what is there by now is looked through at each collection
     with (
         warnings.catch_warnings(),
         torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"),

@@ -20,6 +20,7 @@ from .program import Program, Scope
 # Depth of the stack of transforms to how many statements may hold others: time grows with both.
 BUDGETS = {0: 12, 1: 10, 2: 7, 3: 4}
 DEPTHS = [0, 1, 2, 0, 1, 0, 2, 1, 0, 1, 3, 0]
+BEFORE = ["same", "leaf", "input", "batch"]
 TRANSFORMS = ["grad", "vmap", "jvp", "vjp", "jacrev", "vmap", "jvp", "jacfwd"]
 
 
@@ -112,7 +113,8 @@ class Writer(Families):
         twice = self.chance(6) or self.twice
         if twice:
             self.features.add("pulled back twice")
-        self.features |= {f"depth {depth}", *self.stack}
+        before = self.pick(BEFORE) if self.chance(3) else ""
+        self.features |= {f"depth {depth}", *self.stack, *["run before"][: len(before)]}
         return Program(
             "\n".join(self.lines) + "\n",
             self.features,
@@ -121,6 +123,7 @@ class Writer(Families):
             randomness,
             self.pick(["functx", "torch.func"]),
             twice,
+            before,
         )
 
     def _inner(self) -> set[str]:
