@@ -42,7 +42,8 @@ class Program:
     def __str__(self) -> str:
         return (
             f"# transforms {self.stack} of {self.library}, innermost first; remat at "
-            f"{self.places}; randomness={self.randomness!r}; twice={self.twice}; before={self.before!r}\n{self.source}"
+            f"{self.places}; randomness={self.randomness!r}; twice={self.twice}; "
+            f"before={self.before!r}\n{self.source}"
         )
 
     __repr__ = __str__
