@@ -5,8 +5,9 @@ torch's engine comes by each edge of a node that has run, with nothing where the
 and calls hooks with ``None``. Without remat a hook is not called where no result that is pulled
 back depends on its tensor. So where an input has a hook, results that depend on it and results that
 do not are behind different nodes. Where both are pulled back, the region runs again for each. An
-input that comes right from another region counts as one with a hook if that has one. Hooks further
-up the tape can't be seen from here.
+input that comes right from another region counts as one with a hook if that has one, and so does
+what stands for one with a hook in the region around. Hooks further up the tape can't be seen from
+here.
 """
 
 from __future__ import annotations
@@ -38,19 +39,35 @@ class Reached(set[int]):
         super().__init__(leaves)
         self.by: list[set[int]] = []
         if len(results) > 1 and any(
-            hooked(t) for frame in frames for t in (*frame.inputs, *frame.captured)
+            hooked(t, frame.region.outer)
+            for frame in frames
+            for t in (*frame.inputs, *frame.captured)
         ):
             self.by = [{id(leaf) for leaf in leaves_below(*nodes_of([r]))} for r in results]
 
+    def also(self, results: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Further tensors, tangents, belong to results."""
+        self.update(map(id, leaves_below(*nodes_of(tensors))))
+        for i in results if self.by else ():
+            self.by[i].update(map(id, leaves_below(*nodes_of(tensors))))
 
-def hooked(t: Tensor) -> bool:
-    """Whether ``t`` has a hook, or is the result of a region that has an input with one."""
+
+def hooked(t: Tensor, outer: Any) -> bool:
+    """Whether ``t`` has a hook, or is the result of a region that has an input with one.
+
+    Args:
+        t: at any level.
+        outer: the tracker of the region around, where ``t`` may stand for what has a hook.
+    """
     if not t.requires_grad:
         return False
     if _torch_nodes.has_hooks(t):
         return True
-    node = t.grad_fn
-    return node is not None and getattr(getattr(node, "payload", None), "hooked", False)
+    if (node := t.grad_fn) is not None:
+        return getattr(getattr(node, "payload", None), "hooked", False)
+    given_for = getattr(outer, "given_for", None)
+    given = None if given_for is None else given_for(t)
+    return given is not None and hooked(given, outer.around())
 
 
 def nodes_apart(
@@ -71,10 +88,10 @@ def nodes_apart(
     region = frame.region
     by = getattr(region.reached, "by", ())
     unknown = region.connected or region.rewritten or region.overwritten or region.options.by_sight
-    if not by or unknown or any(f.dual() for f in region.frames):
+    if not by or unknown or any(f.holds_duals() for f in region.frames):
         return [([*places], set())]
     inside = region.frames[region.frames.index(frame) + 1 :]
-    those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i])}
+    those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i], region.outer)}
     groups: dict[frozenset[int], list[int]] = {}
     for place in places:
         own = [place]

@@ -66,6 +66,8 @@ class Standins(Tracker):
     # Whether leaves of plain autograd that are met are captured without further questions, while no
     # transform is active.
     _captures_leaves = False
+    # How many leaves there were, and what each stands for.
+    _given: tuple[int, dict[int, Tensor]] = 0, {}
 
     def __init__(self, region: Region, lift_constants: bool) -> None:
         super().__init__()
@@ -346,6 +348,24 @@ class Standins(Tracker):
             if not _torch.is_wrapped(value):
                 return False
             value = _torch.get_unwrapped(value)
+
+    def given_for(self, leaf: Tensor) -> Tensor | None:
+        """The input that a leaf of a throw-away tape stands for."""
+        frames = self._region.frames
+        if (known := sum(len(frame.leaves) for frame in frames)) != self._given[0]:
+            self._given = (
+                known,
+                {
+                    key: t
+                    for frame in frames
+                    for key, t in zip(frame.leaves, (*frame.inputs, *frame.captured))
+                },
+            )
+        return self._given[1].get(id(leaf))
+
+    def around(self) -> Any:
+        """The tracker of the region around this one."""
+        return self._region.outer
 
     def passed_on(self) -> dict[int, weakref.ref[Tensor]]:
         """What the body was given as it is, by position. ``NOTE [aliases]`` in `_tracker`."""

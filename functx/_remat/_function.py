@@ -47,6 +47,7 @@ from functx._remat._region import Region
 from functx._remat._replay import NOTHING
 from functx._remat._rules.proxy import keeping
 from functx._remat._tapes import PLAIN
+from functx._remat._tracker import active_tracker
 
 _EMPTY = object()
 
@@ -80,9 +81,13 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     places: dict[int, int] = {}
     where: list[int | None] = []
     statics: list[Any] = []
+    around = active_tracker()
+    aliases = around.aliases if around is not None and len(leaves) > 1 else None
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if (place := places.setdefault(id(leaf), len(inputs))) == len(inputs):
+            # What was one tensor in the forward is one input. ``NOTE [aliases]`` in `_tracker`.
+            key = id(aliases.get(id(leaf), leaf)) if aliases else id(leaf)
+            if (place := places.setdefault(key, len(inputs))) == len(inputs):
                 inputs.append(leaf)
             where.append(place)
             statics.append(None)

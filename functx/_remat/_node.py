@@ -70,7 +70,7 @@ class _Payload:
         if region.passing and not region.left and not any(f.dual() for f in frames):
             self.passing = [i for i, p in enumerate(region.passing) if p]
         for t, c in zip(tensors, cut):
-            if not c and t.requires_grad and hooked(t):
+            if not c and t.requires_grad and hooked(t, region.outer):
                 self.hooked = True
 
     def lets_go(self) -> bool:

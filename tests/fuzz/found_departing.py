@@ -168,6 +168,22 @@ def build(remat, env):
 """,
         set(),
     ),
+    "a constant that a region in a region is given twice, and whose values nobody reads": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        v1 = env.constant.sin()
+        def region2(p3):
+            def region4(p5, p6):
+                return torch.sigmoid(x), p5.sin() * p6.cos()
+            v7, v8 = remat(region4)(p3, v1)
+            return torch.sigmoid(v7)
+        return remat(region2)(v1)
+    return f
+""",
+        set(),
+    ),
     "an expanded capture, which forward mode copies when it is met": Program(
         """
 def build(remat, env):

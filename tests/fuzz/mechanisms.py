@@ -27,6 +27,7 @@ from functx._remat import (
     _step,
     _tracker,
 )
+from functx._remat import _known_runs as _known_runs_
 from functx._remat._rules import base, jvp, vmap
 
 from . import mechanisms_of_leaving_out, mechanisms_of_writes
@@ -167,6 +168,16 @@ def _what_draws_runs(patch: pytest.MonkeyPatch) -> None:
 def _python_on_the_tape(patch: pytest.MonkeyPatch) -> None:
     """What hooks and custom Functions can reach is left out of replays."""
     patch.setattr(_tracker, "python_on_tape", lambda: None)
+
+
+def _known_runs(patch: pytest.MonkeyPatch) -> None:
+    """A run that calls the same functions as a run before is taken for one that is the same."""
+    patch.setattr(_known_runs_.KnownRun, "describes", lambda self, first: True)
+
+
+def _aliases(patch: pytest.MonkeyPatch) -> None:
+    """A replay does not know what was one tensor in the forward, by two names."""
+    patch.setattr(_capture.FirstRun, "passed_on", lambda self: {})
 
 
 def _recomputing(patch: pytest.MonkeyPatch) -> None:

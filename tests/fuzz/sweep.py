@@ -25,6 +25,7 @@ from functx._remat._prune import Departed
 from .census import FEATURES, Census
 from .found import FOUND
 from .found_departing import DEPARTING
+from .found_hooks import WITH_HOOKS
 from .found_policies import WITH_POLICIES
 from .found_python import WITH_PYTHON_ON_THE_TAPE
 from .mechanisms import MECHANISMS
@@ -32,7 +33,7 @@ from .program import Program
 from .runner import Difference, Refused, check, reference
 from .writer import numbered
 
-KEPT = FOUND | WITH_POLICIES | DEPARTING | WITH_PYTHON_ON_THE_TAPE
+KEPT = FOUND | WITH_HOOKS | WITH_POLICIES | DEPARTING | WITH_PYTHON_ON_THE_TAPE
 PROGRAMS = 10_000
 SLICE = 100
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
+from functx._remat._apart import Reached
 from functx._remat._escape import with_tangents
 from functx._remat._holders import base_of
 from functx._remat._operator import rule
@@ -113,18 +114,28 @@ class DualFrame(Frame):
         if self.region.first_run is not None:
             births = self.region.births
             self.duals = with_tangents(births, outs, lambda t: unpack(t)[1], level)
-        for out in outs:
+        for i, out in enumerate(outs):
             if out is None:
                 results.append(None)
                 slots.append(False)
                 continue
             parts = [p for p in unpack(_torch.unwrap_if_dead(out)) if p is not None]
             slots.append(len(parts) == 2)
-            if self.region.first_run is not None:
-                self.region.reached |= self.region.first_run.check_tape(parts[1:])
+            if len(parts) == 2 and self.region.first_run is not None:
+                self._belong(i, parts[1:])
             results += [_torch.unwrap_for_grad(p, level) for p in parts] if level else parts
         self.out_slots = slots
         return results
+
+    def _belong(self, place: int, tangents: Sequence[Tensor]) -> None:
+        """What the tangents of a result depend on, it depends on."""
+        region, own = self.region, [place]
+        region.first_run.check_tape(tangents)
+        reached = region.reached
+        assert isinstance(reached, Reached)
+        for inner in region.frames[region.frames.index(self) + 1 :]:
+            own = inner.wanted_above(own)
+        reached.also(own, tangents)
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Duals where results have a tangent."""
