@@ -173,6 +173,20 @@ class Families(Regions):
         self.emit(inside, f"return torch.sigmoid({self.pick([view, f'{rows}[1]'])})")
         self.define(scope, f"remat({name})()", "v")
 
+    def keeps_all_that_it_may(self, scope: Scope) -> None:
+        """A region that may keep everything, and keeps what a tape would."""
+        self.features.add("policy")
+        name, p = self.fresh("region"), self.fresh("p")
+        self.emit(scope, f"def {name}({p}):")
+        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+        for _ in range(self.choose(3)):
+            self.statement(inside)
+        ends = [*ENDS[1:], "{0}.sin() * 0.5 + 0.1"]
+        v = self.define(inside, self.pick(ends).format(self.operand(inside, "v")), "v")
+        self.emit(inside, f"return torch.sigmoid({v})")
+        call = f"remat({name}, policy=functx.checkpoint_policies.everything_saveable)"
+        self.define(scope, f"{call}({self.operand(scope, 'v')})", "v")
+
     def writes_to_what_is_kept(self, scope: Scope) -> None:
         """Policies of nested regions keep what is written to later; it is pulled back twice."""
         self.features |= {"policy", "nested", "write"}
@@ -205,5 +219,5 @@ class Families(Regions):
 FAMILIES = [
     *("gradient_of_regions", "memory_let_go", "gradient_of_regions", "result_beyond_a_hook"),
     *("cache", "constant_by_two_names", "writes_to_what_is_kept", "gradient_of_regions"),
-    "expanded_capture",
+    *("expanded_capture", "keeps_all_that_it_may"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from functx._remat import _holders, _known_runs, _letting_go
 from functx._remat._capture import FirstRun
 
 from .env import Env
+from .held import Held
 from .program import Program
 
 LIBRARIES = {"functx": functx, "torch.func": torch.func}
@@ -61,11 +63,14 @@ class Watch(TorchDispatchMode):
         self.only_observes = only_observes  # else nothing that runs under it is known
         self.markers = 0
         self.total = 1.0
+        self.held: Held | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = [_with_memory(a) for a in args]
         out = func(*args, **(kwargs or {}))
         self.markers += func is torch.ops.aten.sigmoid.default
+        if self.held is not None:
+            self.held.ran(func, args, kwargs, out)
         if self.measure:
             for t in out if isinstance(out, (tuple, list)) else (out,):
                 self.add(t)
@@ -96,6 +101,8 @@ class Result:
         reached: whether a gradient reached the result of a region, if a `Spy` was looking.
         scale: bound of the contributions to any number.
         known: how many regions were taken for runs before.
+        held: what is held when the forward has run, how often operations ran, and what may be held
+            beyond that; ``None`` in programs where that can't be told.
     """
 
     values: list[torch.Tensor]
@@ -105,6 +112,7 @@ class Result:
     reached: bool
     scale: float
     known: int = 0
+    held: Any = None
 
 
 def apply(program: Program, name: str, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +138,16 @@ def apply(program: Program, name: str, f: Callable[..., Any]) -> Callable[..., A
         return output, pullback(like(output, 0.7))
 
     return vjp
+
+
+def compares_memory(program: Program) -> bool:
+    """Whether it can be told what may be held: nothing that was computed in a backward pass.
+
+    A policy that keeps something keeps what no tape would; one that keeps all, only what one does.
+    """
+    policies = set(re.findall(r"checkpoint_policies\.(\w+(?: [&|])?)", program.source))
+    backward = not set(program.stack) <= FORWARD or program.features & BACKWARD_INSIDE
+    return not backward and policies <= {"everything_saveable", "nothing_saveable"}
 
 
 def check(program: Program, expected: Result) -> Result:
@@ -228,7 +246,13 @@ def run(
     x = numbers(*(batch,) * program.stack.count("vmap"), 3).requires_grad_(before != "input")
     torch.manual_seed(2)
     with Watch(measure, only_observes=bool(before)) as watch:
-        values, gradients = _differentiate(stacked, x, env.parameters, program.twice)
+        held = watch.held = Held() if compares_memory(program) and not before else None
+        if isinstance(remat, Spy):
+            remat.held = held
+        results, value = _forward(stacked, x)
+        if held is not None:
+            alive, watch.held = held.alive(), None
+        values, gradients = _differentiate(results, value, [x, *env.parameters], program.twice)
     values += env.state
     return Result(
         values,
@@ -237,16 +261,22 @@ def run(
         watch.markers,
         getattr(remat, "reached", False),
         watch.total,
+        held=None if held is None else (*alive, held.shared),
     )
 
 
-def _differentiate(f: Any, x: torch.Tensor, leaves: list[torch.Tensor], twice: bool) -> Any:
+def _forward(f: Any, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     values = [v for v in pytree.tree_leaves(f(x)) if isinstance(v, torch.Tensor)]
     value = total(values)
-    values = [v.detach() for v in values]
+    return [v.detach() for v in values], value
+
+
+def _differentiate(
+    values: list[torch.Tensor], value: torch.Tensor, leaves: list[torch.Tensor], twice: bool
+) -> Any:
     if not value.requires_grad:
         return values, []
-    leaves = [t for t in (x, *leaves) if t.requires_grad]
+    leaves = [t for t in leaves if t.requires_grad]
     gradients = []
     for last in (False, True)[not twice :]:
         gradients += torch.autograd.grad(
@@ -269,7 +299,9 @@ class Spy:
 
     def __init__(self) -> None:
         self.reached = False
+        self.held: Held | None = None
         self._policies = 0
+        self._regions = 0
 
     def __call__(self, f: Any, policy: Any = None, **options: Any) -> Any:
         if isinstance(f, nn.Module):
@@ -277,10 +309,13 @@ class Spy:
 
         def region(*args: Any, **kwargs: Any) -> Any:
             self._policies += policy is not None
+            around = self._enter()
             try:
                 out = f(*args, **kwargs)
             finally:
                 self._policies -= policy is not None
+                if self.held is not None:
+                    self.held.place = around
             first = out[0] if isinstance(out, tuple) else out
             node = first.grad_fn if isinstance(first, torch.Tensor) else None
             ended = node is not None and node.name() == "SigmoidBackward0"
@@ -289,6 +324,14 @@ class Spy:
             return out
 
         return region
+
+    def _enter(self) -> tuple[int, ...]:
+        if self.held is None:
+            return ()
+        self._regions += 1
+        around = self.held.place
+        self.held.place = (*around, self._regions)
+        return around
 
     def _reach(self, gradient: torch.Tensor) -> None:
         self.reached = True
@@ -321,6 +364,10 @@ def compare(program: Program, ours: Result, expected: Result) -> None:
             error = (a - b).abs().max().item()
             if not error <= bound:
                 raise Difference(f"{what} {i} is off by {error:.3g}, allowed is {bound:.3g}")
+    if ours.held is not None and ours.held[1] == expected.held[1]:
+        beyond = ours.held[0] - expected.held[0] - expected.held[2]
+        if beyond:
+            raise Difference(f"{len(beyond)} results are held that nothing but a region has made")
     if not torch.equal(ours.state, expected.state):
         raise Difference("the default generator is somewhere else")
     if expected.reached and ours.markers <= expected.markers:
