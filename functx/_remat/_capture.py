@@ -116,6 +116,12 @@ class FirstRun(Compared):
         """By its memory."""
         return self.ledger is not None and self.ledger.computed(t)
 
+    def _was_there(self, t: Tensor) -> bool:
+        """By its memory, where that is known of all operations."""
+        if self.ledger is None or not _torch.is_wrapped(t):
+            return False
+        return any(f.dual() for f in self._region.frames) and self.ledger.was_there(base_of(t))
+
     def _capture(self, t: Tensor, value: Tensor) -> Tensor:
         """What the body computed unseen, from what functx has not seen either, a replay can't."""
         if self._computed_here(t):

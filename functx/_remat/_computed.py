@@ -13,6 +13,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_memory
 from functx._remat._holders import base_of
+from functx._remat._step import has_memory
 from functx._remat._tapes import tensors_of
 from functx._remat._watch import Watcher
 from functx._torch import is_wrapped
@@ -36,6 +37,12 @@ class Computed(Watcher):
         except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
             return False
         return storage in self._writers and storage not in self._external
+
+    def was_there(self, t: Tensor) -> bool:
+        """Whether the memory of a plain tensor was there before the body began."""
+        if not (self.reliable and has_memory(t)):
+            return False
+        return (storage := _torch.storage_key(t)) not in self._writers or storage in self._external
 
     def take_view(self, t: Any) -> None:
         """An operation gives a view of ``t``, a tensor or what torch shows as a number of one."""

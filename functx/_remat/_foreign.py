@@ -168,9 +168,11 @@ class Standins(Tracker):
 
     def _meet_foreign(self, t: Tensor, in_engine: bool) -> Tensor:
         region = self._region
-        if (in_engine or self._returning) and not requires_grad_anywhere(t):
+        untaped = (in_engine or self._returning) and not requires_grad_anywhere(t)
+        if untaped and (in_engine or not self._was_there(t)):
             # A gradient that the engine handed out: made here, though nobody saw it.
-            # A result that no tape knows may be passed on as it is, whoever made it.
+            # A result that no tape knows may be passed on as it is, whoever made it, but for
+            # forward mode: it may have a tangent, which is gone when its level has ended.
             self._sources.append(MADE_HERE)
             return t
         # (A plain leaf that was made unseen gets its gradient as a capture does.)
@@ -196,6 +198,10 @@ class Standins(Tracker):
 
     def _computed_here(self, t: Tensor) -> bool:
         """Whether the body was seen computing what is in its memory."""
+        return False
+
+    def _was_there(self, t: Tensor) -> bool:
+        """Whether ``t``, of a level of forward mode, was made before the body began."""
         return False
 
     def _capture(self, t: Tensor, value: Tensor) -> Tensor:

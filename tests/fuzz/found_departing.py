@@ -184,6 +184,35 @@ def build(remat, env):
 """,
         set(),
     ),
+    "a constant that is handed back, whose level has ended when its region runs again": Program(
+        """
+def build(remat, env):
+    def f(x):
+        given = x.detach()
+        def region1(p2):
+            return torch.sigmoid(p2), given
+        v3, v4 = remat(region1)(x)
+        return v3.sin()
+    return f
+""",
+        set(),
+        ("jacfwd", "vmap", "grad"),
+        library="torch.func",
+    ),
+    "a constant with a tangent that is handed back first": Program(
+        """
+def build(remat, env):
+    def f(x):
+        given = x.detach()
+        def g(y):
+            v2, v3 = remat(lambda: (y, torch.sigmoid(x)))()
+            return v2 * v3
+        return functx.jvp(g, (given,), (given.cos(),))[1]
+    return f
+""",
+        set(),
+        ("grad",),
+    ),
     "an expanded capture, which forward mode copies when it is met": Program(
         """
 def build(remat, env):
