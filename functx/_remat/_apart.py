@@ -65,7 +65,7 @@ def hooked(t: Tensor, outer: Any) -> bool:
         return True
     if (node := t.grad_fn) is not None:
         return getattr(getattr(node, "payload", None), "hooked", False)
-    given_for = getattr(outer, "given_for", None)
+    given_for = None if outer is None else getattr(outer, "given_for", None)
     given = None if given_for is None else given_for(t)
     return given is not None and hooked(given, outer.around())
 

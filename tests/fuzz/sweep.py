@@ -2,7 +2,8 @@
 
 A slice is a range of numbers. Its census is written down when it has run, and a slice of the same
 sources that is there already is not run again, so a sweep that was stopped goes on where it was. By
-hand, ``python -m fuzz.sweep FIRST LAST`` in ``tests/`` runs a range, and prints how far it is.
+hand, ``python -m fuzz.sweep FIRST LAST`` in ``tests/`` runs a range, and prints how far it is;
+``python -m fuzz.sweep mechanisms 0 2``, and ``1 2``, run the programs without each mechanism.
 Whatever runs last (slices run in several processes) writes the report.
 """
 
@@ -11,15 +12,19 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import os
+import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from functx._remat import _holders
 from functx._remat._prune import Departed
 
 from .census import FEATURES, Census
@@ -30,13 +35,14 @@ from .found_policies import WITH_POLICIES
 from .found_python import WITH_PYTHON_ON_THE_TAPE
 from .mechanisms import MECHANISMS
 from .program import Program
-from .runner import Difference, Refused, check, reference
+from .runner import Difference, Refused, Result, check, reference
 from .writer import numbered
 
 KEPT = FOUND | WITH_HOOKS | WITH_POLICIES | DEPARTING | WITH_PYTHON_ON_THE_TAPE
 PROGRAMS = 10_000
 SLICE = 100
 ROOT = Path(__file__).parents[2]
+HISTORY = Path(__file__).with_name("history.md")
 REPORT = ROOT / "docs" / "fuzz.md"
 
 
@@ -107,48 +113,55 @@ def slice_of_sweep(first: int, last: int) -> Census:
     return Census.loads(path.read_text())
 
 
-def notices(name: str, last: int = 1000) -> int | str | None:
+def notices(name: str) -> int | str | None:
     """The first program that differs without a mechanism of the engine, and not with it.
 
     Numbered ones first, then those that were found before and are kept, which have names.
     """
     path = results() / f"{name}.mechanism"
     if not path.exists():
-        number = -1
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            while (number := _notices(name, number + 1, last)) is not None:
-                alone = run_slice(number, number + 1)
-                if not (alone.failures or alone.refusals):
-                    break
-            found = _kept_that_notices(name) if number is None else number
-        write(path.name, json.dumps(found))
+        notice([name])
     return json.loads(path.read_text())
 
 
-def _kept_that_notices(name: str) -> str | None:
-    with pytest.MonkeyPatch.context() as patch:
-        MECHANISMS[name](patch)
-        for kept, program in KEPT.items():
+def notice(names: Sequence[str], last: int = 1000) -> None:
+    """`notices` of several mechanisms, of which each program is run without each."""
+    left = [name for name in names if not (results() / f"{name}.mechanism").exists()]
+    gc.freeze()
+    with (
+        warnings.catch_warnings(),
+        torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"),
+    ):
+        warnings.simplefilter("ignore")
+        numbers = ((number, numbered(number)) for number in range(last))
+        for found, program in itertools.chain(numbers, KEPT.items()):
+            if not left:
+                break
             try:
-                one(program, kept, Census())
-            except (Difference, Departed):
-                return kept
-    return None
+                expected = reference(program)
+                check(program, expected)
+            except Exception:  # torch refuses it, functx does, or it differs anyway
+                continue
+            for name in [*left]:
+                if _differs(name, program, expected):
+                    print(f"{name}: {found}", flush=True)
+                    write(f"{name}.mechanism", json.dumps(found))
+                    left.remove(name)
+        for name in left:
+            print(f"{name}: none", flush=True)
+            write(f"{name}.mechanism", json.dumps(None))
 
 
-def _notices(name: str, first: int, last: int) -> int | None:
+def _differs(name: str, program: Program, expected: Result) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         MECHANISMS[name](patch)
-        for number in range(first, last):
-            census = Census()
-            try:
-                one(numbered(number), str(number), census)
-            except (Difference, Departed):
-                return number
-            if census.refusals:
-                return number
-    return None
+        try:
+            check(program, expected)
+        except (Difference, Departed, Refused):
+            return True
+        finally:
+            _holders._own.holds = []  # what was interrupted may have left some
+    return False
 
 
 def put_together() -> Census | None:
@@ -184,7 +197,7 @@ def report(census: Census, noticed: dict[str, int | str | None]) -> str:
         "places and under random stacks of transforms, against the same program without `remat`, "
         "in float64: values of forward passes and of forward mode bit by bit, with what was "
         "written to and the states of generators; gradients within 8 roundings of the sum of "
-        "absolute contributions. Written by `make sweep` (`tests/fuzz`).",
+        f"absolute contributions. Written by `make sweep` (`tests/fuzz`) on commit `{_commit()}`.",
         "",
         f"- programs that ran: {n:,}; **{len(census.failures)} differ**: {errors} by an error "
         f"where there is none without `remat`, {wrong} silently, by another value",
@@ -196,7 +209,14 @@ def report(census: Census, noticed: dict[str, int | str | None]) -> str:
         f"- regions ended {census.forward:,} times without `remat`, and {census.again:,} times "
         "more with it; where a gradient reaches the result of a region without a policy "
         f"({census.reached:,} programs), a program in which nothing ran again fails",
+        "- where nothing is computed backwards in the forward, and no policy keeps what no tape "
+        "would, a program fails in which more is held after the forward, of what regions make, "
+        "than without `remat` and what other regions read",
+        "- a program in three runs twice more, in which what its regions did the first time is "
+        "known the second: the first run has what is called the same, a leaf or the input that is "
+        "not differentiated, or another batch",
         "",
+        HISTORY.read_text(),
     ]
     if census.failures:
         lines += ["## What differs", "", "| program | difference |", "|---|---|"]
@@ -231,8 +251,20 @@ def report(census: Census, noticed: dict[str, int | str | None]) -> str:
     return "\n".join(lines)
 
 
+def _commit() -> str:
+    told = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return told.stdout.strip() or "unknown"
+
+
 def main() -> None:
-    """Slices of a range, in order."""
+    """Slices of a range, in order; or some mechanisms, one in so many, from the first on."""
+    if sys.argv[1] == "mechanisms":
+        first, step = map(int, sys.argv[2:])
+        notice([*MECHANISMS][first::step])
+        put_together()
+        return
     first, last = int(sys.argv[1]), int(sys.argv[2])
     for start in range(first, last, SLICE):
         census = slice_of_sweep(start, min(start + SLICE, last))
