@@ -48,13 +48,6 @@ def is_tracing() -> bool:
     return not trace_state_clean()
 
 
-def is_jax_array(x: Any) -> bool:
-    """Whether ``x`` is a JAX array or tracer."""
-    import jax
-
-    return isinstance(x, jax.Array)
-
-
 def concrete(x: Any) -> Any:
     """The array behind a batching tracer of an eager ``jax.vmap``.
 

@@ -120,12 +120,6 @@ def refusal(op: OpOverload) -> str | None:
     return _refusals.get(full) or _refusals.get(packet)
 
 
-def rule_names() -> list[str]:
-    """Every name with a rule, sorted."""
-    load()
-    return sorted(_rules)
-
-
 @functools.cache
 def decompositions() -> dict[Any, Fn]:
     """The decomposition table for tracing: everything but what has a rule or is refused."""
