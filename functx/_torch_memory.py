@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-# Of a piece of memory: its key, and a weak reference to it, to be freed.
-memory_key = operator.attrgetter("_cdata")
+# Of a storage: what `_torch.storage_key` is of its tensors; and a weak reference, to be freed.
+key_of_storage = operator.attrgetter("_cdata")
 weak_reference = torch.UntypedStorage._weak_ref
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`_torch.storage_key` of each."""
-    return [memory_key(t.untyped_storage()) for t in tensors]
+    return [key_of_storage(t.untyped_storage()) for t in tensors]
 
 
-def memory_of(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
-    """The memory behind a plain tensor, and its key."""
+def storage_and_key(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
+    """The storage of a plain tensor, and its `_torch.storage_key`."""
     memory = t.untyped_storage()
-    return memory, memory._cdata
+    return memory, key_of_storage(memory)
 
 
 class Memories:

@@ -62,7 +62,7 @@ def test_modules_of_a_module():
 def test_weak_references_to_memory():
     refs, first, second = _torch_memory.Memories(), torch.ones(2), torch.ones(2)
     for t in (first, second):
-        memory, key = _torch_memory.memory_of(t)
+        memory, key = _torch_memory.storage_and_key(t)
         assert key == _torch.storage_key(t) == _torch_memory.storage_keys([t])[0]
         refs.add(memory, key)
     del t, memory, first

@@ -17,7 +17,7 @@ from functx._remat._step import has_memory
 from functx._remat._tapes import tensors_of
 from functx._remat._watch import Watcher
 from functx._torch import is_wrapped
-from functx._torch_memory import memory_key
+from functx._torch_memory import key_of_storage
 
 
 class Computed(Watcher):
@@ -33,7 +33,7 @@ class Computed(Watcher):
     def computed(self, t: Tensor) -> bool:
         """Whether what is in the memory of ``t`` comes from operations of the body."""
         try:
-            storage = memory_key((base_of(t) if is_wrapped(t) else t).untyped_storage())
+            storage = key_of_storage((base_of(t) if is_wrapped(t) else t).untyped_storage())
         except (RuntimeError, NotImplementedError):  # no storage: sparse, opaque, ...
             return False
         return storage in self._writers and storage not in self._external
@@ -70,7 +70,7 @@ class Computed(Watcher):
                 continue
         for t in tensors_of(out):
             try:
-                memory, storage = _torch_memory.memory_of(t)
+                memory, storage = _torch_memory.storage_and_key(t)
             except (RuntimeError, NotImplementedError):
                 continue
             if storage not in given:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._torch import is_wrapped, storage_use_count, use_count
-from functx._torch_memory import memory_key
+from functx._torch_memory import key_of_storage
 
 
 class _Own(threading.local):
@@ -73,7 +73,7 @@ class Holders:
             if _own.holds or is_wrapped(t):
                 self._before, self.storage = _holders(t)
             else:
-                self.storage = storage = memory_key(t.untyped_storage())
+                self.storage = storage = key_of_storage(t.untyped_storage())
                 self._before = [use_count(t), storage_use_count(storage)]
         except (RuntimeError, NotImplementedError):  # no storage to look at: sparse, opaque, ...
             self.storage = None
@@ -93,7 +93,7 @@ class Holders:
             return True
         t, before = self.tensor, self._before
         if len(before) == 2 and not _own.holds:  # no wrapper
-            now = [use_count(t), storage_use_count(memory_key(t.untyped_storage()))]
+            now = [use_count(t), storage_use_count(key_of_storage(t.untyped_storage()))]
         else:
             now, _ = _holders(t)
         if now == before:
@@ -124,7 +124,7 @@ def _holders(t: Tensor) -> tuple[list[int], int]:
     """How many hold a tensor, each that it wraps, and its memory; and the key of that."""
     uses = use_count(t)
     if not is_wrapped(t):
-        storage = memory_key(t.untyped_storage())
+        storage = key_of_storage(t.untyped_storage())
         own = held_by_the_engine(storage) if _own.holds else 0
         return [uses, storage_use_count(storage) - own], storage
     counts = [uses]

@@ -32,7 +32,7 @@ from functx._remat._functions import IN_C
 from functx._remat._holders import base_of
 from functx._remat._tapes import PLAIN
 from functx._torch import get_unwrapped, is_wrapped, sequence_number
-from functx._torch_memory import memory_key
+from functx._torch_memory import key_of_storage
 
 if TYPE_CHECKING:
     from functx._remat._compared import Compared
@@ -207,7 +207,7 @@ def _signature(t: Tensor) -> Any:
 
 def _shared(tensors: Sequence[Tensor]) -> Any:
     """Which of some tensors share their memory; ``None`` where none do."""
-    keys = [memory_key(base_of(t).untyped_storage()) for t in tensors]
+    keys = [key_of_storage(base_of(t).untyped_storage()) for t in tensors]
     if len({*keys}) == len(keys):
         return None
     return [*map(keys.index, keys)]

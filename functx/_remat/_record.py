@@ -17,7 +17,7 @@ from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_o
 from functx._remat._tapes import PLAIN, tensors_of
 from functx._torch import current_node, sequence_number
 from functx._torch_globals import hooks_on_saved
-from functx._torch_memory import memory_key, weak_reference
+from functx._torch_memory import key_of_storage, weak_reference
 from functx._torch_operators import is_zero_tensor
 
 _STRIDED, _NOTHING = torch.strided, StoodIn.NOTHING
@@ -55,7 +55,7 @@ class Record(Computed):
                 self.opaque(func)
             elif not self.paused:
                 try:
-                    self.viewed.add(memory_key(args[0].untyped_storage()))
+                    self.viewed.add(key_of_storage(args[0].untyped_storage()))
                 except (AttributeError, RuntimeError, NotImplementedError):
                     self.take_view(args[0])
             if args and type(args[0]) is not Tensor:
@@ -90,7 +90,7 @@ class Record(Computed):
         try:
             for a in args:
                 if a.__class__ is Tensor:
-                    read.append(storage := memory_key(a.untyped_storage()))
+                    read.append(storage := key_of_storage(a.untyped_storage()))
                     if storage not in writers:
                         externals.append(external.setdefault(storage, storage))
                     else:
@@ -212,7 +212,7 @@ class Record(Computed):
         step = Step(kind, reads, externals, (len(self._operations), node))
         steps.append(step)
         if kind.plain and out.__class__ is Tensor and has_memory(out):
-            memory, storage = _torch_memory.memory_of(out)
+            memory, storage = _torch_memory.storage_and_key(out)
             if storage not in read:  # as nearly all do: one result, in memory of its own
                 writers[storage] = number << 6
                 external.pop(storage, None)
@@ -235,7 +235,7 @@ class Record(Computed):
         for place, t in enumerate(parts if dense else tensors_of(out)):
             if t is None:
                 continue
-            memory, storage = _torch_memory.memory_of(t)
+            memory, storage = _torch_memory.storage_and_key(t)
             if storage in read:
                 views = True
                 continue
@@ -282,7 +282,7 @@ def _in_memory_of_its_own(out: Any, read: Collection[int]) -> Sequence[Memory] |
     """The memory of each tensor that an operation gave, if all have some that it did not read."""
     if out.__class__ is Tensor:
         memory = out.untyped_storage()
-        storage = memory_key(memory)
+        storage = key_of_storage(memory)
         if storage in read or out.layout is not _STRIDED or is_zero_tensor(out):
             return None
         return ((memory, storage),)
@@ -294,7 +294,7 @@ def _in_memory_of_its_own(out: Any, read: Collection[int]) -> Sequence[Memory] |
         if t.__class__ is not Tensor or t.layout is not _STRIDED or is_zero_tensor(t):
             return None
         memory = t.untyped_storage()
-        if (storage := memory_key(memory)) in seen:
+        if (storage := key_of_storage(memory)) in seen:
             return None
         seen.add(storage)
         made.append((memory, storage))
