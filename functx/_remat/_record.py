@@ -66,16 +66,16 @@ class Record(Computed):
             args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
         if self.paused:
             return run(*args, **kwargs) if kwargs else run(*args)
-        if self.saver is not None or not (kind.plain and self.reliable):
+        if not (kind.plain and self.reliable):
             return self._run(kind, func, args, kwargs or {})
         out = run(*args, **kwargs) if kwargs else run(*args)
         if (kwargs and not SIMPLE.issuperset(map(type, kwargs.values()))) or (
-            not self._write_down_plain(kind, args, out)
+            not self._write_down_plain(kind, func, args, kwargs, out)
         ):
             self._after(kind, func, args, kwargs or {}, out)
         return out
 
-    def _write_down_plain(self, kind: Kind, args: Any, out: Any) -> bool:
+    def _write_down_plain(self, kind: Kind, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         """Record an operation as nearly all are: of tensors and numbers, to tensors of its own.
 
         Returns:
@@ -126,9 +126,10 @@ class Record(Computed):
                 [(t.shape, t.stride(), t.dtype, t.device) for t in outs],
             )
         )
-        if now.stood_in is not _NOTHING:
+        if now.stood_in is not _NOTHING or self.saver is not None:
             places = enumerate(zip(outs, made))
-            self._offer_again(len(steps) - 1, [(i, t, storage) for i, (t, (_, storage)) in places])
+            those = [(place, t, storage) for place, (t, (_, storage)) in places]
+            self._may_be_kept(kind, func, args, kwargs or {}, out, those)
         return True
 
     def _run(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,11 +144,17 @@ class Record(Computed):
     def _after(self, kind: Kind, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Write any operation down, which has run."""
         if made := self._note(kind, args, kwargs, out):
-            number = len(self.steps) - 1
-            if stood_in() is not StoodIn.NOTHING:
-                self._offer_again(number, made)
-            elif self.saver is not None and not kind.unwritten:
-                self.saver.ran(number, func, args, kwargs, out, made)
+            self._may_be_kept(kind, func, args, kwargs, out, made)
+
+    def _may_be_kept(
+        self, kind: Kind, func: Any, args: Any, kwargs: Any, out: Any, made: list[Any]
+    ) -> None:
+        """The policy is asked about what the newest step made."""
+        number = len(self.steps) - 1
+        if stood_in() is not StoodIn.NOTHING:
+            self._offer_again(number, made)
+        elif self.saver is not None and not kind.unwritten:
+            self.saver.ran(number, func, args, kwargs, out, made)
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """NOTE [what inner regions leave out] in `_watch`."""
@@ -211,14 +218,6 @@ class Record(Computed):
         node = _torch.current_node_number()
         step = Step(kind, reads, externals, (len(self._operations), node))
         steps.append(step)
-        if kind.plain and out.__class__ is Tensor and has_memory(out):
-            memory, storage = _torch_memory.storage_and_key(out)
-            if storage not in read:  # as nearly all do: one result, in memory of its own
-                writers[storage] = number << 6
-                external.pop(storage, None)
-                self._made.add(memory, storage)
-                step.layouts = [layout_of(out)]
-                return [(0, out, storage)]
         return self._write_results(number, read, args, kwargs, out)
 
     def _write_results(
