@@ -96,6 +96,8 @@ class Replay(Tracker):
 
     def _run_ordinary(self, func: Any, args: Any) -> Any:
         """An operation in C that only computes."""
+        # Arguments as `resolve` takes them, written out: nearly all tensors come by here, and a
+        # call for each would take longer than the comparison.
         at, externals = self._at, self._externals
         entry = self._entries[at]
         sources, scalars, numbers = entry.sources, self._scalars, self._numbers
