@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,36 @@ def hang_before(node: Any, hook: Callable[[Any], Any]) -> None:
         register_prehook(node, hook)
     else:
         node.register_prehook(hook)
+
+
+def saved_by(node: Any) -> list[torch.Tensor] | None:
+    """The tensors that a node of torch's own has saved; ``None`` of nodes that do not tell."""
+    names = _saved_names.get(type(node), ())
+    if names == ():
+        names = _saved_names[type(node)] = _names_of_saved(type(node))
+    if names is None:
+        return None
+    found: list[torch.Tensor] = []
+    for name in names[1:]:
+        saved = getattr(node, name)
+        if isinstance(saved, torch.Tensor):
+            found.append(saved)
+        elif isinstance(saved, tuple):
+            found += [t for t in saved if isinstance(t, torch.Tensor)]
+    return found
+
+
+_saved_names: dict[type, Sequence[str] | None] = {}
+_GENERATED = re.compile(r"(?<!Cpp)Backward\d+")
+
+
+def _names_of_saved(kind: type) -> Sequence[str] | None:
+    if kind.__name__ == "AccumulateGrad":
+        return ("",)
+    # What torch generates from its formulas has all that it saves as attributes.
+    if issubclass(kind, torch._C._FunctionBase) or not _GENERATED.search(kind.__name__):
+        return None
+    return ("", *(name for name in dir(kind) if name.startswith("_saved_")))
 
 
 def tensor_over(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:

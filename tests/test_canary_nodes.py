@@ -233,3 +233,28 @@ def test_whether_a_leaf_is_asked_for_is_an_exception_but_not_behind_a_node():
     behind = map(_torch_nodes.behind_a_node, (asked, other))
     torch.autograd.grad(Node.apply(asked, other, *behind).sum(), asked)
     assert told == ["raises", False, True, False]
+
+
+def test_nodes_of_torch_show_what_they_saved():
+    """All of it; nodes of Functions, and those that torch does not generate, show nothing."""
+    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+    product = a * b
+    assert [t.data_ptr() for t in _torch_nodes.saved_by(product.grad_fn)] == [
+        t.data_ptr() for t in (b, a)
+    ]
+    result = a.tanh()
+    (saved,) = _torch_nodes.saved_by(result.grad_fn)
+    assert saved.data_ptr() == result.data_ptr()
+    assert _torch_nodes.saved_by(a.sum().grad_fn) == []
+    assert len(_torch_nodes.saved_by(torch.stack([a, b]).prod(0).grad_fn)) == 2
+    index = torch.tensor([0, 1])
+    shown = [t.data_ptr() for t in _torch_nodes.saved_by(a[index].grad_fn)]
+    assert shown == [index.data_ptr()]
+    (accumulator, _), *_ = product.grad_fn.next_functions
+    assert _torch_nodes.saved_by(accumulator) == []
+    written = a.sin()
+    view = written[:1]
+    view.mul_(2)
+    assert type(written.grad_fn).__name__ == "CopySlices"
+    assert _torch_nodes.saved_by(written.grad_fn) is None
+    assert _torch_nodes.saved_by(an_alias_function().apply(a).grad_fn) is None

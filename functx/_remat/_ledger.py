@@ -30,6 +30,7 @@ from functx._remat._holders import (
     held_by_the_engine,
 )
 from functx._remat._live import needed, with_siblings
+from functx._remat._read_by import Readers
 from functx._remat._record import Record
 from functx._remat._saving import IN_PLACE, Saver, alias, kept_around
 from functx._remat._step import fills, layout_of
@@ -65,11 +66,13 @@ class Ledger(Record):
     _in_sections = 0
     _live: Set[int] = frozenset()  # keys of what a tape holds
     _runs: Sequence[bool] = ()
+    _untold = -1
 
     def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
         super().__init__(operations, saver)
         self._sections: dict[int, tuple[int, int]] = {}
         self._read: set[int] = set()  # storages from outside that live steps read
+        self._readers: dict[int, int] = {}  # by the key of what a tape holds: NOTE [read by]
         self._sources: list[set[int]] = []
         self.plans: dict[Any, Any] = {}
 
@@ -166,6 +169,7 @@ class Ledger(Record):
         return (
             self._runs == other._runs
             and self._live == other._live
+            and (self._readers, self._untold) == (other._readers, other._untold)
             and self._sections == other._sections
             and len(self.steps) == len(other.steps)
             and all(a.agrees(b) for a, b in zip(self.steps, other.steps))
@@ -227,6 +231,13 @@ class Ledger(Record):
                     spared.add(storage)
         live.update(map(writers.__getitem__, filterfalse(spared.__contains__, alive)))
         self._made.clear()
+        if live and sum(map(bool, self._sources)) > 1 and not (self.python_on_tape or self.packed):
+            readers = Readers(results)
+            self._untold = readers.untold
+            for storage, mask in readers.of.items():
+                if storage in writers:
+                    key = writers[storage]
+                    self._readers[key] = self._readers.get(key, 0) | mask
         writers.clear()
         self._live = live
         runs, handed_out = self._needed(live, () if self.saver is None else self.saver.keys())
@@ -263,6 +274,9 @@ class Ledger(Record):
             begin = (key >> 6 for i in wanted or () for key in self._sources[i])
             these = with_siblings(self.steps, live_steps, begin)
             live = {k for k in self._live if not for_some[k >> 6] or k >> 6 in these}
+            places = sum(1 << i for i in wanted or ())
+            if not self._untold & places:  # NOTE [read by]
+                live = {k for k in live if self._readers.get(k, places) & places}
             return self._needed(self._roots | live, kept)
         if len(kept) == len(self.kept):
             return self._runs, {*kept}

@@ -78,6 +78,14 @@ class _Payload:
         ledger = self.region.ledger
         return ledger is not None and not ledger.python_on_tape and self.duals is None
 
+    def keeps_beside(self) -> list[Tensor] | None:
+        """What a pullback reads beside what the node has saved; ``None`` if that is not known."""
+        region = self.region
+        if self.duals is not None or self.apart or self.n_kept:
+            return None
+        values = [(c.value, c.before) for c in region.constants]
+        return [t for pair in values for t in pair if t is not None]
+
     def hand_over(self, cotangents: tuple[Tensor | None, ...]) -> Any:
         """What the node is given in place of cotangents. ``NOTE [let go]``."""
         return None if self.watched or _torch.tracing() else hand_over(self, cotangents)

@@ -34,8 +34,10 @@ class Record(Computed):
     Attributes:
         steps: what ran, in order.
         writes: whether anything wrote to memory.
+        packed: whether hooks saw what the tape saved.
     """
 
+    packed = False
     writes = False
 
     def __init__(self, operations: Sequence[Any], saver: Saver | None = None) -> None:
@@ -189,9 +191,11 @@ class Record(Computed):
         """Record an operation; place, tensor and storage of each result that could be kept."""
         steps = self.steps
         number = len(steps)
-        if _torch_globals.foreign_saved_tensors_hooks():
-            self.reliable = False
-            return []
+        if hooks_on_saved(True) is not None:
+            self.packed = True
+            if _torch_globals.foreign_saved_tensors_hooks():
+                self.reliable = False
+                return []
         given = []
         for a in (*args, *kwargs.values()) if kwargs else args:
             if a.__class__ is Tensor:

@@ -34,7 +34,7 @@ def unpack(t: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def has_tangents(t: Tensor) -> bool:
     """Whether ``t``, or what it wraps, has a tangent."""
-    return _tangent(t) is not None or (
+    return tangent_of(t) is not None or (
         _torch.is_wrapped(t) and has_tangents(_torch.get_unwrapped(t))
     )
 
@@ -53,7 +53,7 @@ def memory_of_duals(results: Sequence[Tensor]) -> tuple[list[set[int]], set[int]
         if id(t) not in nodes:
             nodes[id(t)] = t
             inside = _torch.get_unwrapped(t) if _torch.is_wrapped(t) else None
-            found = (inside, _torch.view_base(t), _tangent(t))
+            found = (inside, _torch.view_base(t), tangent_of(t))
             parts[id(t)] = [part for part in found if part is not None]
             stack += parts[id(t)]
     edges = Counter(id(part) for those in parts.values() for part in those)
@@ -83,7 +83,7 @@ def memory_of_duals(results: Sequence[Tensor]) -> tuple[list[set[int]], set[int]
     return [reached([t]) for t in results], held | reached(others)
 
 
-def _tangent(t: Tensor) -> Tensor | None:
+def tangent_of(t: Tensor) -> Tensor | None:
     """The tangent of ``t`` at its own level."""
     wrapped = _torch.is_wrapped(t)
     if t.is_inference() or (wrapped and not _torch.is_grad_wrapper(t)):
