@@ -218,9 +218,10 @@ def test_other_kernels_meet_no_stale_plan(told):
     region, q = functx.remat(body), numbers(1, 2, 4, 4)
     for _ in range(RUNS):
         assert_same(gradients(region, q), gradients(body, q))
+    told.clear()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert_same(gradients(region, q), gradients(body, q))
-    assert told[-1] is False
+    assert not told  # it had a ledger
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -280,7 +281,7 @@ def test_little_is_remembered_and_the_oldest_is_forgotten(name, most, monkeypatc
     for n in range(1, 12):
         gradients(functx.remat(torch.sin), numbers(n))
     assert len(_known_runs._sightings) == 4
-    shapes = [part[0] for key in _known_runs._sightings for part in key if isinstance(part, tuple)]
+    shapes = [p[0] for k in _known_runs._sightings for p in k if str(p).startswith("(torch.Size")]
     assert shapes == [(8,), (9,), (10,), (11,)]
 
 

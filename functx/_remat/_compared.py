@@ -30,6 +30,8 @@ class Compared(Standins):
     # What is known of such runs, and the run that this one is compared with.
     sightings: Sightings | None = None
     expected: KnownRun | None = None
+    # The surroundings that decide what runs.
+    settings: Any = None
     # The layouts of what operations gave, and the names of their keywords, where they count.
     layouts: list[Any] | None = None
     names: list[Any]
@@ -48,12 +50,19 @@ class Compared(Standins):
 
     def look_for_others(self) -> None:
         """Find what is known of such runs."""
-        if self._may_be_known():
-            region = self._region
-            found = sightings_of(*region.reaches, region.inputs)
+        if not self._may_be_known():
+            return
+        region = self._region
+        surroundings = region.environment.surroundings()
+        if surroundings is not None:
+            levels = tuple(frame.kind() for frame in region.frames)
+            self.settings = surroundings, levels
+            found = sightings_of(*region.reaches, region.inputs, levels)
             if found is not None:
                 self.layouts, self.names, self.sightings = [], [], found
                 self.expected = found.expected()
+                if self.expected is not None and self.expected.settings != self.settings:
+                    self.expected = None  # as no run was: it needs a ledger
 
     def _may_be_known(self) -> bool:
         region, options = self._region, self._region.options
@@ -70,11 +79,6 @@ class Compared(Standins):
     def departs(self) -> None:
         """It is no longer as was expected."""
         self.expected = None
-
-    def settings(self) -> Any:
-        """The surroundings that decide what runs."""
-        found = self._region.environment.surroundings()
-        return found and (found, [frame.kind() for frame in self._region.frames])
 
     def externals(self) -> Sequence[Tensor]:
         """What the body read that it did not make, as it saw it."""

@@ -70,7 +70,7 @@ class KnownRun:
         self.names = first.names
         self.origins = first.origins
         self.looks = first.looks
-        self.settings = first.settings()
+        self.settings = first.settings
         self.externals = [*map(_signature, first.externals())]
         self.shared = _shared(first.externals())
         self.nodes = first.nodes
@@ -88,7 +88,7 @@ class KnownRun:
             and first.origins == self.origins
             and first.looks == self.looks
             and first.nodes == self.nodes
-            and first.settings() == self.settings
+            and first.settings == self.settings
             and [*map(_signature, first.externals())] == self.externals
             and _shared(first.externals()) == self.shared
         )
@@ -162,7 +162,7 @@ class Sightings:
 def comparable(first: Compared, ledger: Ledger) -> bool:
     """Whether all that counts of a run, which was watched, can be compared."""
     return (
-        first.settings() is not None
+        first.settings is not None
         and None not in first.ends
         and ledger.forgettable()
         and all(
@@ -242,15 +242,17 @@ def _aliases() -> dict[type, type]:
         return {type(t.mT.reshape(1, 2, 2).grad_fn): type(t.view(4).grad_fn)}
 
 
-def sightings_of(f: Any, statics: Sequence[Any], inputs: Sequence[Tensor]) -> Sightings | None:
-    """The runs before of what is to run now; ``None`` if it can't be told."""
+def sightings_of(
+    f: Any, statics: Sequence[Any], inputs: Sequence[Tensor], levels: tuple[Any, ...]
+) -> Sightings | None:
+    """The runs before of what is to run now, at levels like these; ``None`` if it can't be told."""
     if (code := _code(f, _DEPTH)) is f.__class__:  # an object: what it does, it may hold
         return None
     key = (
         code,
         *[None if s is None else _code(s, 0) for s in statics],
         *map(layout_of, inputs),
-        *(_torch.interpreter_depth(), torch.is_grad_enabled()),
+        *(levels, _torch.interpreter_depth(), torch.is_grad_enabled()),
     )
     try:
         found = _sightings.get(key)

@@ -164,11 +164,11 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
 
 def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:
     """Run the body and find out what it needs."""
+    region.environment = environment = Environment(region.options, inputs, *region.reaches)
     run = RecordingRun if region.options.records else FirstRun
     first = run(region, lift_constants=proxy.keeping())
     around = region.outer
     first.pulls_back = region.options.replay and (around is None or around.pulls_back)
-    region.environment = environment = Environment(region.options, inputs, *region.reaches)
     region.first_run = first
     try:
         # The tape of this run is thrown away; what is alive on it tells what a pullback reads.
