@@ -9,6 +9,7 @@ from right import X
 from torch.nn.functional import dropout
 
 import functx
+from functx._remat import _code_names
 
 
 def seeded_anew(x):
@@ -49,3 +50,13 @@ def test_the_same_seed_in_each_run():
         return torch.autograd.grad(f(x).sum(), x)[0]
 
     assert torch.equal(gradient(functx.remat(f)), gradient(f))
+
+
+def test_code_that_lies_where_other_code_lay():
+    """What code names, the generators among it, is remembered by where the code lies."""
+    names = _code_names.OfGlobals(lambda names, values: names)
+    for i in range(20):
+        f = eval(f"lambda x: x.name{i}")
+        assert names(f)[1] == (f"name{i}",)
+        del f
+        _code_names._known.clear()  # as when there is much code
