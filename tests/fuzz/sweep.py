@@ -18,7 +18,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,22 @@ def one(program: Program, name: str, census: Census) -> None:
         census.add(program, ours, expected)
 
 
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """What is there by now is not looked through each time that garbage is collected."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def run_slice(first: int, last: int) -> Census:
     """The programs from ``first`` up to, not including, ``last``; differences are noted."""
     census = Census()
-    gc.freeze()  # else what is there by now is looked through at each collection
     with (
+        quick_collections(),
         warnings.catch_warnings(),
         torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"),
     ):
@@ -127,8 +139,8 @@ def notices(name: str) -> int | str | None:
 def notice(names: Sequence[str], last: int = 1000) -> None:
     """`notices` of several mechanisms, of which each program is run without each."""
     left = [name for name in names if not (results() / f"{name}.mechanism").exists()]
-    gc.freeze()
     with (
+        quick_collections(),
         warnings.catch_warnings(),
         torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"),
     ):

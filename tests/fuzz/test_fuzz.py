@@ -50,7 +50,8 @@ def search(n: int, number: int, *, shrink: bool = True) -> Census:
         note(str(program))
         one(program, "", census)
 
-    each()
+    with sweep.quick_collections():
+        each()
     return census
 
 
@@ -63,7 +64,7 @@ def test_what_was_found_before(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_hundred_programs():
-    census = search(300, 0)
+    census = search(250, 0)
     print(census)
     assert census.again > census.forward / 2  # policies keep much, and programs are small
     assert sum(census.features[name] > 0 for name in NAMES) > 0.9 * len(NAMES)
