@@ -9,6 +9,7 @@ from nets import seeded
 from programs import identity
 from references import assert_same
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 from functx import _offload
@@ -40,6 +41,16 @@ class Pair(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, a):
         return Pair.apply(a.movedim(in_dims[0], 0)), (0, 0)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of a matrix and a vector."""
+
+    ran = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran += func is torch.ops.aten.mv.default
+        return func(*args, **(kwargs or {}))
 
 
 POLICIES = functx.checkpoint_policies
@@ -296,3 +307,24 @@ def test_statistics_that_batch_norm_advances_are_kept_as_they_were(read, poisone
         return plain, functx.grad(region, (0, 1))(x, a)
 
     assert_same(program(functx.remat), program(lambda f, policy=None: f), 64)
+
+
+def test_what_a_region_inside_keeps_is_decided_in_the_forward():
+    """The replay around it runs it once more: what it kept, it keeps, whatever a policy says now.
+
+    So it need not run a third time.
+    """
+    forward = [True]
+    weight = numbers(3, 3).requires_grad_()
+
+    def policy(ctx, operation, *args, **kwargs):
+        return forward[0]
+
+    inner = functx.remat(lambda x: torch.sigmoid(weight @ x), policy=policy)
+    loss = functx.remat(lambda x: inner(x.sin()).cos())(X).sum()
+    forward[0] = False
+    with Products() as products:
+        (gradient,) = torch.autograd.grad(loss, weight)
+    (expected,) = torch.autograd.grad(torch.sigmoid(weight @ X.sin()).cos().sum(), weight)
+    assert torch.equal(gradient, expected)
+    assert products.ran == 1
