@@ -19,9 +19,29 @@ def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None
         setattr(node, name, wrapper(getattr(node, name)))
 
 
+class EngineHook:
+    """A hook of functx's own on a tensor."""
+
+    __torch_unserializable__ = True  # torch.save does not say that it leaves it out
+
+    def is_on(self, t: torch.Tensor) -> None:
+        """It is on another tensor now, by `become`."""
+
+
 def has_hooks(t: torch.Tensor) -> bool:
     """Whether a tensor has a hook on its gradient; no public way tells."""
-    return bool(t._backward_hooks)
+    hooks = t._backward_hooks
+    return bool(hooks) and has_users_hook(hooks)
+
+
+def hooks_of(t: torch.Tensor) -> Any:
+    """The dict of the hooks of a tensor that has some."""
+    return t._backward_hooks
+
+
+def has_users_hook(hooks: Any) -> bool:
+    """Whether there is a hook that is not functx's own."""
+    return hooks is not None and not all(isinstance(h, EngineHook) for h in hooks.values())
 
 
 def forget_hooks(t: torch.Tensor) -> None:
@@ -39,7 +59,13 @@ def become(t: torch.Tensor, new: torch.Tensor) -> bool:
     """Make ``t``, whoever holds it, another tensor; not where C++ holds one of them, as a tape."""
     if t._use_count() > 1 or new._use_count() > 1:  # type: ignore[attr-defined]
         return False
+    hooks = new._backward_hooks  # which the object has, not what is swapped
     torch._C._swap_tensor_impl(t, new)
+    if hooks is not None:
+        t._backward_hooks = hooks
+        for hook in hooks.values():
+            if isinstance(hook, EngineHook):
+                hook.is_on(t)
     return True
 
 

@@ -39,6 +39,7 @@ LAYERS = [
         "functx._remat._slots",
         "functx._remat._tapes",
     ),
+    ("functx._remat._partial",),
     (
         "functx._remat._apart",
         "functx._remat._arguments",
@@ -47,6 +48,7 @@ LAYERS = [
         "functx._remat._containers",
         "functx._remat._depth",
         "functx._remat._observers",
+        "functx._remat._parts_of_given",
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
@@ -60,10 +62,11 @@ LAYERS = [
     (
         "functx._remat._writes",
         "functx._remat._escape",
+        "functx._remat._gradients",
         "functx._remat._given",
         "functx._remat._module_state",
     ),
-    ("functx._remat._entry", "functx._remat._functions"),
+    ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
     ("functx._remat._python_random", "functx._remat._tracker"),
     (
         "functx._remat._parts",
@@ -85,6 +88,7 @@ LAYERS = [
     ("functx._remat._region", "functx._remat._kept_inside"),
     ("functx._remat._environment", "functx._remat._operator"),
     ("functx._remat._overwritten",),
+    ("functx._remat._about_gradients",),
     ("functx._remat._foreign",),
     ("functx._remat._compared",),
     ("functx._remat._other_names",),

@@ -60,3 +60,42 @@ def test_code_that_lies_where_other_code_lay():
         assert names(f)[1] == (f"name{i}",)
         del f
         _code_names._known.clear()  # as when there is much code
+
+
+def forked(x):
+    with torch.random.fork_rng():
+        torch.seed()
+        return dropout(x)
+
+
+def forked_around_a_region(x):
+    with torch.random.fork_rng():
+        torch.seed()
+        return functx.remat(dropout)(x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("f", [forked, forked_around_a_region])
+def test_another_seed_that_is_gone_again(f, nested):
+    body = functx.remat(lambda x: functx.remat(f)(x).sin()) if nested else functx.remat(f)
+    y = body(X.clone().requires_grad_())
+    with pytest.raises(functx.ReplayError, match="departed"):
+        y.sum().backward()
+
+
+def test_the_same_seed_that_is_gone_again():
+    """And a seed of the caller's between forward and backward is no matter."""
+    with torch.random.fork_rng():  # what it does the first time in a process, it does once
+        pass
+
+    def body(x, training=True):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return dropout(x, training=training) * torch.rand(x.shape, dtype=DTYPE)
+
+    for training in (True, False):
+        x = X.clone().requires_grad_()
+        y = functx.remat(lambda x, training=training: body(x, training))(x)
+        torch.manual_seed(5)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, torch.autograd.grad(body(x, training).sum(), x)[0])

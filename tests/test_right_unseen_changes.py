@@ -1,5 +1,6 @@
 """What changes between forward and replay where no operation is called with it: found, too."""
 
+import numpy as np
 import pytest
 import torch
 from cases import numbers
@@ -7,6 +8,7 @@ from references import assert_same
 
 import functx
 from functx import checkpoint_policies as policies
+from functx._remat._known_runs import ALIKE
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -184,3 +186,56 @@ def test_memory_that_is_written_to_unseen_is_not_kept(f, policy):
     outer = functx.remat(functx.remat(f, policy=policy), policy=policy)
     assert_same(gradient(functx.remat(f, policy=policy)), gradient(f))
     assert_same(gradient(outer), gradient(f))
+
+
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("how", ["closed over", "made inside", "given", "given under grad"])
+@pytest.mark.parametrize("share", [torch.from_numpy, torch.from_dlpack, torch.frombuffer])
+def test_memory_that_is_not_torchs(share, how, change):
+    """It has no version: its bits are compared."""
+    array = np.array([1.0, 2.0])
+    kwargs = {"dtype": torch.float64} if share is torch.frombuffer else {}
+    outside = share(array, **kwargs)
+    x = torch.ones(2, dtype=torch.float64)
+
+    def loss(x):
+        if how.startswith("given"):
+            y = functx.remat(lambda x, t: (x * t.clone()).sin())(x, outside)
+        elif how == "made inside":
+            y = functx.remat(lambda x: (x * share(array, **kwargs).clone()).sin())(x)
+        else:
+            y = functx.remat(lambda x: (x * outside.clone()).sin())(x)
+        if change:
+            array[0] = 7
+        return y.sum()
+
+    def gradient():
+        if how == "given under grad":
+            return functx.grad(loss)(x)
+        return torch.autograd.grad(loss(leaf := x.clone().requires_grad_()), leaf)[0]
+
+    if change:
+        with pytest.raises(functx.ReplayError, match="modified in place"):
+            gradient()
+    else:
+        values = torch.tensor([1.0, 2.0], dtype=torch.float64)
+        assert_same(gradient(), values.cos() * values)
+
+
+def test_what_no_function_mode_sees():
+    """What a body reads past the modes is there in a replay, however often it ran without."""
+    seen, reads = [], [False]
+
+    def body(x):
+        a = x.sin()
+        if reads[0]:
+            with torch._C.DisableTorchFunction():
+                seen.append(a.detach().sum())
+        return (a * 2).cos()
+
+    f = functx.remat(body)
+    for i in range(ALIKE + 3):
+        reads[0] = i > ALIKE + 1
+        f(X.clone().requires_grad_()).sum().backward()
+    assert seen
+    assert_same(seen, [X.sin().sum()] * len(seen))

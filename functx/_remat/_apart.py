@@ -13,12 +13,15 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from functx import _torch_nodes
+from functx._remat._partial import Above, above, watch, with_left
 from functx._remat._tapes import leaves_below, nodes_of
+from functx._torch import sequence_number
 
 
 class Reached(set[int]):
@@ -28,15 +31,31 @@ class Reached(set[int]):
         leaves: ids of those of all.
         results: of the body.
         frames: of the region.
+        nodes: of the tapes, where they were looked at.
 
     Attributes:
+        above: which results are computed from which others. `_partial`.
         by: those of each result, if an input has a hook.
+        firsts: the number of the first node of each result.
+        numbers: those of all nodes below.
+        start: what these two are to be added to.
     """
 
+    above: Above = MappingProxyType({})
+    firsts: Sequence[int] = ()
+    numbers: Sequence[int] = ()
+    start = 0
+
     def __init__(
-        self, leaves: Iterable[int], results: Sequence[Tensor | None], frames: Sequence[Any]
+        self,
+        leaves: Iterable[int],
+        results: Sequence[Tensor | None],
+        frames: Sequence[Any],
+        nodes: Sequence[Any] = (),
     ) -> None:
         super().__init__(leaves)
+        if nodes:
+            self._look(results, nodes)
         self.by: list[set[int]] = []
         if len(results) > 1 and any(
             hooked(t, frame.region.outer)
@@ -50,6 +69,27 @@ class Reached(set[int]):
         self.update(map(id, leaves_below(*nodes_of(tensors))))
         for i in results if self.by else ():
             self.by[i].update(map(id, leaves_below(*nodes_of(tensors))))
+
+    def _look(self, results: Sequence[Tensor | None], nodes: Sequence[Any]) -> None:
+        if len(results) > 1:
+            self.above = above(results, nodes)
+        starts = len({*nodes_of(results)})  # which come first
+        self.numbers = [*map(sequence_number, nodes[starts:])]
+        if starts > 1:
+            below = {node for one in nodes for node, _ in one.next_functions}
+            self.numbers += [sequence_number(node) for node in nodes[:starts] if node in below]
+        self.firsts = [
+            -1 if r is None or r.grad_fn is None else sequence_number(r.grad_fn) for r in results
+        ]
+
+    def relations(self, start: int) -> tuple[Above, Sequence[int], Sequence[int]]:
+        """What is known of the nodes, with numbers from ``start`` on; as of a run that is known."""
+        return self.above, [n - start for n in self.firsts], [n - start for n in self.numbers]
+
+    def relate(self, known: tuple[Above, Sequence[int], Sequence[int]], start: int) -> None:
+        """The other way round."""
+        self.above, self.firsts, self.numbers = known
+        self.start = start
 
 
 def hooked(t: Tensor, outer: Any) -> bool:
@@ -102,3 +142,26 @@ def nodes_apart(
         beyond = frozenset(i for i, leaf in those.items() if known and leaf not in reached)
         groups.setdefault(beyond, []).append(place)
     return [(group, {*beyond}) for beyond, group in groups.items()]
+
+
+def watch_results(frame: Any, results: Sequence[Tensor | None]) -> None:
+    """Raise where a part of a gradient would be taken for it. ``NOTE [part of a gradient]``."""
+    region = frame.region
+    known = getattr(region.reached, "above", None)
+    inside = region.frames[region.frames.index(frame) + 1 :]
+    if known and not any(f.dual() for f in inside):
+        watch(known, results, region.options.name)
+
+
+def has_left(region: Any, left: Iterable[Tensor]) -> None:
+    """The same for what left otherwise than by return, which is still on its tape.
+
+    Args:
+        region: that it left.
+        left: further results, behind the others.
+    """
+    reached = region.reached
+    if isinstance(reached, Reached):
+        numbers = [n + reached.start for n in reached.numbers]
+        firsts = [n + reached.start for n in reached.firsts]
+        reached.above = with_left(reached.above, numbers, firsts, [*left])

@@ -20,6 +20,7 @@ from functx._remat._entry import MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._functions import IN_C, known_of
 from functx._remat._functions import known as known_functions
+from functx._remat._gradients import SET_DATA
 from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._known_runs import (
@@ -38,7 +39,6 @@ from functx._remat._watch import tell_of_a_region, tell_of_a_view, unwatched
 from functx._remat._writes import written_by
 from functx._torch_modules import frame_above
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
 
 
@@ -269,7 +269,7 @@ class FirstRun(Compared):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the value of constants that the operation may write to."""
-        if func == _SET_DATA:
+        if func == SET_DATA:
             tell_of_a_view(args[1])
         targets = tensors_of(written_by(func, args, kwargs))
         if targets:
@@ -283,13 +283,13 @@ class FirstRun(Compared):
 
     def further_results(self) -> list[Tensor]:
         """What the body wrote to, and gave another history by it."""
-        if self._writes is None:
-            return []
-        return self._writes.further_results(self.origins, self._standins)
+        writes = self._writes
+        return [] if writes is None else writes.further_results(self.origins, self._standins)
 
     def returned(self, outs: Sequence[Tensor]) -> Any:
-        """The results of the body, with stand-ins for what it handed back as it was."""
+        """The results, with stand-ins for what the body handed back as it was."""
         self._returning = True
+        self._region.retained = self.retained(outs)
         return super().returned(outs)
 
     def check_tape(self, outs: Sequence[Tensor | None]) -> Reached:
@@ -300,7 +300,7 @@ class FirstRun(Compared):
         for t in reached:
             if not (id(t) in self.leaves or self.knows(t) or is_unread(t)):
                 refuse_unseen(self._region.options.name, t)
-        return Reached(map(id, reached), outs, self._region.frames)
+        return Reached(map(id, reached), outs, self._region.frames, nodes)
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""

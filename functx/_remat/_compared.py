@@ -104,7 +104,13 @@ class Compared(Standins):
         if known is None:
             return self.check_tape(outs)
         frames = self._region.frames
-        return Reached([frames[n].leaves[i] for n, i in known.ends], outs, frames)
+        found = Reached([frames[n].leaves[i] for n, i in known.ends], outs, frames)
+        found.relate(known.relations, self._start)
+        return found
+
+    def relations(self) -> Any:
+        """Which results are computed from which others, by numbers from this run's first on."""
+        return self._region.reached.relations(self._start)
 
     def check_tape(self, outs: Sequence[Tensor | None]) -> Reached:
         """The leaves that the tapes end in."""

@@ -4,16 +4,25 @@ NOTE [readers]
 A region that writes to a constant keeps what it found there. So do, then, the regions that read it
 before and did not write (a key-value cache, a step counter), at no cost: it is the same copy. What
 is written outside of regions nobody sees beforehand.
+
+NOTE [memory of others]
+What is in memory that is not torch's own (of a NumPy array, a buffer, another library) changes
+without a version. So where there is little of it, the bits are compared, of what a region is given
+as well (`_node`). Those of parameters are not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 
 from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
+
+_LITTLE = 1 << 20
+"""So many bytes are compared."""
 
 
 class Constant:
@@ -23,11 +32,12 @@ class Constant:
     forward found and must not write again: it gets a copy of the value from before.
     """
 
-    __slots__ = ("__weakref__", "_readers", "before", "value", "version")
+    __slots__ = ("__weakref__", "_bits", "_readers", "before", "value", "version")
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.version = _torch.version(value)
+        self._bits = foreign_bits(value)
         self.before: Tensor | None = None
         # Held by constants that hold the tensor, so that its id stays its.
         self._readers = _readers.get(id(value))
@@ -61,13 +71,28 @@ class Constant:
         if self.before is not None:
             with _torch.cleared_interpreter_stack():
                 return self.before.clone()
-        if _torch.version(self.value) != self.version:
+        if _torch.version(self.value) != self.version or (
+            self._bits is not None and self._bits != foreign_bits(self.value)
+        ):
             raise ReplayError(
                 f"remat: a tensor of shape {tuple(self.value.shape)} that the region {name!r} "
                 "reads was modified in place between its forward and its replay. Modify it after "
                 "the backward, or pass a clone."
             )
         return self.value
+
+
+def foreign_bits(t: Tensor) -> int | None:
+    """A hash of memory that is not torch's own. ``NOTE [memory of others]``."""
+    if type(t) is not Tensor or t.grad_fn is not None:  # what was computed is torch's
+        return None
+    try:
+        memory = t.untyped_storage()
+        if memory.resizable() or not t.is_cpu or not 0 < memory.nbytes() <= _LITTLE:
+            return None
+        return hash(ctypes.string_at(memory.data_ptr(), memory.nbytes()))
+    except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
+        return None
 
 
 class _Readers(weakref.WeakSet["Constant"]):

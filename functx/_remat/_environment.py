@@ -16,7 +16,9 @@ the region's are those of the current device and of the devices of the tensors i
 
 NOTE [seeds]
 A body may seed a generator. With ``torch.seed()``, or by a clock, each run draws other numbers,
-silently: the operations are the same. So the seed that a replay leaves is compared.
+silently: the operations are the same. So the seed that a replay leaves is compared. It may be gone
+by then (``torch.random.fork_rng``), so an operation that draws where another seed is than when the
+body began is recorded with it.
 """
 
 from __future__ import annotations

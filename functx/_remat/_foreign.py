@@ -15,7 +15,7 @@ memory, which the ledger has seen the body write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from functx import _torch
 from functx._errors import RematError, not_initialized
+from functx._remat._about_gradients import AboutGradients
 from functx._remat._arguments import NUMBERS
 from functx._remat._constant import Constant
 from functx._remat._entry import KNOWN, MADE_HERE, REWRAPPED, nested_capture
@@ -40,7 +41,6 @@ from functx._remat._tapes import (
     rewrap,
     tracked,
 )
-from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import watching
 from functx._torch import peek_interpreter_stack, unwrap_once_if_dead
@@ -49,7 +49,7 @@ from functx._torch_edges import requires_grad_anywhere
 _UNNUMBERED = KNOWN - MADE_HERE  # what was made here, and no operation of the record has made
 
 
-class Standins(Tracker):
+class Standins(AboutGradients):
     """What the body reads of what it did not make, by position, and what it sees instead.
 
     Args:

@@ -46,6 +46,7 @@ from functx._remat._options import Options
 from functx._remat._region import Region
 from functx._remat._replay import NOTHING
 from functx._remat._rules.proxy import keeping
+from functx._remat._stored import Stored
 from functx._remat._tapes import PLAIN
 from functx._remat._tracker import active_tracker
 
@@ -190,6 +191,7 @@ class Body:
         assert given is not None
         args, kwargs = tree = given.apart(tree)
         watched = given.watch(tree)
+        stored = Stored(watched, tree, given.name) if first else None
         try:
             result = f(*args, **kwargs)
         except BaseException as error:
@@ -202,7 +204,8 @@ class Body:
                 spec,
                 [None if isinstance(o, Tensor) else (own.get(id(o), (o, o))[1],) for o in outs],
             )
-        return [*(o for o in outs if isinstance(o, Tensor)), *given.take(watched, own)]
+        exchange = None if stored is None else functools.partial(stored.exchange, outs=outs)
+        return [*(o for o in outs if isinstance(o, Tensor)), *given.take(watched, own, exchange)]
 
     def let_go(self, is_input: Callable[[int], bool]) -> None:
         """Do not close over tensors that are inputs, told by id. ``NOTE [kept once]``."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from functx import _torch
+from functx._remat._gradients import ABOUT_GRADIENTS
 from functx._remat._writes import only_reads
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
@@ -49,6 +50,20 @@ _EXPORTS = frozenset(
     }
 )
 
+# Those that draw random numbers, or may.
+_DRAWS = frozenset(
+    {
+        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+        *("normal", "normal_", "uniform_", "bernoulli", "bernoulli_", "multinomial", "poisson"),
+        *("exponential_", "cauchy_", "geometric_", "log_normal_", "random_", "binomial"),
+        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
+        *("feature_dropout", "feature_alpha_dropout", "rrelu", "rrelu_", "gumbel_softmax"),
+        *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
+        *("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+        *("_standard_gamma", "_sample_dirichlet"),
+    }
+)
+
 IN_C = frozenset(
     {BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType}
 )
@@ -67,8 +82,10 @@ class Known:
         writes: whether it may write to what it is given, as far as can be told without keywords.
         label: whether it names in a profile what runs next.
         looks: whether it tells how a tensor lies in memory, where, or whether it is the very one.
+        draws: whether it may draw random numbers.
         exports: whether it hands values, or memory, to what is no operation.
         differentiates: whether it is `torch.autograd.grad`.
+        gradients: whether `_gradients` is about it.
         ordinary: whether it is none of these, and written in C.
         nothing: whether it is no operation, and none of these either.
     """
@@ -77,7 +94,9 @@ class Known:
         *(
             "custom",
             "differentiates",
+            "draws",
             "exports",
+            "gradients",
             "label",
             "looks",
             "nothing",
@@ -109,7 +128,11 @@ class Known:
         self.writes = not (type(func) in IN_C and only_reads(func, name))
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
-        special = self.python or self.exports or self.looks or self.label
+        self.gradients = func in ABOUT_GRADIENTS
+        self.draws = name in _DRAWS
+        special = (
+            self.draws or self.gradients or self.python or self.exports or self.looks or self.label
+        )
         self.nothing = self.passive and not special
         self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
 

@@ -12,30 +12,32 @@ a tensor), since whatever still holds a tensor then has let it leave the region.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functx import _tree
 from functx._errors import RematError
 from functx._places import describe_place, where
 from functx._remat._by_name import named_by
-from functx._remat._slots import slots_of
-from functx._remat._tapes import PLAIN
-
-_SEQUENCES = frozenset({list, deque})
-_DICTS = frozenset({dict, defaultdict, OrderedDict})
-_OF_PYTHON = _SEQUENCES | _DICTS
-_BUILT_IN = (list, dict, deque, set)  # which classes may be derived from
-_LEAVES = frozenset(
-    {*PLAIN, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device}
+from functx._remat._parts_of_given import (
+    BUILT_IN,
+    OF_PYTHON,
+    Path,
+    at,
+    become,
+    is_container,
+    is_object,
+    is_same,
+    parts_of,
+    remade,
+    same_state,
+    set_part,
+    state_of,
+    with_part,
 )
-
-Path = tuple[Any, ...]
-"""Where something is in a tree: indices, keys and, of objects, names of attributes."""
 
 
 class _Place:
@@ -67,10 +69,11 @@ class Given:
     """
 
     def __init__(self, args: tuple[Any, dict[str, Any]], f: Any, name: str) -> None:
-        self._name = name
+        self.name = name
         self._paths: list[Path] = []
         self._aliases: list[tuple[Path, Path]] = []
         self._changed: Sequence[int] = ()  # known once the first run has ended
+        self._loose: set[int] = set()
         self._first: Any = f, self._find(args)
         self._taken: Any = None
         self._count = 0
@@ -83,6 +86,8 @@ class Given:
         """The caller's containers, each with what it holds."""
         seen: dict[int, Path] = {}
         found = []
+        inner: set[int] = set()  # ids of what is made anew with an object that it is in, perhaps
+        loose: set[int] = set()  # those of objects without parts, and of what is in these
         stack: list[tuple[Path, Any]] = [((1,), args[1]), ((0,), args[0])]
         while stack:
             path, one = stack.pop()
@@ -92,21 +97,33 @@ class Given:
                     continue
                 seen[id(one)] = path
                 self._paths.append(path)
-                found.append((one, _state(one)))
-            stack += [((*path, k), x) for k, x in _parts(one) if is_container(x)]
+                found.append((one, state_of(one)))
+            parts = [*parts_of(one)]
+            if id(one) in inner or not (type(one) in OF_PYTHON or isinstance(one, tuple)):
+                those = [x for _, x in parts if is_container(x) or is_object(x)]
+                inner.update(map(id, those))
+                in_loose = id(one) in loose
+                loose.update(id(x) for x in those if in_loose or not is_container(x))
+            stack += [((*path, k), x) for k, x in parts if is_container(x) or id(x) in inner]
+        self._loose = loose
         return found
 
     def apart(self, args: Any) -> Any:
         """Arguments for a run, with each container once, however often it was given."""
         for path, first in self._aliases:
-            args = _with(args, path, _at(args, first))
+            args = with_part(args, path, at(args, first))
         return args
 
     def watch(self, args: Any) -> list[tuple[Any, Any]]:
         """The containers that a run is given; for the first, with what they hold."""
         first = self._first is not None
-        found = [_at(args, path) for path in self._paths]
-        return [(c, _state(c) if first else None) for c in found]
+        found = [at(args, path) for path in self._paths]
+        if first and self._loose:  # those that are made anew, with what they are in
+            callers = [c for c, _ in self._first[1]]
+            keep = [m is not t or id(t) not in self._loose for m, t in zip(found, callers)]
+            found, self._paths = [*compress(found, keep)], [*compress(self._paths, keep)]
+            self._first = self._first[0], [*compress(self._first[1], keep)]
+        return [(c, state_of(c) if first else None) for c in found]
 
     def own(self, watched: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
         """By the id of a container of a run: that, and what the caller has.
@@ -118,17 +135,22 @@ class Given:
             return {id(c): (c, c) for c, _ in watched}
         return {id(c): (c, theirs) for (c, _), (theirs, _) in zip(watched, self._first[1])}
 
-    def take(self, watched: list[Any], own: dict[int, tuple[Any, Any]]) -> list[Tensor]:
+    def take(
+        self, watched: list[Any], own: dict[int, tuple[Any, Any]], exchange: Any = None
+    ) -> list[Tensor]:
         """A run has ended: the tensors in what it has changed, which has places for them now.
 
         Args:
             watched: what `watch` gave; it is emptied.
             own: what `own` gave.
+            exchange: what is done about those that the first run has stored. `_stored`.
         """
         first, self._first = self._first, None
         if first is not None:
             self._changed = changed(watched)
             self._refuse_other_ways(first[0], first[1], self._changed)
+            if exchange is not None:
+                exchange(watched, own)
         taking = _Taking(own)
         for i in self._changed:
             taking.fill(watched[i][0])
@@ -155,10 +177,10 @@ class Given:
             taking.fill(watched[i][0])
             if all(id(t) in known for t in taking.tensors):
                 putting = _Putting([known[id(t)] for t in taking.tensors], taking.seen)
-                _become(callers[i][0], putting.fill(watched[i][0]))
+                become(callers[i][0], putting.fill(watched[i][0]))
         if {id(theirs) for theirs, _ in callers} & named_by(f):
             error.add_note(
-                f"functx: the region {self._name!r} is given a container as an argument that it "
+                f"functx: the region {self.name!r} is given a container as an argument that it "
                 "reaches in another way too (a closure, a global, an attribute). In one of the two "
                 "it does not see what it changes in the other. Let it reach it in one way only."
             )
@@ -167,11 +189,13 @@ class Given:
         meant = {id(callers[i][0]) for i in changed}
         if meant:
             meant &= named_by(f)
-        meant |= {id(theirs) for theirs, before in callers if not _same(before, _state(theirs))}
+        meant |= {
+            id(theirs) for theirs, before in callers if not same_state(before, state_of(theirs))
+        }
         for theirs, _ in callers:
             if id(theirs) in meant:
                 raise RematError(
-                    f"remat: the region {self._name!r}, called at {describe_place(where())}, "
+                    f"remat: the region {self.name!r}, called at {describe_place(where())}, "
                     f"changes a {type(theirs).__name__} that it is given as an argument, and "
                     "reaches the same one in another way too (a closure, a global, an attribute). "
                     "In one of the two it would not see the change. Let it reach the "
@@ -194,13 +218,13 @@ class Given:
         putting = _Putting(tensors[n:], seen)
         # First all that was made in the run, which these may hold.
         for theirs, mine in [(theirs, putting.fill(mine)) for mine, theirs in pairs]:
-            _become(theirs, mine)
+            become(theirs, mine)
         return tensors[:n]
 
 
 def changed(watched: Sequence[tuple[Any, Any]]) -> list[int]:
     """Which containers hold something else than they did, of pairs of these and their state."""
-    return [i for i, (c, before) in enumerate(watched) if not _same(before, _state(c))]
+    return [i for i, (c, before) in enumerate(watched) if not same_state(before, state_of(c))]
 
 
 class _Walk:
@@ -212,16 +236,16 @@ class _Walk:
     def fill(self, c: Any) -> Any:
         """``c``, with something else in it."""
         self.seen[id(c)] = c
-        for key, x in [*_parts(c)]:
+        for key, x in [*parts_of(c)]:
             if (new := self.of(x)) is not x:
-                _set(c, key, new)
+                set_part(c, key, new)
         return c
 
     def of(self, x: Any) -> Any:
         """What is in the place of ``x``."""
         if isinstance(x, tuple) and _tree.is_node(x):
             parts = [self.of(part) for part in x]
-            return x if all(map(_is, parts, x)) else _remade(x, parts)
+            return x if all(map(is_same, parts, x)) else remade(x, parts)
         return self.fill(x) if id(x) not in self.seen and self.goes_into(x) else x
 
     def goes_into(self, x: Any) -> bool:
@@ -248,7 +272,7 @@ class _Taking(_Walk):
             return place
         if id(x) in self._own:
             return self._own[id(x)][1]
-        if isinstance(x, _BUILT_IN) and type(x) not in _OF_PYTHON and _tree.is_node(x):
+        if isinstance(x, BUILT_IN) and type(x) not in OF_PYTHON and _tree.is_node(x):
             parts, spec = _tree.flatten(x)
             return _Taken([self.of(part) for part in parts], spec)
         return super().of(x)
@@ -277,109 +301,3 @@ class _Putting(_Walk):
     def goes_into(self, x: Any) -> bool:
         """As where they were taken out."""
         return id(x) in self._taken
-
-
-def is_container(x: Any) -> bool:
-    """Whether ``x`` is taken apart with the arguments that it is among."""
-    cls = type(x)
-    return cls not in _LEAVES and (cls in _OF_PYTHON or cls is tuple or _tree.is_node(x))
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
-
-
-def _parts(c: Any) -> Iterator[tuple[Any, Any]]:
-    """What a container holds, each with where."""
-    if type(c) in _SEQUENCES or isinstance(c, tuple):
-        return enumerate(c)
-    if type(c) in _DICTS:
-        return iter(c.items())
-    return iter(_attributes(c).items())
-
-
-def _attributes(one: Any) -> dict[str, Any]:
-    """Of an object: those it has of its own."""
-    found = dict(getattr(one, "__dict__", {}))
-    for name in slots_of(type(one)):
-        if hasattr(one, name):
-            found[name] = getattr(one, name)
-    return found
-
-
-def _state(c: Any) -> tuple[Any, list[Any]]:
-    """What a container holds, to be compared."""
-    if type(c) in _SEQUENCES:
-        return None, [*c]
-    if type(c) in _DICTS:
-        return [*c], [*c.values()]
-    held = _attributes(c)
-    if isinstance(c, _BUILT_IN):  # of another class
-        return [*held, *_tree.paths(c)], [*held.values(), *_tree.leaves(c)]
-    return [*held], [*held.values()]
-
-
-def _same(a: tuple[Any, list[Any]], b: tuple[Any, list[Any]]) -> bool:
-    return len(a[1]) == len(b[1]) and all(map(_is, a[1], b[1])) and a[0] == b[0]
-
-
-def _set(c: Any, key: Any, x: Any) -> None:
-    if type(c) in _OF_PYTHON:
-        c[key] = x
-    else:
-        object.__setattr__(c, key, x)
-
-
-def _remade(t: Any, parts: list[Any]) -> Any:
-    """A tuple, named or not, of other parts."""
-    if type(t) is tuple:
-        return tuple(parts)
-    return t._make(parts) if hasattr(t, "_make") else type(t)(parts)
-
-
-def _become(theirs: Any, mine: Any) -> None:
-    """Let a container of the caller's hold what that of the run holds."""
-    if type(theirs) is list:
-        theirs[:] = mine
-    elif type(theirs) is deque or type(theirs) in _DICTS:
-        if type(theirs) is not deque and [*theirs] == [*mine]:
-            theirs.update(mine)
-            return
-        theirs.clear()
-        (theirs.extend if type(theirs) is deque else theirs.update)(mine)
-    elif isinstance(theirs, _BUILT_IN):
-        raise RematError(
-            f"remat: a region changes an argument of class {type(theirs).__qualname__!r}, which "
-            "functx does not know how to change for the caller. Return it from the region."
-        )
-    else:
-        before, now = _attributes(theirs), _attributes(mine)
-        for name in before.keys() - now.keys():
-            object.__delattr__(theirs, name)
-        for name, x in now.items():
-            if name not in before or before[name] is not x:
-                object.__setattr__(theirs, name, x)
-
-
-def _at(tree: Any, path: Path) -> Any:
-    """What is there; ``None`` if an object has no such attribute."""
-    for key in path:
-        if type(tree) in _OF_PYTHON or isinstance(tree, tuple):
-            tree = tree[key]
-        else:
-            tree = getattr(tree, key, None)
-    return tree
-
-
-def _with(tree: Any, path: Path, x: Any) -> Any:
-    """A tree with something else somewhere: in place, but for tuples."""
-    if not path:
-        return x
-    part = _at(tree, path[:1])
-    new = _with(part, path[1:], x)
-    if new is part:
-        return tree
-    if isinstance(tree, tuple):
-        return _remade(tree, [*tree[: path[0]], new, *tree[path[0] + 1 :]])
-    _set(tree, path[0], new)
-    return tree

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from functx import _torch, _torch_operators
 from functx._remat._arguments import SIMPLE, same
+from functx._remat._by_name import disables_modes
 from functx._remat._functions import IN_C
 from functx._remat._holders import base_of
 from functx._remat._tapes import PLAIN
@@ -59,7 +60,7 @@ class KnownRun:
 
     __slots__ = (
         *("ends", "entries", "externals", "ledger", "looks", "made", "names", "needed", "nodes"),
-        *("origins", "passing", "settings", "shared", "tape"),
+        *("origins", "passing", "relations", "settings", "shared", "tape"),
     )
 
     def __init__(
@@ -75,6 +76,7 @@ class KnownRun:
         self.shared = _shared(first.externals())
         self.nodes = first.nodes
         self.tape, self.ends = first.tape, first.ends
+        self.relations = first.relations()
         self.ledger = ledger
         self.needed = needed
         self.passing = passing
@@ -148,6 +150,10 @@ class Sightings:
                 self.differs()
             self._run, self._alike = run, 1
             _forget_the_oldest()
+
+    def give_up(self) -> None:
+        """Runs are not compared: what runs is not all seen."""
+        self._others = _PATIENCE
 
     def given_up(self) -> bool:
         """Whether the code seldom does the same twice: it always has a ledger, then."""
@@ -260,6 +266,8 @@ def sightings_of(
         return None
     if found is None:
         found = _sightings[key] = Sightings()
+        if disables_modes(f):
+            found.give_up()
     return None if found.given_up() else found
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from functx import _torch_modules
-from functx._remat._containers import elements, reached
+from functx._remat._containers import MUTABLE, elements, reached
 from functx._remat._slots import slots_of
 from functx._remat._within_reach import Reached, reach
 
@@ -342,6 +342,8 @@ class _Ways:
                     way = self.to(parent, seen)
                     if way is not None and not isinstance(way, _Held):
                         return (way, key)
+        if type(c) not in MUTABLE and type(c).__weakrefoffset__:  # of a class of the user's
+            return weakref.ref(c)
         tensors = (x for one in reached([c]).values() for x in elements(one))
         if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tensors):
             return None
@@ -370,6 +372,8 @@ def _follow(way: Any) -> Any:
     """The container that a way leads to now."""
     if isinstance(way, _Held):
         return way.container
+    if isinstance(way, weakref.ref):
+        return way()
     start, key = way
     if isinstance(start, weakref.ref):
         start = getattr(start(), "__dict__", None)

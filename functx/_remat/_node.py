@@ -12,7 +12,8 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
-from functx._remat._apart import hooked, nodes_apart
+from functx._remat._apart import hooked, nodes_apart, watch_results
+from functx._remat._constant import foreign_bits
 from functx._remat._custom import running
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame
@@ -34,6 +35,7 @@ class _Payload:
     """What a node needs beside tensors."""
 
     apart: Sequence[Tensor] = ()  # kept values that torch refuses to save
+    bits: Sequence[int | None] = ()  # of memory that is not torch's own, `_constant`
     duals: Duals | None = None
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
@@ -125,6 +127,9 @@ class RegionNode(_torch.SingleLevelFunction):
                 # Its tape at this level is no matter: here it gets no gradient that is not zero.
                 value = t if payload.level == 0 else _torch.unwrap_for_grad(t, payload.level)
                 payload.absent.append(placeholder(value))
+        bits = [foreign_bits(base_of(t)) for t in kept]
+        if any(b is not None for b in bits):
+            payload.bits = bits
         if payload.level:
             payload.versions = [_torch.version(base_of(t)) for t in kept]
         values = region.kept
@@ -163,6 +168,11 @@ class RegionNode(_torch.SingleLevelFunction):
             ]
             if written:
                 raise _modified(region, f"one of shape {tuple(written[0])}, under a transform")
+        if payload.bits:
+            changed = [t for t, b in zip(saved, payload.bits) if b != foreign_bits(base_of(t))]
+            if changed:
+                raise _modified(region, f"one of shape {tuple(changed[0].shape)}, past torch")
+            del changed
         duals = payload.duals
         if duals is not None:
             n = len(saved) - len(duals.inputs())
@@ -371,7 +381,10 @@ def attach(
     if region.outer is None and observing():
         kept = [t for t, need in zip(tensors, frame.needed()) if need]
         notify(kept, region.options.name, frame.level)
-    return [taped.get(i, o) for i, o in enumerate(outs)]
+    results = [taped.get(i, o) for i, o in enumerate(outs)]
+    if len(results) > 1 and not _torch.tracing():
+        watch_results(frame, results)
+    return results
 
 
 def _apply(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat._depth import nested
 from functx._remat._entry import fingerprint, nested_region, nested_run, nested_values
+from functx._remat._gradients import retain
 from functx._remat._leaving import put_in_place, settle
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
@@ -83,6 +84,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
                 settle(region.settled)
             region.write_back(outs)
             results = region.assemble(outs)
+            retained, region.retained = region.retained, ()
             computed = () if outer is None else region.computed(results)
         finally:
             region.release()
@@ -93,10 +95,14 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
         outer.note(left)
         options = region.options
         if region.entries and not options.replay and options.determinism_check != "none":
-            outer.compared(nested_run, fingerprint(region.entries))
+            seed = torch.default_generator.initial_seed()
+            number = fingerprint(region.entries)
+            outer.compared(nested_run, number if seed == outer.seed else number ^ seed)
         if options.values:
             # A replay of the outer region runs this one afresh; it can only compare from outside.
             outer.operands(nested_values, [region.values()])
+    if retained:
+        retain(retained, results)
     return results
 
 

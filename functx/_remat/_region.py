@@ -67,8 +67,8 @@ class Region:
         frames: one a transform level that was peeled off, outermost level first.
         given: explicit inputs as the caller has them, weakly, where replays go by first sight.
         grad_mode: whether grad mode was on where the body began.
-        captured: tensors found while the first run is under way, as the body met them.
-        n_captured: how many they were.
+        captured: what the body met in its first run, `n_captured` tensors.
+        retained: whose gradients the body wants retained. `_gradients`.
         constants: tensors read that are no inputs.
         before: base tensors that are inputs and were written to, by id, each with a copy of before.
         rewritten: the inputs and captures that the body wrote to, by position.
@@ -117,6 +117,7 @@ class Region:
     passed_on: Mapping[int, Any] = NOTHING
     passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
+    retained: Sequence[Any] = ()
     sightings: Any = None
 
     def __init__(
@@ -328,8 +329,7 @@ class Region:
             return
         for owner, r in zip(self.owners, self._results[len(self._results) - len(self.owners) :]):
             assert isinstance(r, int)
-            value = distinct[r]
-            if value is not None and value is not owner:
+            if (value := distinct[r]) is not None and value is not owner:
                 inside = base_of(owner)
                 if id(inside) in self.before and inside.grad_fn and _torch.detachable(inside):
                     with _torch.cleared_interpreter_stack():

@@ -32,6 +32,7 @@ from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
+from functx._remat._gradients import RETAIN_GRAD, on_the_tape
 from functx._remat._watch import python_on_tape, tell_of_an_export, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
@@ -49,6 +50,8 @@ class Tracker:
     inside: Any = None
     # Fewer dispatch modes than where the body began: this is the inside of one of them.
     modes = 0
+    # What the generator was seeded with when the body began.
+    seed = 0
     # Whether a node's tape is pulled back, for none of the functions that users wrote.
     pulls_back = False
     # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
@@ -148,6 +151,8 @@ class Tracker:
             known = known_of(func)
         if known.python:
             python_on_tape()
+        if known.gradients and self.about_gradients(func, args):
+            return None
         if known.passive:
             self.looks = self.looks or known.looks
             if known.exports:
@@ -158,13 +163,15 @@ class Tracker:
         given, args = args, self.swap_all(args)
         if kwargs:
             kwargs = {k: self.swap(v) for k, v in kwargs.items()}
+        if known.draws and (seed := torch.default_generator.initial_seed()) != self.seed:
+            self._scalars.append(seed)  # which the body has given it. NOTE [seeds]
         self.close(func)
         if kwargs or known.writes:
             self.before(func, args, kwargs)
         if known.exports:
             tell_of_an_export(args[0])
         if known.differentiates:
-            args, kwargs, func = _on_the_tape(given, args, kwargs)
+            args, kwargs, func = on_the_tape(given, args, kwargs)
         out = self.execute(func, args, kwargs)
         if out.__class__ is Tensor:
             self.made(out)
@@ -173,6 +180,10 @@ class Tracker:
         if known.custom:
             self.keeps_numbers(out)
         return out
+
+    def about_gradients(self, func: Any, args: Any) -> bool:
+        """Something that `_gradients` is about; whether that is all there is to do."""
+        return func == RETAIN_GRAD  # a replay's own gradients concern nobody
 
     def keeps_numbers(self, out: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""
@@ -187,24 +198,6 @@ class Tracker:
     def execute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An operation that was recorded, on resolved arguments."""
         return func(*args, **kwargs)
-
-
-def _on_the_tape(given: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """`torch.autograd.grad` and its arguments, without outputs whose stand-ins are on no tape.
-
-    A captured tensor of an outer level is on that level's tape, and its stand-in is on none of the
-    levels inside. Such outputs have no derivative here.
-    """
-    cotangents = kwargs.get("grad_outputs") if len(args) == 2 else None
-    if not (isinstance(cotangents, (list, tuple)) and isinstance(args[0], (list, tuple))):
-        return args, kwargs, torch.autograd.grad  # not as torch calls itself
-    taped = [not g.requires_grad or o.requires_grad for g, o in zip(given[0], args[0])]
-    if not any(taped) and kwargs.get("allow_unused"):
-        return args, kwargs, lambda outputs, inputs, **_: (None,) * len(inputs)
-    if not all(taped):
-        args = [[x for x, t in zip(args[0], taped) if t], args[1]]
-        kwargs = {**kwargs, "grad_outputs": [x for x, t in zip(cotangents, taped) if t]}
-    return args, kwargs, torch.autograd.grad
 
 
 class _Silent(Tracker):
@@ -310,6 +303,8 @@ class tracking:
         if silent and not (depth or dispatching):
             self._idle = True  # there is nobody to watch
             return
+        if not silent:
+            tracker.seed = torch.default_generator.initial_seed()
         self._engine, running.engine = running.engine, silent
         if dispatching:
             self._watching = watching(not silent)

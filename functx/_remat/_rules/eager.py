@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_nodes, _torch_vmap
+from functx._remat._apart import has_left
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
 from functx._remat._leaving import values_at_base
@@ -114,6 +115,7 @@ class EagerFrame(Frame):
         tensors = [*inputs, *self.captured]
         if not left:
             return attach(self, tensors, outs, self.out_requires)
+        has_left(self.region, left.values())
         values = values_at_base(left.values(), self.region.frames)
         requires = [*self.out_requires, *(t.requires_grad for t in values)]
         results = [*outs, *map(_off_the_tape, values)]

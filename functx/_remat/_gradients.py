@@ -1,0 +1,96 @@
+"""What a body does about gradients, by name: ``.grad``, ``retain_grad``, ``torch.autograd.grad``.
+
+A body works on stand-ins. So what it asks of a tensor that it did not make is asked of the tensor
+itself, and what it hangs on one that leaves the region is hung on what the caller has. What can't
+be passed on so, an assignment or a gradient that a replay would not find, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx._errors import RematError
+from functx._remat._holders import base_of
+from functx._torch_memory import memory_key
+
+RETAIN_GRAD = Tensor.retain_grad
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, SET_DATA)
+
+
+def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:
+    """Raise for what a stand-in can't do for ``t``, which the region ``name`` did not make."""
+    if func == SET_DATA:
+        value = args[1]
+        if not isinstance(value, Tensor) or not t.requires_grad:
+            return
+        if t.is_leaf and _memory(value) != _memory(args[0]):
+            raise RematError(
+                f"remat: the region {name!r} assigns the .data of a tensor of shape "
+                f"{tuple(t.shape)} that it did not make and that requires grad (as a module does "
+                "that is cast by .to(), .half() or .double()); what it assigns would be lost. Cast "
+                "the module outside of the region, or compute with a copy: weight.to(dtype)."
+            )
+        if value.dtype != t.dtype:
+            raise RematError(
+                f"remat: the region {name!r} assigns {value.dtype} to the .data of an argument "
+                f"that is {t.dtype}; that would be lost. Return a tensor instead."
+            )
+        return
+    gradient = t.grad if t.is_leaf or t.retains_grad else None
+    if func == _GET_GRAD and gradient is not None:
+        raise RematError(
+            f"remat: the region {name!r} reads the .grad of a tensor of shape {tuple(t.shape)} "
+            "that it did not make and that has a gradient already; a replay would not find it as "
+            "it is now. Read it outside of the region and pass it as an argument."
+        )
+    if func == _SET_GRAD and not (gradient is None and args[1] is None):
+        raise RematError(
+            f"remat: the region {name!r} assigns the .grad of a tensor of shape {tuple(t.shape)} "
+            "that it did not make; it would be lost. Assign it outside of the region."
+        )
+
+
+def retain(retained: Sequence[Any], results: Sequence[Tensor | None]) -> None:
+    """Retain gradients that a body wanted retained, of what the caller has.
+
+    Args:
+        retained: positions of results, and what to ask for other tensors.
+        results: of the region.
+    """
+    for one in retained:
+        t = results[one] if isinstance(one, int) else one()
+        if t is not None and t.requires_grad:
+            t.retain_grad()
+
+
+def _memory(t: Tensor) -> int | None:
+    try:
+        return memory_key(base_of(t).untyped_storage())
+    except (RuntimeError, NotImplementedError):  # it has none: sparse, opaque
+        return None
+
+
+def on_the_tape(given: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """`torch.autograd.grad` and its arguments, without outputs whose stand-ins are on no tape.
+
+    A captured tensor of an outer level is on that level's tape, and its stand-in is on none of the
+    levels inside. Such outputs have no derivative here.
+    """
+    cotangents = kwargs.get("grad_outputs") if len(args) == 2 else None
+    if not (isinstance(cotangents, (list, tuple)) and isinstance(args[0], (list, tuple))):
+        return args, kwargs, torch.autograd.grad  # not as torch calls itself
+    taped = [not g.requires_grad or o.requires_grad for g, o in zip(given[0], args[0])]
+    if not any(taped) and kwargs.get("allow_unused"):
+        return args, kwargs, lambda outputs, inputs, **_: (None,) * len(inputs)
+    if not all(taped):
+        args = [[x for x, t in zip(args[0], taped) if t], args[1]]
+        kwargs = {**kwargs, "grad_outputs": [x for x, t in zip(cotangents, taped) if t]}
+    return args, kwargs, torch.autograd.grad

@@ -1,0 +1,207 @@
+"""Results of a region that other results of it are computed from: whose gradient is a part.
+
+NOTE [part of a gradient]
+All results of a region are behind one node. What flows to ``h`` in ``h, y = remat(f)(x)`` is what
+comes from outside; what comes by ``y``, if the body computes that from ``h``, is added up in the
+replay, where no hook of the user's is. So a hook on such a result, its ``.grad`` and a gradient
+with respect to it would be a part of what they are without remat. Each such result has a hook of
+the engine's, before any of the user's, which raises where somebody looks at it and another one is
+pulled back in the same pass.
+
+What left a region otherwise than by return counts as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch, _torch_nodes
+from functx._errors import RematError
+from functx._remat._tapes import nodes_of, tape_below
+from functx._torch import sequence_number
+from functx._torch_modules import frame_above, frames_of_threads
+
+_LATEST = 8
+
+Above = Mapping[int, Iterable[int]]
+"""By the place of a result, those of the results that are computed from it."""
+
+
+def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
+    """Which results are computed from which others.
+
+    Args:
+        results: with their tapes.
+        nodes: all that is on these.
+    """
+    edges = {edge: i for i, r in enumerate(results) for edge in _edges_of(r)}
+    if len({*edges.values()}) < 2:
+        return {}
+    below = {edge for node in nodes for edge in node.next_functions if edge in edges}
+    found: dict[int, set[int]] = {}
+    for j, r in enumerate(results) if below else ():
+        for node in tape_below(nodes_of([r]))[0]:
+            for edge in node.next_functions:
+                if edge in below and edges[edge] != j:
+                    found.setdefault(edges[edge], set()).add(j)
+    return found
+
+
+def _edges_of(t: Tensor | None) -> list[tuple[Any, int]]:
+    found = []
+    while t is not None:
+        if t.grad_fn is not None:
+            found.append((t.grad_fn, t.output_nr))
+        t = _torch.get_unwrapped(t) if _torch.is_wrapped(t) else None
+    return found
+
+
+def with_left(
+    known: Above, numbers: Sequence[int], results: Sequence[int], left: Sequence[Tensor]
+) -> Above:
+    """`above`, with tensors that left otherwise, in places behind those of the results.
+
+    Args:
+        known: of the results.
+        numbers: of all nodes below others on their tapes, which are gone.
+        results: the numbers of the nodes of each.
+        left: what left.
+    """
+    found = {place: {*those} for place, those in known.items()}
+    n = len(results)
+    for i, t in enumerate(left):
+        nodes = nodes_of([t])
+        below = {*map(sequence_number, tape_below(nodes)[0][len({*nodes}) :])}
+        for place, number in enumerate(results):
+            if number in below:
+                found.setdefault(place, set()).add(n + i)
+        if any(sequence_number(node) in numbers for node in nodes_of([t])):
+            # Of which of them, nobody knows any more.
+            found.setdefault(n + i, set()).update(range(n))
+        for k, other in enumerate(left):
+            if k != i and any(sequence_number(node) in below for node in nodes_of([other])):
+                found.setdefault(n + k, set()).add(n + i)
+    return found
+
+
+def watch(those: Above, results: Sequence[Tensor | None], name: str) -> None:
+    """Hang a hook on results of a node that others are computed from, and on those."""
+    passes = _Passes()
+    places = {*those}.union(*those.values())
+    with _torch.without_modes():
+        # A node's hooks run in the order in which they were hung: first those of the last.
+        for place in sorted(places, key=lambda place: len([*those.get(place, ())])):
+            t = results[place]
+            if t is not None and t.grad_fn is not None:
+                t.register_hook(_Pulled(passes, place))
+                if place in those:
+                    t.register_hook(_Watcher(t, [*those[place]], passes, name))
+
+
+class _Passes:
+    """Which results had a cotangent in the backward passes under way."""
+
+    def __init__(self) -> None:
+        self._pulled: dict[int, set[int]] = {}
+
+    def note(self, place: int) -> None:
+        """It has one."""
+        passing = self._pulled.setdefault(_torch.current_graph_task_id(), set())
+        passing.add(place)
+        while len(self._pulled) > _LATEST:
+            self._pulled.pop(next(iter(self._pulled)), None)
+
+    def any_of(self, places: Iterable[int]) -> bool:
+        """Whether one of those has."""
+        return not self._pulled.get(_torch.current_graph_task_id(), set()).isdisjoint(places)
+
+
+class _Pulled(_torch_nodes.EngineHook):
+    def __init__(self, passes: _Passes, place: int) -> None:
+        self._passes = passes
+        self._place = place
+
+    def __call__(self, cotangent: Tensor | None) -> None:
+        if cotangent is not None:
+            self._passes.note(self._place)
+
+
+class _Watcher(_torch_nodes.EngineHook):
+    """Raises where somebody looks at a part of a gradient. ``NOTE [part of a gradient]``."""
+
+    def __init__(self, t: Tensor, others: Sequence[int], passes: _Passes, name: str) -> None:
+        # Known weakly, or the node would hold itself.
+        self._edge = id(t.grad_fn), t.output_nr
+        self._result = weakref.ref(t)
+        self._hooks = weakref.ref(_torch_nodes.hooks_of(t))
+        self._shape = tuple(t.shape)
+        self._others = others
+        self._passes = passes
+        self._name = name
+
+    def is_on(self, t: Tensor) -> None:
+        self._result = weakref.ref(t)
+
+    def __call__(self, cotangent: Tensor | None) -> None:
+        if not self._passes.any_of(self._others):
+            return
+        t = self._result()
+        if _torch_nodes.has_users_hook(self._hooks()):
+            how = "it has a hook"
+        elif t is not None and t.retains_grad:
+            how = "its gradient is retained"
+        elif _is_asked_for(*self._edge):
+            how = "its gradient is asked for"
+        else:
+            return
+        raise RematError(
+            f"remat: the region {self._name!r} has a result of shape {self._shape} from which it "
+            f"computes another one, both are pulled back, and {how}: it would be given the part "
+            "that comes from outside of the region. Hang the hook on it inside of the region, or "
+            "let the region end there, and compute the other one in a further region."
+        )
+
+
+_ASKING: dict[Any, Callable[[FrameType], Any]] = {
+    torch.autograd.grad.__code__: lambda frame: frame.f_locals.get("inputs"),
+    torch.autograd.backward.__code__: lambda frame: frame.f_locals.get("inputs"),
+    _torch.run_backward.__code__: lambda frame: frame.f_locals["args"][4],
+}
+
+
+_ONE = (Tensor, torch.autograd.graph.GradientEdge)
+
+
+def _is_asked_for(node: int, place: int) -> bool:
+    """Whether the backward pass under way hands out what comes to a place of a node.
+
+    Torch does not tell. The function that began the pass does, by what it was called with: it is on
+    this thread's stack, or where the engine has a thread for a device, on another one's.
+    """
+    frame: FrameType | None = frame_above(1)
+    while frame is not None:
+        if (inputs := _ASKING.get(frame.f_code)) is not None:
+            return _is_among(node, place, inputs(frame))
+        frame = frame.f_back
+    for frame in frames_of_threads():
+        while frame is not None:
+            inputs = _ASKING.get(frame.f_code)
+            if inputs is not None and _is_among(node, place, inputs(frame)):
+                return True
+            frame = frame.f_back
+    return False
+
+
+def _is_among(node: int, place: int, inputs: Any) -> bool:
+    with _torch.without_modes():
+        for one in (inputs,) if isinstance(inputs, _ONE) else inputs or ():
+            edge = (one.grad_fn, one.output_nr) if isinstance(one, Tensor) else one[:2]
+            if id(edge[0]) == node and edge[1] == place:
+                return True
+    return False

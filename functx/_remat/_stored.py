@@ -1,0 +1,109 @@
+"""A container that a body was given, and stores elsewhere: ``self.cache = cache``.
+
+The body has containers of its own (``NOTE [changed arguments]`` in `_given`). One of them that is
+still held when the body has returned was stored: whoever has it is given the caller's in its place.
+It is found by its number of references, so what stores nothing is not searched for.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from functx._errors import RematError
+from functx._remat._given import changed
+from functx._remat._parts_of_given import parts_of
+
+
+class Stored:
+    """What a body is about to be given.
+
+    Args:
+        watched: containers of a first run, each with what it holds.
+        args: of the run, and keyword arguments.
+        name: of the region.
+    """
+
+    def __init__(self, watched: Sequence[tuple[Any, Any]], args: Sequence[Any], name: str) -> None:
+        self._args, self._name = args, name
+        self._before = _references(watched)
+
+    def exchange(
+        self,
+        watched: Sequence[tuple[Any, Any]],
+        own: dict[int, tuple[Any, Any]],
+        outs: Iterable[Any],
+    ) -> None:
+        """The body has returned: what it has stored is now the caller's.
+
+        Args:
+            watched: as above.
+            own: by the id of a container of the run: that, and what the caller has.
+            outs: what the body returned, flat.
+        """
+        args = self._args
+        known = _known(watched, own, outs)
+        now = _references(watched)
+        for i, pair in enumerate(watched):
+            if now[i] - self._before[i] > known[id(pair[0])]:
+                ours = {id(watched), id(own), id(outs), id(args), *map(id, args)}
+                ours |= {*map(id, watched), *map(id, own.values()), *(id(s) for _, s in watched)}
+                ours |= {id(s[1]) for _, s in watched} | {id(c) for c, _ in watched}
+                ours |= {id(getattr(c, "__dict__", None)) for c, _ in watched}
+                _exchange(pair[0], own[id(pair[0])][1], ours, self._name)
+
+
+def _known(
+    watched: Sequence[tuple[Any, Any]], own: Collection[int], outs: Iterable[Any]
+) -> dict[int, int]:
+    """How many references more there are of each, of those that are no matter."""
+    known = dict.fromkeys(own, 1)  # `own` has each once
+    for out in outs:
+        if id(out) in known:
+            known[id(out)] += 2  # in the list, and in what was returned
+    if changed(watched):
+        for c, (_, before) in watched:
+            for x in before:
+                if id(x) in known:
+                    known[id(x)] -= 1
+            for _, x in parts_of(c):
+                if id(x) in known:
+                    known[id(x)] += 1
+    return known
+
+
+def _references(watched: Sequence[tuple[Any, Any]]) -> list[int]:
+    return [sys.getrefcount(pair[0]) for pair in watched]
+
+
+def _exchange(mine: Any, theirs: Any, ours: Collection[int], name: str) -> None:
+    # No function in here: its cell would be one of those that hold it.
+    for holder in gc.get_referrers(mine):
+        if id(holder) in ours or isinstance(holder, types.FrameType):
+            continue
+        own = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+        if isinstance(own, dict) and _is_in(mine, own.values()):
+            for key, x in [*own.items()]:
+                if x is mine:
+                    own[key] = theirs
+        elif isinstance(holder, (list, deque)):
+            for i, x in enumerate(holder):
+                if x is mine:
+                    holder[i] = theirs
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = theirs
+        else:
+            raise RematError(
+                f"remat: the region {name!r} stores a {type(mine).__name__} that it is given as "
+                f"an argument in a {type(holder).__name__}. What it was given is the region's own "
+                "there, and the caller's would not change with it. Store it in an attribute, a "
+                "list or a dict, or outside of the region."
+            )
+
+
+def _is_in(x: Any, values: Iterable[Any]) -> bool:
+    return any(one is x for one in values)
