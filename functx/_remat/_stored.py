@@ -16,7 +16,7 @@ from typing import Any
 
 from functx._errors import RematError
 from functx._remat._given import changed
-from functx._remat._parts_of_given import parts_of
+from functx._remat._parts_of_given import is_container, parts_of
 
 
 class Stored:
@@ -48,13 +48,15 @@ class Stored:
         args = self._args
         known = _known(watched, own, outs)
         now = _references(watched)
+        within: set[int] = set()
         for i, pair in enumerate(watched):
             if now[i] - self._before[i] > known[id(pair[0])]:
                 ours = {id(watched), id(own), id(outs), id(args), *map(id, args)}
                 ours |= {*map(id, watched), *map(id, own.values()), *(id(s) for _, s in watched)}
                 ours |= {id(s[1]) for _, s in watched} | {id(c) for c, _ in watched}
                 ours |= {id(getattr(c, "__dict__", None)) for c, _ in watched}
-                _exchange(pair[0], own[id(pair[0])][1], ours, self._name)
+                within = within or _within(watched)
+                _exchange(pair[0], own[id(pair[0])][1], ours | within, self._name)
 
 
 def _known(
@@ -96,7 +98,7 @@ def _exchange(mine: Any, theirs: Any, ours: Collection[int], name: str) -> None:
                     holder[i] = theirs
         elif isinstance(holder, types.CellType):
             holder.cell_contents = theirs
-        else:
+        elif not isinstance(holder, tuple) or _is_kept(holder, ours):
             raise RematError(
                 f"remat: the region {name!r} stores a {type(mine).__name__} that it is given as "
                 f"an argument in a {type(holder).__name__}. What it was given is the region's own "
@@ -107,3 +109,22 @@ def _exchange(mine: Any, theirs: Any, ours: Collection[int], name: str) -> None:
 
 def _is_in(x: Any, values: Iterable[Any]) -> bool:
     return any(one is x for one in values)
+
+
+def _within(watched: Iterable[tuple[Any, Any]]) -> set[int]:
+    """Ids of what given containers hold, which is exchanged as they are."""
+    found: set[int] = set()
+    stack = [c for c, _ in watched]
+    while stack:
+        for _, x in parts_of(stack.pop()):
+            if id(x) not in found and is_container(x):
+                found.add(id(x))
+                stack.append(x)
+    return found
+
+
+def _is_kept(t: Any, ours: Collection[int]) -> bool:
+    """Whether anything but a call that is under way holds a tuple."""
+    kinds = (dict, list, deque, tuple, types.CellType)
+    those = [x for x in gc.get_referrers(t) if id(x) not in ours]
+    return any(isinstance(x, kinds) or hasattr(x, "__dict__") for x in those)
