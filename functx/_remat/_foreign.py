@@ -15,7 +15,7 @@ memory, which the ledger has seen the body write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -191,7 +191,7 @@ class Body:
         assert given is not None
         args, kwargs = tree = given.apart(tree)
         watched = given.watch(tree)
-        stored = Stored(watched, tree, given.name) if first else None
+        exchange = Stored(watched, tree, given.name).exchange if first else None
         try:
             result = f(*args, **kwargs)
         except BaseException as error:
@@ -200,12 +200,10 @@ class Body:
         own = given.own(watched)
         outs, spec = _tree.flatten(result, lambda x: id(x) in own)
         if first:
-            self._out = (
-                spec,
-                [None if isinstance(o, Tensor) else (own.get(id(o), (o, o))[1],) for o in outs],
-            )
-        exchange = None if stored is None else functools.partial(stored.exchange, outs=outs)
-        return [*(o for o in outs if isinstance(o, Tensor)), *given.take(watched, own, exchange)]
+            held = [None if isinstance(o, Tensor) else (own.get(id(o), (o, o))[1],) for o in outs]
+            self._out = (spec, held)
+        taken = given.take(watched, own, outs, exchange)
+        return [*(o for o in outs if isinstance(o, Tensor)), *taken]
 
     def let_go(self, is_input: Callable[[int], bool]) -> None:
         """Do not close over tensors that are inputs, told by id. ``NOTE [kept once]``."""

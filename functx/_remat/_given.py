@@ -136,13 +136,18 @@ class Given:
         return {id(c): (c, theirs) for (c, _), (theirs, _) in zip(watched, self._first[1])}
 
     def take(
-        self, watched: list[Any], own: dict[int, tuple[Any, Any]], exchange: Any = None
+        self,
+        watched: list[Any],
+        own: dict[int, tuple[Any, Any]],
+        outs: Sequence[Any] = (),
+        exchange: Any = None,
     ) -> list[Tensor]:
         """A run has ended: the tensors in what it has changed, which has places for them now.
 
         Args:
             watched: what `watch` gave; it is emptied.
             own: what `own` gave.
+            outs: what the run returned, flat.
             exchange: what is done about those that the first run has stored. `_stored`.
         """
         first, self._first = self._first, None
@@ -150,7 +155,7 @@ class Given:
             self._changed = changed(watched)
             self._refuse_other_ways(first[0], first[1], self._changed)
             if exchange is not None:
-                exchange(watched, own)
+                exchange(watched, own, outs)
         taking = _Taking(own)
         for i in self._changed:
             taking.fill(watched[i][0])

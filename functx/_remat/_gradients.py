@@ -15,7 +15,7 @@ from torch import Tensor
 
 from functx._errors import RematError
 from functx._remat._holders import base_of
-from functx._torch_memory import memory_key
+from functx._torch_memory import key_of_storage
 
 RETAIN_GRAD = Tensor.retain_grad
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def retain(retained: Sequence[Any], results: Sequence[Tensor | None]) -> None:
 
 def _memory(t: Tensor) -> int | None:
     try:
-        return memory_key(base_of(t).untyped_storage())
+        return key_of_storage(base_of(t).untyped_storage())
     except (RuntimeError, NotImplementedError):  # it has none: sparse, opaque
         return None
 
