@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from functx._places import is_internal
 from functx._remat._code_names import names_in
-from functx._torch import TorchDispatchMode
 
-_MODES = (TorchFunctionMode, TorchDispatchMode)
-_HIDES = frozenset(
-    {"DisableTorchFunction", "DisableTorchFunctionSubclass", "_disabled_torch_function_impl"}
-)
 _LISTS = (list, tuple, set, deque)
 _DICTS = (dict, defaultdict, OrderedDict)
 _NOTHING = (type, types.ModuleType, types.BuiltinFunctionType, Tensor, int, float, str, type(None))
@@ -29,21 +23,6 @@ def named_by(f: Any) -> set[int]:
 
     In closures, defaults and globals, and as attributes, by their names, of what is found there.
     """
-    return {*_named_by(f)[0]}
-
-
-def disables_modes(f: Any) -> bool:
-    """Whether a function, or one that it names, names what hides operations from function modes."""
-    found, names = _named_by(f)
-    if names & _HIDES:
-        return True
-    functions = [x for x in found.values() if isinstance(x, types.FunctionType)]
-    named = [g.__globals__.get(n) for g in functions for n in names_in(g.__code__)[0]]
-    return any(isinstance(x, type) and issubclass(x, _MODES) for x in named)
-
-
-def _named_by(f: Any) -> tuple[dict[int, Any], set[str]]:
-    """What is reached, by id, and the names."""
     found: dict[int, Any] = {}
     names: set[str] = set()
     stack = [f]
@@ -77,7 +56,7 @@ def _named_by(f: Any) -> tuple[dict[int, Any], set[str]]:
         if not stack and looked != (looked := len(names) + len(found)):
             for one in [*found.values()]:
                 stack += _named_attributes(one, names, called=id(one) not in owners)
-    return found, names
+    return {*found}
 
 
 def _named_attributes(one: Any, names: set[str], called: bool) -> list[Any]:

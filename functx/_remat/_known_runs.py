@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from functx import _torch, _torch_operators
 from functx._remat._arguments import SIMPLE, same
-from functx._remat._by_name import disables_modes
 from functx._remat._functions import IN_C
 from functx._remat._holders import base_of
 from functx._remat._tapes import PLAIN
@@ -151,10 +150,6 @@ class Sightings:
             self._run, self._alike = run, 1
             _forget_the_oldest()
 
-    def give_up(self) -> None:
-        """Runs are not compared: what runs is not all seen."""
-        self._others = _PATIENCE
-
     def given_up(self) -> bool:
         """Whether the code seldom does the same twice: it always has a ledger, then."""
         return self._others >= _PATIENCE
@@ -266,8 +261,6 @@ def sightings_of(
         return None
     if found is None:
         found = _sightings[key] = Sightings()
-        if disables_modes(f):
-            found.give_up()
     return None if found.given_up() else found
 
 
