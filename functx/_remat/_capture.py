@@ -23,9 +23,7 @@ from functx._remat._functions import known as known_functions
 from functx._remat._gradients import SET_DATA
 from functx._remat._holders import Holders, base_of
 from functx._remat._kept_inside import Inside, saver_of, slot_of
-from functx._remat._known_runs import (
-    layout_of,
-)
+from functx._remat._known_runs import layout_of
 from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
