@@ -39,6 +39,7 @@ def load() -> None:
 
 _COMPILER = "torch._dynamo.eval_frame"
 _stance: Any = None
+_eager: list[Any] = []
 
 
 def stay_eager() -> None:
@@ -51,7 +52,9 @@ def stay_eager() -> None:
     compiler: Any = sys.modules.get(_COMPILER)
     if hasattr(compiler, "_stance"):
         _stance = compiler._stance
-        compiler._stance = compiler.DynamoStance("force_eager")
+        if not _eager:
+            _eager.append(compiler.DynamoStance("force_eager"))
+        compiler._stance = _eager[0]
 
 
 def compile_again() -> None:

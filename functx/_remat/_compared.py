@@ -65,13 +65,11 @@ class Compared(Standins):
                     self.expected = None  # as no run was: it needs a ledger
 
     def _may_be_known(self) -> bool:
-        region, options = self._region, self._region.options
+        region = self._region
         return (
             region.outer is None
-            and options.prune
-            and options.policy is None
-            and options.determinism_check == "default"
-            and not (options.replay or options.by_sight or options.records or self._lift_constants)
+            and region.options.comparable
+            and not self._lift_constants
             and _torch.forward_ad_level() < 0
             and not any(frame.dual() or frame.holds_duals() for frame in region.frames)
         )

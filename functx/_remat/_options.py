@@ -42,6 +42,12 @@ class Options:
         return self.determinism_check == "values" and not self.replay
 
     @functools.cached_property
+    def comparable(self) -> bool:
+        """Whether runs may be compared with runs before. ``NOTE [known runs]``."""
+        as_usual = self.prune and self.policy is None and self.determinism_check == "default"
+        return as_usual and not (self.replay or self.by_sight or self.records)
+
+    @functools.cached_property
     def records(self) -> bool:
         """Whether what operations give is recorded."""
         return self.values or (self.debug and not self.replay)
