@@ -108,7 +108,8 @@ class Compared(Standins):
 
     def relations(self) -> Any:
         """Which results are computed from which others, by numbers from this run's first on."""
-        return self._region.reached.relations(self._start)
+        reached: Any = self._region.reached
+        return reached.relations(self._start)
 
     def check_tape(self, outs: Sequence[Tensor | None]) -> Reached:
         """The leaves that the tapes end in."""

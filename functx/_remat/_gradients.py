@@ -18,8 +18,8 @@ from functx._remat._holders import base_of
 from functx._torch_memory import key_of_storage
 
 RETAIN_GRAD = Tensor.retain_grad
-_GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
-_SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, SET_DATA)

@@ -381,10 +381,10 @@ def attach(
     if region.outer is None and observing():
         kept = [t for t, need in zip(tensors, frame.needed()) if need]
         notify(kept, region.options.name, frame.level)
-    results = [taped.get(i, o) for i, o in enumerate(outs)]
-    if len(results) > 1 and not _torch.tracing():
-        watch_results(frame, results)
-    return results
+    given: list[Tensor | None] = [taped.get(i, o) for i, o in enumerate(outs)]
+    if len(given) > 1 and not _torch.tracing():
+        watch_results(frame, given)
+    return given
 
 
 def _apply(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]:
