@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from functx import _torch
 from functx._remat import (
@@ -100,7 +101,14 @@ def _generators_given(patch: pytest.MonkeyPatch) -> None:
 
 def _autocast(patch: pytest.MonkeyPatch) -> None:
     """A replay runs in what precision there is around it."""
-    patch.setattr(_environment, "_autocast", lambda kind: (False, None, True))
+    settings = _environment.settings_and_casts
+
+    def without_casts() -> Any:
+        found = [*settings()]
+        return type(settings())([*found[:-3], False, torch.bfloat16, True])
+
+    patch.setattr(_environment, "settings_and_casts", without_casts)
+    patch.setattr(_environment, "casts", lambda kind: (False, torch.bfloat16, True))
 
 
 def _state_of_modules(patch: pytest.MonkeyPatch) -> None:

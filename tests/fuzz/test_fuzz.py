@@ -90,6 +90,13 @@ def test_each_mechanism_is_needed(name):
     assert number is not None
 
 
+def test_each_mechanism_is_there():
+    """Under the names that it is taken out by, and is there again afterwards."""
+    for mutation in MECHANISMS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            mutation(patch)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["captures", "recomputing"])
 def test_some_mechanisms_are_needed(name, monkeypatch):
