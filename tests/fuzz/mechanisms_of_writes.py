@@ -86,7 +86,7 @@ def _what_leaves(patch: pytest.MonkeyPatch) -> None:
 
 def _containers(patch: pytest.MonkeyPatch) -> None:
     """A replay appends to the lists that the forward appended to."""
-    patch.setattr(_function.Body, "forget", lambda self, owners: None)
+    patch.setattr(_function.Body, "forget", lambda self, owners, before: None)
 
 
 def _results_handed_back(patch: pytest.MonkeyPatch) -> None:
