@@ -290,6 +290,14 @@ def name_in_graph(t: torch.Tensor, name: str) -> None:
         custom["functx_names"] = (*custom.get("functx_names", ()), name)
 
 
+def traces_autograd() -> bool:
+    """Whether a graph is traced above autograd, as ``torch.export`` does: it records no tape."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+
+
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def without_proxies() -> Any:
     """A context in which nothing is traced."""
     return _proxy_tensor.disable_proxy_modes_tracing()
@@ -298,6 +306,39 @@ def without_proxies() -> Any:
 def trace_subgraph(fn: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
     """A graph of ``fn`` of its own, made with the settings of the trace under way."""
     return _proxy_tensor._CURRENT_MAKE_FX_TRACER.trace_subgraph(fn, *args)  # type: ignore[union-attr]
+
+
+def detached(t: torch.Tensor) -> torch.Tensor:
+    """``t.detach()``; in a graph that is being traced it is ``t``.
+
+    There, a ``detach`` of the engine's own would cut off whoever differentiates the graph.
+    """
+    mode = _proxy_tensor.get_proxy_mode() if dispatch_mode_depth() else None
+    if mode is None or (slot := _slot_of(t, mode.tracer)) is None:
+        return t.detach()
+    with without_proxies():
+        t = t.detach()
+    _proxy_tensor.set_proxy_slot(t, mode.tracer, slot)
+    return t
+
+
+def detach_in_place(t: torch.Tensor) -> None:
+    """``t.detach_()``, which is in no graph. See `detached`."""
+    mode = _proxy_tensor.get_proxy_mode() if dispatch_mode_depth() else None
+    with nullcontext() if mode is None else without_proxies():
+        t.detach_()
+
+
+def _slot_of(t: torch.Tensor, tracer: Any) -> Any:
+    slot = _proxy_tensor.get_proxy_slot(t, tracer, None)
+    if slot is None and type(t) in (torch.Tensor, torch.nn.Parameter) and t.requires_grad:
+        # What a function closes over is an attribute of its graph, with its gradient.
+        name = tracer.get_fresh_qualname("_param_constant")
+        setattr(tracer.root, name, t)
+        proxy = tracer.proxy(tracer.create_node("get_attr", name, (), {}))
+        _proxy_tensor.track_tensor_tree(t, proxy, constant=None, tracer=tracer)
+        slot = _proxy_tensor.get_proxy_slot(t, tracer, None)
+    return slot
 
 
 def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:

@@ -23,13 +23,18 @@ def frames_of_threads() -> list[types.FrameType]:
     return [*sys._current_frames().values()]
 
 
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Whether a module is TorchScript, whose state is in C++; all below it is, too."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """A module and all below it: ``modules()``, which takes three times as long to find names."""
     found = {module: None}
     stack = [module]
     while stack:
         for child in stack.pop()._modules.values():
-            if child is not None and child not in found:
+            if child is not None and child not in found and not is_scripted(child):
                 found[child] = None
                 stack.append(child)
     return [*found]
@@ -45,7 +50,7 @@ def forward_of(kind: type[torch.nn.Module], theirs: tuple[str, ...]) -> Any:
         kind: the class.
         theirs: names of packages, always the same.
     """
-    forward = kind.forward
+    forward = getattr(kind, "forward", None)  # a scripted class has none
     known = _forwards.get(kind)
     if known is None or known[0] is not forward:
         package = (getattr(forward, "__module__", None) or "").partition(".")[0]

@@ -74,6 +74,21 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def saves(node: Any) -> bool:
+    """Whether a node can't run twice without ``retain_graph``; by its kind, if it is C++'s."""
+    kind = type(node)
+    if (found := _saves.get(kind)) is None:
+        if issubclass(kind, torch._C._FunctionBase):
+            return bool(node._raw_saved_tensors)
+        names = ("CopySlices", "CppFunction")
+        found = kind.__name__ in names or any(n.startswith("_raw_saved") for n in dir(kind))
+        _saves[kind] = found
+    return found
+
+
+_saves: dict[type, bool] = {}
+
+
 def hang_before(node: Any, hook: Callable[[Any], Any]) -> None:
     """Hang a hook before a node of any kind, past what its class makes of it."""
     if isinstance(node, torch._C._FunctionBase):

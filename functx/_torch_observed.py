@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._functorch import eager_transforms as _eager_transforms
+from torch.nested._internal import nested_tensor as _nested_tensor
 
 from functx import _torch, _torch_compiler
 
@@ -50,3 +51,8 @@ def stop_observing_wrapping() -> None:
             _eager_transforms._wrap_for_grad = _torch.wrap_for_grad
             torch.overrides.has_torch_function = _any_torch_function
             _torch_compiler.compile_again()
+
+
+def wrap_what_is_made_once(wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
+    """Wrap what makes the tensor that all ragged views are given; the first of them makes it."""
+    _nested_tensor._nt_view_dummy = wrap(_nested_tensor._nt_view_dummy)

@@ -25,6 +25,7 @@ LAYERS = [
         "functx._torch_edges",
         "functx._torch_nodes",
         "functx._torch_observed",
+        "functx._torch_scripted",
     ),
     ("functx._torch_norms", "functx._statistics"),
     ("functx._tree", "functx._validate", "functx._policies", "functx._where", "functx._unwritten"),
@@ -39,6 +40,8 @@ LAYERS = [
         "functx._remat._slots",
         "functx._remat._tapes",
     ),
+    ("functx._remat._holders",),
+    ("functx._remat._one_by_one",),
     ("functx._remat._partial",),
     (
         "functx._remat._apart",
@@ -57,7 +60,6 @@ LAYERS = [
         "functx._remat._within_reach",
         "functx._remat._custom",
         "functx._remat._watch",
-        "functx._remat._holders",
     ),
     (
         "functx._remat._writes",
@@ -68,6 +70,7 @@ LAYERS = [
     ),
     ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
     ("functx._remat._python_random", "functx._remat._tracker"),
+    ("functx._remat._scripted",),
     (
         "functx._remat._parts",
         "functx._remat._saving",
@@ -90,6 +93,7 @@ LAYERS = [
     ("functx._remat._overwritten",),
     ("functx._remat._about_gradients",),
     ("functx._remat._foreign",),
+    ("functx._remat._asking",),
     ("functx._remat._compared",),
     ("functx._remat._other_names",),
     ("functx._remat._capture", "functx._remat._pullback"),
@@ -146,6 +150,7 @@ PRIVATE_TORCH = {
     "functx._torch_operators": "its part about operators",
     "functx._tree": "torch's pytrees have no public name; this file is their one place",
     "functx.compat._torch": "the one place for them on the JAX side",
+    "functx._torch_scripted": "TorchScript",
 }
 PRIVATE_JAX = {"functx.compat._jax": "the one place for them"}
 

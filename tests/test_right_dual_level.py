@@ -226,3 +226,13 @@ def test_writes_to_an_input_are_refused_where_duals_are_pulled_back():
         y = functx.remat(lambda h: h.mul_(2).sin())(dual * 2)
         with pytest.raises(functx.RematError, match="in place"):
             torch.autograd.grad(y.sum(), [x], create_graph=True)
+
+
+def test_duals_made_inside_of_a_transform_raise():
+    def loss(x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            return forward_ad.unpack_dual(functx.remat(torch.sin)(dual)).tangent.sum()
+
+    with pytest.raises(functx.RematError, match=r"inside functx\.grad.*functx\.jvp"):
+        functx.grad(loss)(numbers(3))

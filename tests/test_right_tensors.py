@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import DTYPE, numbers
-from programs import identity
+from programs import check_program, identity
 from references import assert_same
 from right import X, check, weighted
 
@@ -327,3 +327,51 @@ class TestSubclasses:
             return remat(lambda x: x * w * buffer), [w]
 
         check(build)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
+class TestOfOtherLayouts:
+    @pytest.mark.parametrize("layout", ["coo", "csr"])
+    @pytest.mark.parametrize("inner", [False, True])
+    def test_a_sparse_constant_of_regions_in_regions(self, layout, inner):
+        s = torch.eye(4, dtype=DTYPE)
+        s = s.to_sparse() if layout == "coo" else s.to_sparse_csr()
+
+        def program(remat):
+            x = numbers(4, 3).requires_grad_()
+            region = remat(lambda x: (s @ x).sin())
+            y = remat(lambda x: region(x if inner else s @ x).cos())(x)
+            y.sum().backward()
+            return x.grad
+
+        check_program(program)
+
+    @pytest.mark.parametrize("check", ["default", "values"])
+    def test_a_quantized_result(self, check):
+        def program(remat):
+            x = numbers(4, 3).float().requires_grad_()
+
+            def body(x):
+                q = torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+                return q, q.dequantize() * x.sin()
+
+            q, y = remat(body)(x)
+            y.sum().backward()
+            return q.int_repr(), x.grad
+
+        assert_same(program(lambda f: functx.remat(f, determinism_check=check)), program(identity))
+
+    def test_a_ragged_tensor_where_values_are_compared(self):
+        offsets = torch.tensor([0, 1, 4])
+
+        def program(remat):
+            x = numbers(4, 3).requires_grad_()
+
+            def body(x):
+                return torch.nested.nested_tensor_from_jagged(x.sin(), offsets).exp().values()
+
+            remat(body)(x).sum().backward()
+            return x.grad
+
+        compared = lambda f: functx.remat(f, determinism_check="values")  # noqa: E731
+        assert_same(program(compared), program(identity))

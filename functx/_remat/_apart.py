@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch_nodes
+from functx._remat._one_by_one import groups_of
 from functx._remat._partial import Above, above, watch, with_left
 from functx._remat._tapes import leaves_below, nodes_of
 from functx._torch import sequence_number
@@ -37,12 +38,14 @@ class Reached(set[int]):
         above: which results are computed from which others. `_partial`.
         by: those of each result, if an input has a hook.
         firsts: the number of the first node of each result.
+        groups: of results that are pulled back together. ``NOTE [one by one]`` in `_one_by_one`.
         numbers: those of all nodes below.
         start: what these two are to be added to.
     """
 
     above: Above = MappingProxyType({})
     firsts: Sequence[int] = ()
+    groups: Sequence[int] = ()
     numbers: Sequence[int] = ()
     start = 0
 
@@ -57,7 +60,11 @@ class Reached(set[int]):
         if nodes:
             self._look(results, nodes)
         self.by: list[set[int]] = []
-        if len(results) > 1 and any(
+        if len(results) < 2:
+            return
+        if nodes:
+            self.groups = groups_of(results)
+        if any(
             hooked(t, frame.region.outer)
             for frame in frames
             for t in (*frame.inputs, *frame.captured)

@@ -34,7 +34,7 @@ from functx._remat._tapes import nodes_of, tape_below, tensors_of
 from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import tell_of_a_region, tell_of_a_view, unwatched
-from functx._remat._writes import written_by
+from functx._remat._writes import ASKS, written_by
 from functx._torch_modules import frame_above
 
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
@@ -87,6 +87,9 @@ class FirstRun(Compared):
         otherwise, at their memory or their tape, must find them as they are.
         """
         region, body = self._region, self._region.body
+        if self.given_a_gradient:  # which are the caller's
+            theirs = self.given_a_gradient
+            self.births = [b for b in self.births if id(b[1]()) not in theirs]
         ledger = self.ledger or region.ledger  # a known one
         if ledger is None:
             return
@@ -150,7 +153,8 @@ class FirstRun(Compared):
             (-1 - position, weakref.ref(t), _NOWHERE)
             for position, t in enumerate(self._standins)
             # A leaf somebody may hold, or is around one, or a dual; or what was written to.
-            if id(t) in self.leaves or t.grad_fn is not None or _torch.is_wrapped(t)
+            if (id(t) in self.leaves or t.grad_fn is not None or _torch.is_wrapped(t))
+            and id(t) not in self.given_a_gradient
         ]
 
     def close(self, func: Any) -> None:
@@ -269,6 +273,8 @@ class FirstRun(Compared):
         """Keep the value of constants that the operation may write to."""
         if func == SET_DATA:
             tell_of_a_view(args[1])
+        elif func in ASKS:
+            self.asked_for_a_gradient(args[0], all(args[1:]) and all(kwargs.values()))
         targets = tensors_of(written_by(func, args, kwargs))
         if targets:
             self.written(targets)
@@ -296,7 +302,8 @@ class FirstRun(Compared):
         nodes, reached = tape_below(nodes_of(outs))
         self.looked_at(nodes, made, reached)
         for t in reached:
-            if not (id(t) in self.leaves or self.knows(t) or is_unread(t)):
+            known = id(t) in self.leaves or self.knows(t) or is_unread(t)
+            if not (known or (self._pulls_back and self._computed_here(t))):  # in the replay
                 refuse_unseen(self._region.options.name, t)
         return Reached(map(id, reached), outs, self._region.frames, nodes)
 

@@ -11,15 +11,15 @@ from torch import Tensor
 from functx import _torch
 from functx._remat._apart import Reached
 from functx._remat._arguments import NUMBERS
+from functx._remat._asking import Asking
 from functx._remat._entry import KNOWN, MAKES, Entry
 from functx._remat._escape import Birth
-from functx._remat._foreign import Standins
 from functx._remat._known_runs import KnownRun, Sightings, comparable, fits, sightings_of, tape_of
 from functx._remat._overwritten import Writes
 from functx._remat._region import Region
 
 
-class Compared(Standins):
+class Compared(Asking):
     """The tracker of a run that may be like runs before.
 
     Args:
@@ -40,6 +40,7 @@ class Compared(Standins):
     nodes = 0
     tape: Any = None
     ends: Sequence[Any] = ()
+    groups: Sequence[int] = ()
     _number = -1
     _writes: Writes | None = None
 
@@ -100,10 +101,13 @@ class Compared(Standins):
     def reached(self, known: KnownRun | None, outs: Sequence[Tensor | None]) -> Reached:
         """The leaves that the tapes of the results end in; of a known run, they are known."""
         if known is None:
-            return self.check_tape(outs)
+            found = self.check_tape(outs)
+            self.groups = found.groups
+            return found
         frames = self._region.frames
         found = Reached([frames[n].leaves[i] for n, i in known.ends], outs, frames)
         found.relate(known.relations, self._start)
+        found.groups = known.groups
         return found
 
     def relations(self) -> Any:

@@ -7,6 +7,7 @@ while it checks a compiled loss.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from functx._remat._tapes import nodes_of
+from functx import _torch
+from functx._remat._tapes import nodes_of, tensors_of
 
 Apply = Callable[..., Any]
 Hook = Callable[[type, Apply, Sequence[Any]], Any]
@@ -60,21 +62,44 @@ def applied(cls: type, apply: Apply, args: Sequence[Any]) -> Any:
 
 
 _KEPT = frozenset({bool, int, float, complex, str})
+_ADDRESS = re.compile("0x[0-9a-fA-F]{6,}")
 
 
-def kept_numbers(out: Any) -> int | None:
-    """A checksum of the numbers and the like that a custom Function keeps for its backward.
+def kept_numbers(out: Any, args: Any) -> list[Any]:
+    """The numbers and the like that a custom Function keeps for its backward, behind their names.
+
+    What names a thing of this run is left out: the id and the address of a tensor that it was given
+    or gave. So is what it keeps under a name that begins with an underscore.
 
     Args:
         out: what it gave.
+        args: what it was given.
     """
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     if not isinstance(first, Tensor):
-        return None
-    kept = [
-        (key, x)
-        for node in nodes_of([first])
-        for key, x in getattr(node, "__dict__", {}).items()
-        if type(x) in _KEPT and not key.startswith("_")
-    ]
-    return hash(repr(sorted(kept, key=repr))) if kept else None
+        return []
+    kept: list[tuple[str, Any]] = []
+    for node in nodes_of([first]):
+        if attributes := getattr(node, "__dict__", None):
+            kept += [
+                (key, _ADDRESS.sub("0x", x) if type(x) is str else x)
+                for key, x in attributes.items()
+                if type(x) in _KEPT and not key.startswith("_")
+            ]
+    if any(type(x) is int and x >= _A_PAGE for _, x in kept):
+        named = {address for t in tensors_of(out, args) for address in _addresses(t)}
+        kept = [(key, x) for key, x in kept if type(x) is not int or x not in named]
+    return [x for pair in sorted(kept, key=repr) for x in pair]
+
+
+_A_PAGE = 4096
+
+
+def _addresses(t: Tensor) -> list[int]:
+    found = [id(t)]
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    try:
+        return [*found, t.data_ptr()]
+    except RuntimeError:  # it has no memory of its own
+        return found

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch
+from functx._errors import RematError
 from functx._remat._pullback import Pullback
 from functx._remat._region import Region
 from functx._remat._tracker import SILENT, tracking
@@ -26,6 +27,15 @@ from functx._remat._tracker import SILENT, tracking
 def dual_frame(frames: Sequence[Any]) -> Any:
     """The frame of a user's dual level, if inputs are duals there."""
     return next((frame for frame in frames if frame.holds_duals()), None)
+
+
+def inside_a_transform(name: str) -> RematError:
+    """The error for duals that were made at a level of torch.func."""
+    return RematError(
+        f"remat: the region {name!r} is called on dual tensors of a forward_ad.dual_level inside "
+        "functx.grad (or another transform), whose level can't keep their tangents. Take the "
+        "tangents with functx.jvp there instead."
+    )
 
 
 class Duals:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals
-from functx._errors import ReplayError
+from functx._errors import RematError, ReplayError
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
@@ -115,6 +115,12 @@ class Environment:
             read: tensors that it read, inputs and captures.
         """
         self._state.seal(written)
+        if self._modes != _torch.user_modes():
+            raise RematError(
+                f"remat: when the region {self._name!r} ended, other modes were active than when "
+                "it began (torch.set_default_device makes one active); a replay could not leave "
+                "them so. Take with torch.device(...) in the region, or set it outside."
+            )
         self._left_changed = self._settings != settings_and_casts() or (
             bool(self._autocast) and self._casts_differ()
         )

@@ -87,6 +87,7 @@ class Standins(AboutGradients):
         self._lasting: list[Tensor] = []
         # Stand-ins that are leaves of a throw-away tape, kept so that ids stay theirs.
         self.leaves: dict[int, Tensor] = {}
+        self.given_a_gradient: dict[int, Tensor] = {}  # of those, the caller's own
 
     def remember(self, t: Tensor) -> None:
         """Remember that it was made."""

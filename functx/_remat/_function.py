@@ -1,10 +1,9 @@
 """A user's function as a body: arguments to flat tensors, results back, late binding held fast.
 
 NOTE [late binding]
-Python reads a closed-over variable when it runs. A replay must see what the forward saw, so it
-runs a copy of the function whose cells hold the values they had at the call. Functions reached
-through those cells, partials and bound methods are copied likewise. A copy's writes to its cells
-(``nonlocal``) stay in the copy: what a region counted, it counted once.
+Python reads a closed-over variable when it runs. A replay must see what the forward saw, so it runs
+a copy of the function whose cells hold what they held at the call; functions that they lead to are
+copied likewise. A copy's writes to its cells (``nonlocal``) stay there: they count once.
 
 NOTE [kept once]
 What a body closes over and a derivative flows to is an input of the region: its node keeps it, if a
@@ -12,10 +11,9 @@ pullback reads it, until it has. So the copy must not keep it too: tensors witho
 place in cells, defaults and partials, and replays, which hand out inputs by position, put it there.
 
 NOTE [compiled regions]
-``torch.compile`` has a recomputation of its own, which its partitioner carries out: a region that
-it meets in plain autograd is handed over to that, and stays in the graph. It knows no transforms,
-so a region under one is a graph break, and runs in eager; nor does it know names, so a region
-whose policy asks for them does too.
+``torch.compile`` recomputes by its partitioner: a region that it meets in plain autograd is handed
+over to that, and stays in the graph. It knows no transforms, so a region under one is a graph
+break, and runs in eager; nor does it know names, so a region whose policy asks for them does too.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from functx import _torch_compiler, _torch_operators, _tree
+from functx import _torch, _torch_compiler, _torch_operators, _tree
 from functx._arrays import backend_of
 from functx._errors import RematError
 from functx._remat._containers import MUTABLE, Copies, copied, reached
@@ -56,6 +54,8 @@ _EMPTY = object()
 def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o: Options) -> Any:
     """``f(*args, **kwargs)`` as a region. ``NOTE [compiled regions]``."""
     if _torch_compiler.in_plain_graph():
+        if torch.compiler.is_exporting():  # who loads the graph differentiates it
+            return f(*args, **kwargs)
         if o.policy is None:
             return checkpoint(f, *args, use_reentrant=False, **kwargs)
         if o.contexts is not None:
@@ -69,7 +69,7 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         if o.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, o.policy)(*args, **kwargs)
-    if _recording.active or inlined() or torch.jit.is_tracing():
+    if _recording.active or inlined() or torch.jit.is_tracing() or _torch.traces_autograd():
         return f(*args, **kwargs)
     if not differentiating() and not keeping():
         return f(*args, **kwargs)

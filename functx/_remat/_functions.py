@@ -79,7 +79,8 @@ class Known:
         custom: whether it may be a custom Function's, or an operator of the user's.
         passive: whether it is no operation: passed through, unrecorded.
         python: whether it puts Python code on a tape, or may.
-        writes: whether it may write to what it is given, as far as can be told without keywords.
+        writes: whether it may write to what it is given, as far as can be told without keywords,
+            or make it require grad.
         label: whether it names in a profile what runs next.
         looks: whether it tells how a tensor lies in memory, where, or whether it is the very one.
         draws: whether it may draw random numbers.
@@ -125,7 +126,9 @@ class Known:
         self.custom = isinstance(func, _torch.HigherOrderOperator) or (
             isinstance(func, _torch.OpOverload) and func.namespace not in ("aten", "prims")
         )
-        self.writes = not (type(func) in IN_C and only_reads(func, name))
+        self.writes = name == "requires_grad_" or not (
+            type(func) in IN_C and only_reads(func, name)
+        )
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
         self.gradients = func in ABOUT_GRADIENTS

@@ -58,8 +58,8 @@ class KnownRun:
     """
 
     __slots__ = (
-        *("ends", "entries", "externals", "ledger", "looks", "made", "names", "needed", "nodes"),
-        *("origins", "passing", "relations", "settings", "shared", "tape"),
+        *("ends", "entries", "externals", "groups", "ledger", "looks", "made", "names", "needed"),
+        *("nodes", "origins", "passing", "relations", "settings", "shared", "tape"),
     )
 
     def __init__(
@@ -74,7 +74,7 @@ class KnownRun:
         self.externals = [*map(_signature, first.externals())]
         self.shared = _shared(first.externals())
         self.nodes = first.nodes
-        self.tape, self.ends = first.tape, first.ends
+        self.tape, self.ends, self.groups = first.tape, first.ends, first.groups
         self.relations = first.relations()
         self.ledger = ledger
         self.needed = needed

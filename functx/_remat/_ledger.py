@@ -117,7 +117,10 @@ class Ledger(Record):
 
     def held_unseen(self, t: Tensor) -> None:
         """A live step, in effect, reads it."""
-        self._read.add(_torch.storage_key(t))
+        if t.layout is torch.strided:
+            self._read.add(_torch.storage_key(t))
+        else:  # it has several, or none
+            self.reliable = False
 
     def named(self, t: Tensor, name: str) -> bool:
         """A value was given a name.

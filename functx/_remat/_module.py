@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from functx import _torch_modules
 from functx._errors import not_initialized
 from functx._remat import _function
 from functx._remat._options import Options
@@ -84,6 +85,12 @@ def _rebuild(original: type, options: Options) -> Any:
 def remat_module(module: nn.Module, options: Options) -> nn.Module:
     """A module that does what ``module`` does, as a region, over the same state."""
     original = type(module)
+    if _torch_modules.is_scripted(module):
+        raise TypeError(
+            f"remat: {original.__name__} is TorchScript, whose forward is not Python's and can't "
+            "be made into a region. Call it in one: functx.remat(lambda x: module(x)), or "
+            "functx.remat(nn.Sequential(module))."
+        )
     if isinstance(module, LazyModuleMixin):
         raise not_initialized(original.__name__)
     if isinstance(module, RematModule):

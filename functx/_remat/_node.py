@@ -16,10 +16,11 @@ from functx._remat._apart import hooked, nodes_apart, watch_results
 from functx._remat._constant import foreign_bits
 from functx._remat._custom import running
 from functx._remat._depth import nested
-from functx._remat._dual_level import Duals, dual_frame
+from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
 from functx._remat._letting_go import can_go, hand_over, lent, nobody_differentiates, take
 from functx._remat._observers import notify, observing
+from functx._remat._one_by_one import Rest, of_the_body, rest_of, still_saved
 from functx._remat._operator import call
 from functx._remat._options import Options
 from functx._remat._prune import placeholder
@@ -40,6 +41,7 @@ class _Payload:
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
+    rest: Rest | None = None  # NOTE [one by one]
     versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
     watched = False
 
@@ -71,6 +73,8 @@ class _Payload:
         # Where each input here is one input there.
         if region.passing and not region.left and not any(f.dual() for f in frames):
             self.passing = [i for i, p in enumerate(region.passing) if p]
+        if len(places) > 1 and self.level == 0:
+            self.rest = rest_of([of_the_body(self.frames, [p]) for p in places], region.reached)
         for t, c in zip(tensors, cut):
             if not c and t.requires_grad and hooked(t, region.outer):
                 self.hooked = True
@@ -97,10 +101,7 @@ class _Payload:
     ) -> list[int]:
         """Results of the function for results of the node; the region is told."""
         places = [self.places[i] for i in wanted]
-        own = places
-        for frame in self.frames:
-            own = frame.wanted_above(own)
-        self.region.want(own, kept, passing)
+        self.region.want(of_the_body(self.frames, places), kept, passing)
         return places
 
 
@@ -156,7 +157,7 @@ class RegionNode(_torch.SingleLevelFunction):
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
         try:
-            saved = [*ctx.saved_tensors]
+            saved = still_saved(ctx, payload, wanted)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -376,6 +377,8 @@ def attach(
             results = [o for p in places if (o := outs[p]) is not None]
             payload = _Payload(frame, tensors, cut, results, places)
             taped.update(zip(places, _apply(payload, edges), strict=True))
+    except NotImplementedError as error:  # of the engine's own Function
+        raise inside_a_transform(region.options.name) from error
     finally:
         _torch.set_single_level_function_allowed(allowed)
     if region.outer is None and observing():

@@ -161,7 +161,7 @@ def _plain(
 
 def _leaf(t: Tensor) -> Tensor:
     """``t`` off all tapes, and on its own; its tangent stays."""
-    leaf = t.detach().requires_grad_()
+    leaf = _torch.detached(t).requires_grad_()
     if _torch.forward_ad_level() < 0:
         return leaf
     tangent = forward_ad.unpack_dual(t).tangent

@@ -43,7 +43,8 @@ class Result:
     __slots__ = ("bits", "dtype", "shape")
 
     def __init__(self, t: Tensor, *, values: bool) -> None:
-        self.shape = tuple(t.shape)
+        # A ragged size has another symbol in each run.
+        self.shape = tuple(n if type(n) is int else "*" for n in t.shape)
         self.dtype = t.dtype
         self.bits = checksum(t) if values else None
 

@@ -256,10 +256,7 @@ class Replay(Tracker):
                     "with other numbers"
                 )
             if func is custom_state:
-                self._depart(
-                    f"operation {at}, a custom Function, keeps other numbers for its backward than "
-                    "it kept"
-                )
+                self._depart(_kept_otherwise(at, entry.scalars, scalars))
             if func is nested_values:
                 self._depart(f"operation {at}, a region inside it, gives other values than it gave")
             self._depart(
@@ -293,6 +290,16 @@ class Replay(Tracker):
     def ran(self) -> Sequence[Entry] | None:
         """What the replay ran, the operation under way included, if that is recorded."""
         return None
+
+
+def _kept_otherwise(at: int, before: Sequence[Any], now: Sequence[Any]) -> str:
+    kept = [dict(zip(scalars[::2], scalars[1::2])) for scalars in (before, now)]
+    names = [n for n in kept[0] | kept[1] if kept[0].get(n, n) != kept[1].get(n, n)] or [*kept[0]]
+    return (
+        f"operation {at}, a custom Function, keeps other numbers for its backward than it kept, in "
+        f"{', '.join(f'ctx.{n}' for n in names)} (what the backward does not compute with can have "
+        "a name that begins with an underscore: it is not compared)"
+    )
 
 
 class Lenient(Tracker):

@@ -193,4 +193,12 @@ def laid_out(t: Tensor, layout: Layout) -> Tensor:
 def empty(layout: Layout) -> Tensor:
     """Memory nobody wrote to."""
     shape, stride, dtype, device = layout
-    return _unwritten.unwritten(shape, stride, dtype, device)
+    try:
+        return _unwritten.unwritten(shape, stride, dtype, device)
+    except RuntimeError:
+        if dtype not in _QUANTIZED:
+            raise
+        return torch.quantize_per_tensor(torch.zeros(shape, device=device), 1.0, 0, dtype)
+
+
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)

@@ -27,6 +27,16 @@ def nodes_of(tensors: Iterable[Tensor | None]) -> list[Any]:
     return nodes
 
 
+def edges_of(value: Tensor | None) -> list[tuple[Any, int]]:
+    """The nodes that made a tensor, those of all levels, and which result of theirs it is."""
+    edges = []
+    while value is not None:
+        if value.grad_fn is not None:
+            edges.append((value.grad_fn, value.output_nr))
+        value = _torch.get_unwrapped(value) if _torch.is_wrapped(value) else None
+    return edges
+
+
 def leaves_below(*nodes: Any) -> list[Tensor]:
     """The leaf tensors that the tape below some nodes ends in."""
     return tape_below(nodes)[1]

@@ -11,9 +11,8 @@ function it wraps them with asks for stand-ins first; other threads, and code ou
 get the plain function. So does the one that ``vmap`` expands results with.
 
 NOTE [custom functions]
-``Function.apply`` does not pass through torch-function modes. ``SingleLevelFunction``, the Python
-class below it, is given an ``apply`` that asks the running region for stand-ins, and whoever is
-`_custom.intercepting`. It is installed when the first region runs, and is inert otherwise.
+``Function.apply`` passes through no torch-function mode. ``SingleLevelFunction``, the Python class
+below it, is given an ``apply`` that asks the running region, and whoever is `intercepting`.
 """
 
 from __future__ import annotations
@@ -178,19 +177,20 @@ class Tracker:
         else:
             self.note(out)
         if known.custom:
-            self.keeps_numbers(out)
+            self.keeps_numbers(out, (args, kwargs))
         return out
 
     def about_gradients(self, func: Any, args: Any) -> bool:
         """Something that `_gradients` is about; whether that is all there is to do."""
         return func == RETAIN_GRAD  # a replay's own gradients concern nobody
 
-    def keeps_numbers(self, out: Any) -> None:
+    def keeps_numbers(self, out: Any, args: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""
         with tracking(SILENT):
-            kept = kept_numbers(out)
-        if kept is not None:
-            self.compared(custom_state, kept)
+            kept = kept_numbers(out, args)
+        if kept:
+            self._scalars += kept
+            self.close(custom_state)
 
     def labelled(self, label: str) -> None:
         """What begins is called so in profiles."""
@@ -278,9 +278,6 @@ def leave_transform(tree: Any) -> Any:
     return tree
 
 
-_observing: list[bool] = []
-
-
 def nobody_watches() -> bool:
     """Whether there is no mode to hide the engine's own operations from."""
     return not (_torch.function_mode_depth() or dispatch_mode_depth())
@@ -319,10 +316,8 @@ class tracking:
             if on_top:
                 return
         if not silent:
-            if not _observing:
-                observe_custom_functions()
-                _torch_vmap.observe_results(_unbatched)
-                _observing.append(True)
+            while OBSERVERS:
+                OBSERVERS.pop()()
             mode = RegionMode.__new__(RegionMode)
             mode.tracker = tracker
             _torch_modes.push_function_mode(mode)
@@ -376,9 +371,25 @@ def observe_custom_functions() -> None:
         if tracker is None:
             return applied(cls, plain, args)
         python_on_tape()
-        out = applied(cls, plain, tracker.operands(custom_function, args))
+        out = applied(cls, plain, args := tracker.operands(custom_function, args))
         tracker.note(out)
-        tracker.keeps_numbers(out)
+        tracker.keeps_numbers(out, args)
         return out
 
     base.apply = classmethod(apply)  # type: ignore[attr-defined]
+
+
+def _unseen(make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        with tracking(SILENT):
+            return make()
+
+    return made
+
+
+OBSERVERS = [
+    observe_custom_functions,
+    lambda: _torch_vmap.observe_results(_unbatched),
+    lambda: _torch_observed.wrap_what_is_made_once(_unseen),
+]
+"""What is called when the first region runs, and never again."""

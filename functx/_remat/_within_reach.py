@@ -88,7 +88,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                 stack += part.values() if isinstance(part, dict) else part
         elif isinstance(part, nn.Module):
             for module in _torch_modules.modules_of(part):
-                if id(module) not in modules:
+                if id(module) not in modules and not _torch_modules.is_scripted(module):
                     modules[id(module)] = module
                     if type(module).__module__.partition(".")[0] not in _NOT_THE_USERS:
                         _class_of(type(module), stack, reached, seen)

@@ -22,11 +22,14 @@ _STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
 _BY_VALUE = frozenset({"batch_norm", "instance_norm", "embedding", "embedding_bag"})
 """What writes to some arguments or none, by the values of others."""
 
+ASKS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""What makes a tensor require grad; transforms call it, and it writes nothing."""
+
 
 def to_the_first(name: str) -> bool:
     """Whether what is called so writes in place, to its first argument."""
     if name.endswith("_") and not name.startswith("_"):
-        return name != "requires_grad_"  # transforms call it, and it writes nothing
+        return name != "requires_grad_"
     return name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
 
 
@@ -41,7 +44,7 @@ def only_reads(func: Any, name: str) -> bool:
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments (tensors, and containers of them) that an operation may write to."""
     name = getattr(func, "__name__", "")
-    if name == "requires_grad_":
+    if func in ASKS:
         return []
     if to_the_first(name):
         return [*args[:1]] or [*kwargs.values()]  # by name, as torch.nn.init calls itself

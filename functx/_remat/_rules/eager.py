@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_nodes, _torch_vmap
+from functx._remat import _scripted as _scripted  # which observes calls of scripts
 from functx._remat._apart import has_left
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
@@ -63,7 +64,7 @@ class EagerFrame(Frame):
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
         """A leaf of the throw-away tape."""
         (value,) = values
-        leaf = value.detach().requires_grad_() if slot else value
+        leaf = _torch.detached(value).requires_grad_() if slot else value
         first = self.region.first_run
         if first is not None:  # else it is traced, after its first run
             self.leaves.append(id(leaf))
@@ -85,7 +86,7 @@ class EagerFrame(Frame):
             if dispatch_mode_depth() != self._looked_at:
                 self._looked_at, self._traced = dispatch_mode_depth(), _torch.tracing()
             if self._traced or type(t) not in PLAIN:
-                leaf = t.detach().requires_grad_()
+                leaf = _torch.detached(t).requires_grad_()
             else:
                 leaf = tensor_over(t, True)
             self.region.first_run.leaves[id(leaf)] = leaf
@@ -94,7 +95,7 @@ class EagerFrame(Frame):
 
     def cut(self, t: Tensor) -> Tensor:
         """The value alone."""
-        return t.detach()
+        return _torch.detached(t)
 
     def __call__(self, *values: Tensor) -> list[Tensor | None]:
         """NOTE [run first, make the node after]."""
@@ -126,8 +127,8 @@ def _off_the_tape(t: Tensor | None) -> Tensor:
     """``t`` without its history: the tensor itself, for whoever holds it, unless it is a view."""
     assert t is not None
     if not _torch.detachable(t):
-        return t.detach()
-    t.detach_()
+        return _torch.detached(t)
+    _torch.detach_in_place(t)
     _torch_nodes.forget_hooks(t)  # they are the tape's: a replay has its own
     return t
 
