@@ -324,8 +324,10 @@ def detached(t: torch.Tensor) -> torch.Tensor:
 
 def detach_in_place(t: torch.Tensor) -> None:
     """``t.detach_()``, which is in no graph. See `detached`."""
-    mode = _proxy_tensor.get_proxy_mode() if dispatch_mode_depth() else None
-    with nullcontext() if mode is None else without_proxies():
+    if not dispatch_mode_depth() or _proxy_tensor.get_proxy_mode() is None:
+        t.detach_()
+        return
+    with without_proxies():
         t.detach_()
 
 

@@ -50,7 +50,7 @@ class FirstRun(Compared):
 
     _forgotten: Sequence[int] = ()
     _place: Place | None = None
-    # Whether operations that only compute are recorded, and no more: `_run_ordinary`.
+    # Whether operations that only compute are recorded, and no more: `run_resolved`.
     _plain = True
 
     def __init__(self, region: Region, *, lift_constants: bool = False) -> None:
@@ -173,7 +173,7 @@ class FirstRun(Compared):
         self._scalars = []
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One operation; `_run_ordinary` does the same for nearly all of them, with less code."""
+        """One operation; `run_expected` and `run_resolved` do the same for nearly all of them, with less code."""
         try:
             known = known_functions[func]
         except (KeyError, TypeError):
