@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 # What a call of a script runs by: C++ that no torch-function mode sees.
-FUNCTION, METHOD = torch._C.ScriptFunction, torch._C.ScriptMethod
+_C: Any = torch._C
+FUNCTION, METHOD = _C.ScriptFunction, _C.ScriptMethod
 
 
 def observe_calls(calls: Callable[[Any], Any]) -> None:
@@ -32,23 +33,23 @@ def modules_of(owner: Any) -> list[Any]:
     """A scripted module and all below it."""
     found = [owner]
     for module in found:  # which grows
-        found += (child for _, child in torch._C.ModuleDict(module).items())
+        found += (child for _, child in _C.ModuleDict(module).items())
     return found
 
 
 def parameters_of(module: Any) -> list[tuple[str, Tensor]]:
     """The parameters of a scripted module itself."""
-    return [(n, t) for n, t in torch._C.ParameterDict(module).items() if isinstance(t, Tensor)]
+    return [(n, t) for n, t in _C.ParameterDict(module).items() if isinstance(t, Tensor)]
 
 
 def buffers_of(module: Any) -> list[tuple[str, Tensor]]:
     """Other tensors that it has, buffers mostly."""
-    return [(n, t) for n, t in torch._C.BufferDict(module).items() if isinstance(t, Tensor)]
+    return [(n, t) for n, t in _C.BufferDict(module).items() if isinstance(t, Tensor)]
 
 
 def attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
     """What it has beside tensors and modules."""
-    kinds = torch._C.ConcreteModuleType.from_jit_type(module._type())
+    kinds = _C.ConcreteModuleType.from_jit_type(module._type())
     tensors = {n for n, _ in (*parameters_of(module), *buffers_of(module))}
     for name in kinds.get_attributes():
         if name not in tensors:
@@ -73,7 +74,7 @@ def replica(owner: Any, tensors: Iterator[Tensor]) -> list[Any]:
 
     stack = [(owner, copy(owner))]
     for old, new in stack:  # which grows
-        for name, child in torch._C.ModuleDict(old).items():
+        for name, child in _C.ModuleDict(old).items():
             stack.append((child, copy(child)))
             new.setattr(name, stack[-1][1])
     return copies

@@ -173,7 +173,7 @@ class FirstRun(Compared):
         self._scalars = []
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One operation; `run_expected` and `run_resolved` do the same for nearly all of them, with less code."""
+        """One operation; `run_expected` and `run_resolved` do the same for nearly all of them."""
         try:
             known = known_functions[func]
         except (KeyError, TypeError):

@@ -134,8 +134,9 @@ def still_saved(ctx: Any, payload: Any, wanted: Sequence[int]) -> list[Tensor]:
     except RuntimeError as error:
         if "a second time" not in str(error):
             raise
-        nothing = not (any(payload.needed) or payload.n_kept or payload.duals)
-        left = [] if nothing else rest and rest.take(wanted)
+        left = None if rest is None else rest.take(wanted)
+        if not (any(payload.needed) or payload.n_kept or payload.duals):
+            left = []  # it saved nothing
         if left is None:
             raise
         saved = left
