@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [*found]
 
 
-_forwards: dict[type[torch.nn.Module], tuple[Any, bool]] = {}
+# A parametrized module has a class of its own, which holds it.
+_forwards: weakref.WeakKeyDictionary[type[torch.nn.Module], tuple[Callable[[], Any], bool]]
+_forwards = weakref.WeakKeyDictionary()
 
 
 def forward_of(kind: type[torch.nn.Module], theirs: tuple[str, ...]) -> Any:
@@ -52,13 +56,20 @@ def forward_of(kind: type[torch.nn.Module], theirs: tuple[str, ...]) -> Any:
     """
     forward = getattr(kind, "forward", None)  # a scripted class has none
     known = _forwards.get(kind)
-    if known is None or known[0] is not forward:
+    if known is None or known[0]() is not forward:
         package = (getattr(forward, "__module__", None) or "").partition(".")[0]
         users = isinstance(forward, types.FunctionType) and package not in theirs
         if len(_forwards) >= _MANY:  # classes made anew at every step, perhaps
             _forwards.clear()
-        known = _forwards[kind] = forward, users
+        known = _forwards[kind] = _weakly(forward), users
     return forward if known[1] else None
+
+
+def _weakly(x: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(x)
+    except TypeError:  # of a kind that has no weak references
+        return lambda: x
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:

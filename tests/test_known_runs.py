@@ -309,3 +309,29 @@ def test_nothing_of_a_call_is_remembered():
     del x, w, module, region
     gc.collect()
     assert not any(ref() is not None for ref in found + parameters)
+
+
+def test_no_class_is_remembered_with_what_it_holds():
+    """A parametrized module has a class of its own, which holds it; so may any local class."""
+
+    def a_model():
+        module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), Block())
+        module = module.double()
+        held = numbers(3)
+
+        class Scale:
+            of = held
+
+            def __call__(self, x):
+                return x * 2
+
+        scale = Scale()
+        inner = functx.remat(module[0])
+        for _ in range(RUNS):
+            gradients(functx.remat(lambda x: scale(module(x))), X)
+            gradients(inner, X)
+        return [*map(weakref.ref, [*module.parameters(), held, Scale])]
+
+    found = a_model()
+    gc.collect()
+    assert not any(ref() is not None for ref in found)

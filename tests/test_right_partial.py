@@ -204,3 +204,39 @@ def test_hooks_of_the_engine_are_no_hooks():
     h, _y = functx.remat(two)(x)
     a, b = functx.remat(lambda h, x: (h.sin(), x.cos()))(h, x)
     assert a.grad_fn is b.grad_fn
+
+
+def test_a_result_of_a_region_inside():
+    """What the region inside computes one of its results from, the outer one computes it from."""
+    outer = {
+        "as they are": lambda h, y: (h, y),
+        "more of it": lambda h, y: (h, y * 2),
+        "a region more": lambda h, y: (h, functx.remat(torch.exp)(y)),
+    }
+    for after in outer.values():
+        for look in LOOKS:
+            for use in (lambda h, y: y, lambda h, y: y + 3 * h):
+                with pytest.raises(functx.RematError, match="a further region"):
+                    pulled(functx.remat, lambda x, a=after: a(*functx.remat(two)(x)), look, use)
+
+
+def test_a_gradient_retained_of_what_a_result_has_become():
+    def run(remat):
+        x = X.clone().requires_grad_()
+        h, y = remat(lambda x: (x.sin() + 0, x.sin().sum() + x.sum()))(x)
+        h.mul_(2.0)
+        h.retain_grad()
+        (h.square().sum() + y).backward()
+        return x.grad, h.grad
+
+    assert_same(run(functx.remat), run(identity))
+
+    def run(remat):
+        x = X.clone().requires_grad_()
+        h, y = remat(lambda x: ((h := x.sin() + 0), h + x))(x)
+        h.mul_(2.0)
+        h.retain_grad()
+        (h.square() + y).sum().backward()
+        return x.grad, h.grad
+
+    assert_same(run(functx.remat), run(identity))

@@ -120,6 +120,25 @@ def test_what_a_tuple_has_is_an_error():
         functx.remat(body)(X.clone().requires_grad_(), [1])
 
 
+def test_what_a_function_that_calls_itself_closes_over_is_stored_nowhere():
+    """It is garbage that nobody has collected yet."""
+
+    def body(x, config):
+        pair = x, config
+
+        def walk(n, h):
+            return h if n == 0 else walk(n - 1, h.sin() * pair[1]["scale"])
+
+        return walk(2, x)
+
+    def run(remat):
+        x = X.clone().requires_grad_()
+        remat(body)(x, {"scale": 2.0}).sum().backward()
+        return x.grad
+
+    assert_same(run(functx.remat), run(identity))
+
+
 def test_what_is_returned_searches_for_nothing(monkeypatch):
     """Neither what is returned nor what is moved between given containers was stored elsewhere."""
     monkeypatch.setattr("gc.get_referrers", None)

@@ -87,10 +87,11 @@ def foreign_bits(t: Tensor) -> int | None:
     if type(t) is not Tensor or t.grad_fn is not None:  # what was computed is torch's
         return None
     try:
-        memory = t.untyped_storage()
-        if memory.resizable() or not t.is_cpu or not 0 < memory.nbytes() <= _LITTLE:
+        if t.untyped_storage().resizable() or not t.is_cpu or not t.numel():
             return None
-        return hash(ctypes.string_at(memory.data_ptr(), memory.nbytes()))
+        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+        size = (last + 1) * t.element_size()
+        return hash(ctypes.string_at(t.data_ptr(), size)) if size <= _LITTLE else None
     except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
         return None
 

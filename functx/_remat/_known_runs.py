@@ -247,7 +247,7 @@ def sightings_of(
     f: Any, statics: Sequence[Any], inputs: Sequence[Tensor], levels: tuple[Any, ...]
 ) -> Sightings | None:
     """The runs before of what is to run now, at levels like these; ``None`` if it can't be told."""
-    if (code := _code(f, _DEPTH)) is f.__class__:  # an object: what it does, it may hold
+    if (code := _code(f, _DEPTH)) == id(f.__class__):  # an object: what it does, it may hold
         return None
     key = (
         code,
@@ -290,15 +290,15 @@ def _code(f: Any, depth: int) -> Any:
     if kind is types.MethodType:
         return _code(f.__func__, depth), _code(f.__self__, 0)
     if isinstance(f, nn.Module):
-        return kind, id(f.__dict__)  # which a module shares with its remat
+        return id(kind), id(f.__dict__)  # which a module shares with its remat
     if kind in SIMPLE:
         return kind, f
     if kind is tuple or kind is list:
-        return (kind, len(f), *[_code(x, depth - 1) for x in f[:8]]) if depth else kind
+        return (kind, len(f), *[_code(x, depth - 1) for x in f[:8]]) if depth else id(kind)
     if kind is functools.partial and depth:
         return kind, _code(f.func, depth - 1), _code(f.args, depth - 1), len(f.keywords)
     if kind is types.BuiltinFunctionType:
         owner = f.__self__
         static = owner is None or isinstance(owner, (type, types.ModuleType))
-        return f if static else (kind, type(owner), f.__name__)
-    return kind
+        return f if static else (kind, id(type(owner)), f.__name__)
+    return id(kind)

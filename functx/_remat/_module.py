@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import Any
 
 from torch import nn
@@ -51,8 +52,21 @@ class RematModule:
 _OWN_FORWARD = "_functx_forward"
 
 
-@functools.cache
+# By the class of the original; neither is held, as a parametrized module has a class of its own,
+# which holds it.
+_known: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
 def _derived(original: type) -> type:
+    made = _known.get(original)
+    cls = None if made is None else made()
+    if cls is None:
+        cls = _derive(original)
+        _known[original] = weakref.ref(cls)
+    return cls
+
+
+def _derive(original: type) -> type:
     return type(
         original.__name__,
         (RematModule, original),

@@ -43,14 +43,38 @@ def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
     edges = {edge: i for i, r in enumerate(results) for edge in _edges_of(r)}
     if len({*edges.values()}) < 2:
         return {}
-    below = {edge for node in nodes for edge in node.next_functions if edge in edges}
+    inner = {key: i for edge, i in edges.items() if (key := _place_inside(edge)) is not None}
+    used = {edge for node in nodes for edge in node.next_functions}
+    below = used & edges.keys()
+    through = {edge for edge in used | edges.keys() if inner and _computed_from(edge)}
     found: dict[int, set[int]] = {}
-    for j, r in enumerate(results) if below else ():
-        for node in tape_below(nodes_of([r]))[0]:
-            for edge in node.next_functions:
-                if edge in below and edges[edge] != j:
-                    found.setdefault(edges[edge], set()).add(j)
+    for j, r in enumerate(results) if below or through else ():
+        walked = [edge for node in tape_below(nodes_of([r]))[0] for edge in node.next_functions]
+        for edge in walked:
+            if edge in below and edges[edge] != j:
+                found.setdefault(edges[edge], set()).add(j)
+        for edge in (*_edges_of(r), *walked):
+            for key in _computed_from(edge) if edge in through else ():
+                if (i := inner.get(key, j)) != j:
+                    found.setdefault(i, set()).add(j)
     return found
+
+
+def _place_inside(edge: tuple[Any, int]) -> tuple[int, int] | None:
+    """Of a result of a region inside: which one."""
+    payload = getattr(edge[0], "payload", None)
+    if payload is None or edge[1] >= len(payload.places):
+        return None
+    return id(payload.region), payload.places[edge[1]]
+
+
+def _computed_from(edge: tuple[Any, int]) -> list[tuple[int, int]]:
+    """The results of a region inside from which it computes another one of its."""
+    key = _place_inside(edge)
+    if key is None:
+        return []
+    known = getattr(edge[0].payload.region.reached, "above", {})
+    return [(key[0], i) for i, those in known.items() if key[1] in those]
 
 
 def _edges_of(t: Tensor | None) -> list[tuple[Any, int]]:
@@ -154,7 +178,7 @@ class _Watcher(_torch_nodes.EngineHook):
         t = self._result()
         if _torch_nodes.has_users_hook(self._hooks()):
             how = "it has a hook"
-        elif t is not None and t.retains_grad:
+        elif t is not None and t.retains_grad and (id(t.grad_fn), t.output_nr) == self._edge:
             how = "its gradient is retained"
         elif _is_asked_for(*self._edge):
             how = "its gradient is asked for"

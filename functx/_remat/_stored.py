@@ -56,7 +56,14 @@ class Stored:
                 ours |= {id(s[1]) for _, s in watched} | {id(c) for c, _ in watched}
                 ours |= {id(getattr(c, "__dict__", None)) for c, _ in watched}
                 within = within or _within(watched)
-                _exchange(pair[0], own[id(pair[0])][1], ours | within, self._name)
+                theirs = own[id(pair[0])][1]
+                try:
+                    _exchange(pair[0], theirs, ours | within, self._name)
+                    continue
+                except RematError:
+                    pass  # and nothing of it is held
+                gc.collect()  # a function that calls itself holds what it closes over till then
+                _exchange(pair[0], theirs, ours | within, self._name)
 
 
 def _known(
