@@ -51,7 +51,7 @@ class OfGlobals(Generic[T]):
         """The values, in the order of the names, and what was found out."""
         names, scope = names_in(f.__code__)[0], f.__globals__
         values = [*map(scope.get, names)]
-        by = names, id(scope), [*map(id, values)], [id(type(v)) for v in values]
+        by = names, id(scope), [*map(id, values)], [*map(id, map(type, values))]
         key = id(f.__code__)
         found = self._found.get(key)
         if found is None or found[0] != by:
