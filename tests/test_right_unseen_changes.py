@@ -222,6 +222,18 @@ def test_memory_that_is_not_torchs(share, how, change):
         assert_same(gradient(), values.cos() * values)
 
 
+def test_memory_that_is_shown_to_numpy_meanwhile():
+    """It is no longer torch's alone, and has not changed."""
+    outside = torch.from_numpy(np.array([1.0, 2.0]))
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([5.0, 6.0], dtype=torch.float64, requires_grad=True)
+    loss = functx.remat(lambda x, t: (x * t.clone() * w).sin())(x, outside).sum()
+    logged = w.detach().numpy().copy()
+    (g,) = torch.autograd.grad(loss, x)
+    values = outside * torch.from_numpy(logged)
+    assert_same(g, (x.detach() * values).cos() * values, eps=2)
+
+
 def test_what_no_function_mode_sees():
     """What a body reads past the modes is there in a replay, however often it ran without."""
     seen, reads = [], [False]

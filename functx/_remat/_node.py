@@ -170,10 +170,11 @@ class RegionNode(_torch.SingleLevelFunction):
             if written:
                 raise _modified(region, f"one of shape {tuple(written[0])}, under a transform")
         if payload.bits:
-            changed = [t for t, b in zip(saved, payload.bits) if b != foreign_bits(base_of(t))]
+            foreign = [(t, b) for t, b in zip(saved, payload.bits) if b is not None]
+            changed = [t for t, b in foreign if b != foreign_bits(base_of(t))]
             if changed:
                 raise _modified(region, f"one of shape {tuple(changed[0].shape)}, past torch")
-            del changed
+            del foreign, changed
         duals = payload.duals
         if duals is not None:
             n = len(saved) - len(duals.inputs())
