@@ -225,7 +225,8 @@ def _held_by_python(node: Any) -> Any:
     payload: Any = getattr(node, "payload", None)
     if not hasattr(payload, "region"):
         return list(vars(node).values())
-    return [*payload.apart, *(constant.value for constant in payload.region.constants)]
+    held = (t for constant in payload.region.constants for t in constant.held())
+    return [*payload.apart, *held]
 
 
 def _saved_by(node: Any) -> Any:

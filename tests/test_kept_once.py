@@ -74,3 +74,136 @@ def test_who_looks_at_memory_finds_it():
         return torch.autograd.grad(out.sum(), x)
 
     check_program(program)
+
+
+CONSTANTS = {
+    "added": (lambda x, c: x.sin() + c, False),
+    "added to a linear one": (lambda x, c: 2 * x + c * c, False),
+    "a part of it added": (lambda x, c: x.sin() + c[0], False),
+    "compared": (lambda x, c: x.sin() + (c > 0), False),
+    "written to a copy": (lambda x, c: x.sin() + c.clone().mul_(2), False),
+    "multiplied": (lambda x, c: x.sin() * c, True),
+    "a part of it multiplied": (lambda x, c: x * c[0], True),
+    "computed with": (lambda x, c: (x + c).sin(), True),
+    "looked at": (lambda x, c: x * float(c[0, 0]), True),
+    "looked at in memory": (lambda x, c: x + sum(c.untyped_storage().tolist()[:8]), True),
+    "on a tape by Python": (lambda x, c: Doubled.apply(x) + c, True),
+}
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 2 * t
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_constants_that_no_pullback_reads_are_not_kept(way, name):
+    """Of what no derivative flows to, as of inputs; also when runs are known."""
+    f, read = CONSTANTS[name]
+    x = LARGE.clone().requires_grad_()
+    for _ in range(6):
+        with no_garbage_collection(), Operations() as operations:
+            c = LARGE + 1
+            out = functx.remat(WAYS[way](lambda c: f(x, c), c))()
+            del c
+            assert operations.live == x.nbytes * (2 if read else 1)
+            (gradient,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(
+            gradient, torch.autograd.grad(f(x, LARGE + 1).sum(), x)[0], rtol=0, atol=0
+        )
+
+
+STACKS = [  # torch shows no memory below transforms
+    (name, stack)
+    for name in CONSTANTS
+    for stack in ("backward", "grad", "vmap(grad)", "grad(grad)", "jvp")
+    if stack == "backward" or name != "looked at in memory"
+]
+
+
+@pytest.mark.parametrize(("name", "stack"), STACKS)
+def test_values_with_constants(name, stack):
+    """Also of a region inside another one, and where a replay departs from the forward."""
+    f, _ = CONSTANTS[name]
+
+    def program(remat):
+        def h(x):
+            c = LARGE + 1
+
+            def inner(x):
+                x = f(x.square(), c)
+                y = x.cos()
+                return y.mul_(x) + c
+
+            for _ in range(2):
+                x = remat(lambda x=x: remat(inner)(x) * x + c)()
+            return x.square().sum()
+
+        grad = functx.grad(h)
+        if stack == "backward":
+            x = LARGE.clone().requires_grad_()
+            h(x).backward()
+            return x.grad
+        if stack == "grad":
+            return grad(LARGE)
+        if stack == "jvp":
+            return functx.jvp(grad, (LARGE,), (LARGE,))
+        if stack == "vmap(grad)":
+            return functx.vmap(grad)(torch.stack([LARGE, LARGE + 1]))
+        return functx.grad(lambda x: grad(x).square().sum())(LARGE)
+
+    check_program(program, eps=64)
+
+
+def test_a_constant_that_an_outer_pullback_reads_is_the_outer_ones_to_keep():
+    """The region inside does not."""
+    x = LARGE.clone().requires_grad_()
+    with no_garbage_collection(), Operations() as operations:
+        c = LARGE + 1
+        out = functx.remat(lambda c=c: functx.remat(lambda: x.sin() + c)() * c)()
+        del c
+        assert operations.live == 2 * x.nbytes
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, x.cos() * (LARGE + 1))
+
+
+def test_who_reads_a_constant_that_is_written_to_later():
+    """The one that does not need it does not mind; the one that does has what it found."""
+    x, c = LARGE.clone().requires_grad_(), LARGE + 1
+    a = functx.remat(lambda: x.sin() + c)()
+    b = functx.remat(lambda: x.sin() * c)()
+    functx.remat(lambda: c.zero_())()
+    (gradient,) = torch.autograd.grad((a + b).sum(), x)
+    torch.testing.assert_close(gradient, x.cos() * (LARGE + 2))
+
+
+def test_a_constant_by_two_names_in_a_region_inside():
+    """It is given, and closed over: one input, in the forward and in the replay."""
+    c = LARGE + 1
+
+    def program(remat):
+        def region(p):
+            v = remat(lambda: c.sin())()
+            return remat(lambda a: a.sigmoid())(p) * 2 + v
+
+        x = LARGE.clone().requires_grad_()
+        out = remat(lambda: remat(region)(c) + x.sin() * 2)()
+        return torch.autograd.grad((out * x).sum(), x)
+
+    check_program(program)

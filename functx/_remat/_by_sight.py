@@ -19,7 +19,8 @@ from functx._errors import ReplayError
 from functx._remat._capture import FirstRun
 from functx._remat._entry import MADE_HERE
 from functx._remat._levels import at_level
-from functx._remat._region import Region, by_sight_replay
+from functx._remat._region import Region
+from functx._remat._replay import by_sight_replay
 from functx._remat._tapes import tracked
 from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._remat._watch import watching

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -98,8 +98,26 @@ class FirstRun(Compared):
         options = region.options
         lenient = options.replay or options.by_sight or options.determinism_check == "none"
         lenient = lenient or self._lift_constants  # in a graph, it is run once more
-        if not (lenient or self.looks or ledger.looked_at()) and hasattr(body, "let_go"):
-            body.let_go(self._index.__contains__)
+        if not (lenient or self.looks or ledger.python_on_tape) and hasattr(body, "let_go"):
+            known = self._index.__contains__ if self.ledger is None else self._unseen
+            body.let_go(known, self._unread() if region.unread else ())
+
+    def _unseen(self, key: int) -> bool:
+        """Whether Python saw nothing of a known tensor, told by its id, but what is recorded."""
+        assert self.ledger is not None
+        return key in self._index and not self.ledger.was_exported(self._index[key][0])
+
+    def _unread(self) -> Collection[int]:
+        """Ids of the constants that no pullback reads.
+
+        But where regions inside may be given one that they also close over: they know it by
+        identity, which another tensor in its place has not. ``NOTE [aliases]`` in `_tracker`.
+        """
+        unread, ledger = self._region.unread, self._region.ledger
+        if ledger is None or ledger.holds_regions:
+            return ()
+        origins = zip(self._originals, self.origins)
+        return {id(t) for t, (kind, i) in origins if kind == "constant" and unread[i]}
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""

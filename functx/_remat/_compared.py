@@ -139,7 +139,8 @@ class Compared(Asking):
         if self.sightings is None or ledger is None:
             return
         if ordinary and self._usual() and comparable(self, ledger):
-            self.sightings.saw(KnownRun(self, ledger, region.needed, region.passing), self)
+            known = KnownRun(self, ledger, region.needed, region.passing, region.unread)
+            self.sightings.saw(known, self)
         else:
             self.sightings.differs()
 

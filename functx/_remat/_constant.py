@@ -15,11 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence, Set
 
 from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
+from functx._remat._holders import Holders
+from functx._remat._ledger import Ledger
+from functx._remat._letting_go import can_go, is_held
+from functx._remat._prune import placeholder
 
 _LITTLE = 1 << 20
 """So many bytes are compared."""
@@ -30,15 +35,24 @@ class Constant:
 
     If the body writes to it (a running mean, a step counter), a replay must start from what the
     forward found and must not write again: it gets a copy of the value from before.
+
+    Args:
+        value: what it is.
+        holders: who holds that, where it is found out whether a pullback reads it.
     """
 
-    __slots__ = ("__weakref__", "_bits", "_readers", "before", "value", "version")
+    __slots__ = (
+        *("__weakref__", "_absent", "_bits", "_holders", "_readers"),
+        *("before", "value", "version"),
+    )
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, holders: Holders | None = None) -> None:
         self.value = value
+        self._holders = holders
         self.version = _torch.version(value)
         self._bits = foreign_bits(value)
         self.before: Tensor | None = None
+        self._absent: Absent | None = None
         # Held by constants that hold the tensor, so that its id stays its.
         self._readers = _readers.get(id(value))
         if self._readers is None:
@@ -56,6 +70,7 @@ class Constant:
 
     def seal(self, name: str) -> None:
         """The first run ended: a write nobody announced can't be undone for a replay."""
+        self._holders = None
         if self.before is not None:
             self.value = self.before
             self._readers = None
@@ -66,8 +81,34 @@ class Constant:
                 "not start from the same value. Write to it outside of the region."
             )
 
+    def unread(self, ledger: Ledger, leaves: Set[int]) -> bool:
+        """Whether no pullback reads it, of a body that has run; and it is worth to let it go."""
+        holders = self._holders
+        if holders is None or self.before is not None or not can_go(self.value):
+            return False
+        return not (ledger.needs(holders) or is_held(holders, ledger.viewed, leaves))
+
+    def let_go(self) -> None:
+        """No pullback reads the value: it is not kept, as an input is not; its shape is."""
+        self._absent = Absent(self.value)
+        del self.value
+        if self._readers is not None:
+            self._readers.discard(self)
+            self._readers = None
+
+    def is_absent(self) -> bool:
+        """Whether it is not kept."""
+        return self._absent is not None
+
+    def held(self) -> list[Tensor]:
+        """The tensors that it keeps."""
+        both = (None if self._absent is not None else self.value), self.before
+        return [t for t in both if t is not None]
+
     def for_replay(self, name: str) -> Tensor:
-        """The value that the forward found."""
+        """The value that the forward found; or memory nobody wrote to, if no pullback reads it."""
+        if self._absent is not None:
+            return self._absent()
         if self.before is not None:
             with _torch.cleared_interpreter_stack():
                 return self.before.clone()
@@ -94,6 +135,41 @@ def foreign_bits(t: Tensor) -> int | None:
         return hash(ctypes.string_at(t.data_ptr(), size)) if size <= _LITTLE else None
     except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
         return None
+
+
+def unread(constants: Sequence[Constant], ledger: Ledger, leaves: Set[int]) -> Sequence[bool]:
+    """Which constants no pullback reads; empty if there is none."""
+    found = [c.unread(ledger, leaves) for c in constants]
+    return found if True in found else ()
+
+
+def without(constants: Sequence[Constant], unread: Sequence[bool]) -> Sequence[Constant]:
+    """Those that a pullback reads."""
+    return [c for c, none in zip(constants, unread) if not none] if unread else constants
+
+
+def let_go(constants: Sequence[Constant], unread: Sequence[bool]) -> None:
+    """Keep those only that a pullback reads."""
+    for constant, none in zip(constants, unread):
+        if none:
+            constant.let_go()
+
+
+class Absent:
+    """Memory nobody wrote to, like a tensor: the same for as long as anybody holds it."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, t: Tensor) -> None:
+        self._make = placeholder(t)
+        self._made: weakref.ref[Tensor] | None = None
+
+    def __call__(self) -> Tensor:
+        t = None if self._made is None else self._made()
+        if t is None:
+            t = self._make()
+            self._made = weakref.ref(t)
+        return t
 
 
 class _Readers(weakref.WeakSet["Constant"]):

@@ -188,7 +188,8 @@ class Standins(AboutGradients):
                 # What knew it has ended; in the replay around this region, a stand-in is it.
                 return self._capture(t, value)
             position = self._register("constant", len(region.constants), t, value)
-            region.constants.append(Constant(value))
+            holders = None if self.ledger is None else Holders(value, t)
+            region.constants.append(Constant(value, holders))
             self._sources.append(position)
             return value
         if self._made_here(t, in_engine):

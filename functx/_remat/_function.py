@@ -6,9 +6,9 @@ a copy of the function whose cells hold what they held at the call; functions th
 copied likewise. A copy's writes to its cells (``nonlocal``) stay there: they count once.
 
 NOTE [kept once]
-What a body closes over and a derivative flows to is an input of the region: its node keeps it, if a
-pullback reads it, until it has. So the copy must not keep it too: tensors without memory take its
-place in cells, defaults and partials, and replays, which hand out inputs by position, put it there.
+What a body closes over is an input of the region, or a constant: that is kept if a pullback reads
+it, an input until it has. The copy must not keep it too: tensors without memory take its place in
+cells, defaults and partials, and replays, which hand out inputs by position, put it there.
 
 NOTE [compiled regions]
 ``torch.compile`` recomputes by its partitioner: a region that it meets in plain autograd is handed
@@ -205,12 +205,12 @@ class Body:
         taken = given.take(watched, own, outs, exchange)
         return [*(o for o in outs if isinstance(o, Tensor)), *taken]
 
-    def let_go(self, is_input: Callable[[int], bool]) -> None:
-        """Do not close over tensors that are inputs, told by id. ``NOTE [kept once]``."""
+    def let_go(self, is_input: Callable[[int], bool], unread: Collection[int]) -> None:
+        """Do not close over inputs on a tape, nor ``unread``, by ids. ``NOTE [kept once]``."""
         tensors: dict[int, Tensor] = {}
         for t in self._closed_over():
-            if is_input(id(t)) and (instead := memoryless(t)) is not None:
-                tensors[id(t)] = instead
+            if is_input(key := id(t)) and (instead := memoryless(t, key not in unread)) is not None:
+                tensors[key] = instead
         if tensors:
             self._function = rebound(self._function, self._cells, tensors=tensors)
             self._cells = snapshot(self._function)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import Tensor
 
@@ -82,7 +82,7 @@ class Holders:
         if owner is not None and uses > 2 and (uses > 3 or t is owner or is_wrapped(owner)):
             self.shared = uses - 1 > _known(t, owner)  # which knows two that are not the same
 
-    def grown(self, accumulators: set[int]) -> bool:
+    def grown(self, accumulators: Set[int]) -> bool:
         """Whether anything but the tape's leaf nodes has come to hold the tensor since.
 
         Args:

@@ -55,15 +55,21 @@ class KnownRun:
         ledger: that watched it.
         needed: which inputs and captures a pullback reads.
         passing: which of them a replay reads but no tape of it.
+        unread: which constants no pullback reads.
     """
 
     __slots__ = (
         *("ends", "entries", "externals", "groups", "ledger", "looks", "made", "names", "needed"),
-        *("nodes", "origins", "passing", "relations", "settings", "shared", "tape"),
+        *("nodes", "origins", "passing", "relations", "settings", "shared", "tape", "unread"),
     )
 
     def __init__(
-        self, first: Compared, ledger: Ledger, needed: Sequence[bool], passing: Sequence[bool]
+        self,
+        first: Compared,
+        ledger: Ledger,
+        needed: Sequence[bool],
+        passing: Sequence[bool],
+        unread: Sequence[bool] = (),
     ) -> None:
         self.entries = first.entries
         self.made = first.layouts
@@ -79,6 +85,7 @@ class KnownRun:
         self.ledger = ledger
         self.needed = needed
         self.passing = passing
+        self.unread = unread
 
     def describes(self, first: Compared) -> bool:
         """Whether a run that called the same functions was the same altogether."""
@@ -109,6 +116,7 @@ class KnownRun:
         if agrees:
             self.needed = [*map(or_, self.needed, other.needed)]
             self.passing = [*map(and_, self.passing, other.passing)]
+            self.unread = [*map(and_, self.unread, other.unread)]
         return agrees
 
 

@@ -33,7 +33,7 @@ from functx._remat._live import needed, with_siblings
 from functx._remat._read_by import Readers
 from functx._remat._record import Record
 from functx._remat._saving import IN_PLACE, Saver, alias, kept_around
-from functx._remat._step import fills, layout_of
+from functx._remat._step import fills, has_memory, layout_of
 from functx._remat._tangents import has_tangents, memory_of_duals
 
 
@@ -114,6 +114,11 @@ class Ledger(Record):
     def looked_at(self) -> bool:
         """Whether Python may have got at values, or at the tape, in a way that is not recorded."""
         return self.python_on_tape or bool(self._exported)
+
+    def was_exported(self, t: Tensor) -> bool:
+        """Whether what is in the memory of ``t`` was handed to what is no operation."""
+        base = base_of(t)
+        return not has_memory(base) or _torch.storage_key(base) in self._exported
 
     def held_unseen(self, t: Tensor) -> None:
         """A live step, in effect, reads it."""

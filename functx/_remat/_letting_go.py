@@ -96,12 +96,13 @@ def _nothing_like(t: Tensor) -> Tensor:
 _nothing: dict[Any, Tensor] = {}
 
 
-def memoryless(t: Tensor) -> Tensor | None:
+def memoryless(t: Tensor, taped: bool = True) -> Tensor | None:
     """A tensor like ``t``, at the same levels, that has no memory to speak of.
 
-    ``None`` where it would show, or is not worth it: ``t`` is on no tape, or of a level that ended.
+    ``None`` where it would show, or is not worth it: ``t`` is of a level that ended, or on no tape
+    though it should be ``taped``.
     """
-    if not (can_go(t) and nodes_of([t])) or of_ended_level(t):
+    if not (can_go(t) and (nodes_of([t]) or not taped)) or of_ended_level(t):
         return None
     base = base_of(t)
     with tracking(SILENT):
@@ -202,8 +203,8 @@ def unread(
     holders: Sequence[Holders],
     needs: Sequence[bool],
     may_go: bool,
-    viewed: Set[int] | None,
-    leaves: set[int],
+    viewed: Set[int],
+    leaves: Set[int],
     needed: list[bool],
 ) -> Sequence[bool]:
     """Find the inputs that no pullback reads, and those that a replay reads but no tape of it.
@@ -212,7 +213,7 @@ def unread(
         holders: of each input.
         needs: for each, whether a live step reads it.
         may_go: whether inputs may go with their last use.
-        viewed: memory that views were taken of; ``None`` where that is not known.
+        viewed: memory that views were taken of.
         leaves: ids of the leaves that the tapes end in.
         needed: for each input, whether it is kept; those that need not be are crossed out.
 
@@ -223,10 +224,20 @@ def unread(
     for i, (holder, need) in enumerate(zip(holders, needs, strict=True)):
         if need and not may_go:
             continue
-        told = not holder.shared or (viewed is not None and holder.storage not in viewed)
-        if told and not holder.grown(leaves):
+        if not is_held(holder, viewed, leaves):
             needed[i] = passing[i] = need
     return passing if may_go else ()
+
+
+def is_held(holders: Holders, viewed: Set[int], leaves: Set[int]) -> bool:
+    """Whether a tape holds what a body was given, or it can't be told.
+
+    Args:
+        holders: of it.
+        viewed: memory that views were taken of.
+        leaves: ids of the leaves that the tapes end in.
+    """
+    return (holders.shared and holders.storage in viewed) or holders.grown(leaves)
 
 
 class Passing:

@@ -13,7 +13,7 @@ from torch import Tensor
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
 from functx._remat._apart import hooked, nodes_apart, watch_results
-from functx._remat._constant import foreign_bits
+from functx._remat._constant import foreign_bits, without
 from functx._remat._custom import running
 from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
@@ -89,8 +89,7 @@ class _Payload:
         region = self.region
         if self.duals is not None or self.apart or self.n_kept:
             return None
-        values = [(c.value, c.before) for c in region.constants]
-        return [t for pair in values for t in pair if t is not None]
+        return [t for c in region.constants for t in c.held()]
 
     def hand_over(self, cotangents: tuple[Tensor | None, ...]) -> Any:
         """What the node is given in place of cotangents. ``NOTE [let go]``."""
@@ -357,7 +356,7 @@ def attach(
     if region.before:  # what they have become may be on the throw-away tape
         tensors = [*map(region.as_it_was, tensors)]
     if region.outer is not None:
-        for constant in region.constants:
+        for constant in without(region.constants, region.unread):
             tell_of_a_constant(constant.value)
     reached = frame.reached()
     asks = torch.is_grad_enabled() and not (dispatch_mode_depth() or _torch.tracing())

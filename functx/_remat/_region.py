@@ -33,7 +33,8 @@ from torch import Tensor
 from functx import _torch, _torch_globals
 from functx._errors import ReplayError
 from functx._remat import _escape
-from functx._remat._constant import Constant
+from functx._remat._constant import Constant, let_go
+from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
 from functx._remat._kept_inside import Inside
 from functx._remat._leaving import can_leave, leaves_of
@@ -43,7 +44,7 @@ from functx._remat._options import Options
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
-from functx._remat._replay import NOTHING, Lenient, Replay
+from functx._remat._replay import BY_SIGHT, NOTHING, Lenient, Replay
 from functx._remat._tapes import rewrap
 from functx._remat._tracker import tracking
 from functx._remat._watch import watching
@@ -91,6 +92,7 @@ class Region:
         inner_keeps: what regions inside keep, in the order in which they began.
         connected: inputs that a pullback needs, read or not: what was kept depends on them.
         passing: for each input, whether a replay reads it but no tape of it. ``NOTE [let go]``.
+        unread: for each constant, whether no pullback reads it; empty if there is none such.
     """
 
     # As it is in most calls; on the class, since setting two dozen attributes takes its time.
@@ -119,6 +121,7 @@ class Region:
     reached: Set[int] = frozenset()
     retained: Sequence[Any] = ()
     sightings: Any = None
+    unread: Sequence[bool] = ()
 
     def __init__(
         self,
@@ -149,7 +152,8 @@ class Region:
         if pruned is None or _torch.tracing():
             return self._again(tensors)
         passing = Passing(self.entries, self.origins, tensors, going) if going else None
-        return replayed(self._again, tensors, pruned, passing, self.needed, self.options.name)
+        there = self.needed, self.constants
+        return replayed(self._again, tensors, pruned, passing, *there, self.options.name)
 
     def _again(
         self, tensors: Any, pruned: Pruned | Whole | None = None, passing: Passing | None = None
@@ -173,7 +177,7 @@ class Region:
                 for kind, i in self.origins
             ]
             if self.options.by_sight:
-                replay = _BY_SIGHT[0](self, externals, len(explicit))
+                replay = BY_SIGHT[0](self, externals, len(explicit))
             elif self.options.records:
                 replay = RecordingReplay(self.entries, externals, self.options, *known)
             else:
@@ -272,11 +276,13 @@ class Region:
         if known is not None:
             self.ledger, self.sightings = known.ledger, first.sightings
             self.needed, self.passing = [*known.needed], known.passing
+            self.unread = known.unread
         elif ledger is not None and ledger.settle(outs):
             self.ledger, needs = ledger, [ledger.needs(holders) for holders in first.holders]
             if not lenient:
                 may_go = may_pass(ledger, self.environment, first) and not self.options.records
                 self.passing = unread(first.holders, needs, may_go, ledger.viewed, leaves, needed)
+                self.unread = unread_constants(self.constants, ledger, leaves)
                 for kind, i in map(first.origins.__getitem__, self.rewritten):
                     needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
             first.sighted(ordinary)
@@ -298,7 +304,8 @@ class Region:
             if not _escape.any_held(births, returned):
                 return {}
             self.sightings.differs()  # NOTE [known runs]: nothing was known of such a run
-            self.ledger, self.needed, self.passing = None, [True] * len(self.needed), ()
+            self.ledger, self.needed = None, [True] * len(self.needed)
+            self.passing = self.unread = ()
         views = [r[1] for r in self._results if isinstance(r, tuple)]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
         found = _escape.find(births, [*returned, *views], duals)
@@ -375,19 +382,12 @@ class Region:
         self._results = [r if isinstance(r, int) else None for r in self._results]
         self.owners = self.leaving = self.settled = ()
         self.before = {}  # a result may be the very tensor that was written to
+        if self.unread:
+            let_go(self.constants, self.unread)
         for frame in self.frames:
             frame.captured = []
             frame.inputs = ()
         self.frames = []  # frames know their region; knowing them too would be a cycle
-
-
-_BY_SIGHT: list[Any] = []
-
-
-def by_sight_replay(tracker: Any) -> Any:
-    """Register the tracker of replays that are no repetitions."""
-    _BY_SIGHT.append(tracker)
-    return tracker
 
 
 class _Wanted(threading.local):

@@ -332,3 +332,12 @@ class Lenient(Tracker):
 
     def complete(self) -> None:
         """Nothing is compared."""
+
+
+BY_SIGHT: list[Any] = []
+
+
+def by_sight_replay(tracker: Any) -> Any:
+    """Register the tracker of replays that are no repetitions."""
+    BY_SIGHT.append(tracker)
+    return tracker

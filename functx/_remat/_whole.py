@@ -43,11 +43,15 @@ class Whole(Ledger):
     Args:
         tensors: the inputs of the body.
         needed: which of them are there.
+        constants: what stands for those that are not.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], needed: Sequence[bool], constants: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__(())
-        self._absent = [Holders(t) for t, there in zip(tensors, needed, strict=True) if not there]
+        absent = [t for t, there in zip(tensors, needed, strict=True) if not there]
+        self._absent = [*map(Holders, (*absent, *constants))]
         self._missing = {h.storage for h in self._absent}
         self._unknown: set[int] = set()  # steps that did not run
 
@@ -128,6 +132,7 @@ def replayed(
     pruned: Pruned,
     passing: Passing | None,
     needed: Sequence[bool],
+    constants: Sequence[Any],
     name: str,
 ) -> list[Tensor | None]:
     """A replay that leaves something out, or else one that does not.
@@ -138,6 +143,7 @@ def replayed(
         pruned: leaves something out.
         passing: inputs that go with their last use.
         needed: which inputs were kept.
+        constants: of the region.
         name: of the region.
 
     Raises:
@@ -152,7 +158,8 @@ def replayed(
         if passing is not None and passing.gone:
             raise _error(name, how) from None
     # By now nothing holds what the first try made.
-    whole = None if all(needed) else Whole(tensors, needed)
+    absent = [c.for_replay(name) for c in constants if c.is_absent()]
+    whole = None if all(needed) and not absent else Whole(tensors, needed, absent)
     try:
         return again(tensors, whole)
     except Departed as again_departed:
