@@ -19,6 +19,17 @@ def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None
         setattr(node, name, wrapper(getattr(node, name)))
 
 
+def tell_of_hooks(function: Any, hung: Callable[[Any, torch.Tensor, Any], None]) -> None:
+    """Call back when a result of a Function's node gets its first hook: with the dict of them."""
+    register = function._backward_cls._register_hook_dict
+
+    def registering(node: Any, t: torch.Tensor) -> None:
+        register(node, t)
+        hung(node, t, t._backward_hooks)
+
+    function._backward_cls._register_hook_dict = registering
+
+
 class EngineHook:
     """A hook of functx's own on a tensor."""
 
@@ -89,9 +100,14 @@ def saves(node: Any) -> bool:
 _saves: dict[type, bool] = {}
 
 
+def is_of_python(node: Any) -> bool:
+    """Whether a node is that of a custom Function."""
+    return isinstance(node, torch._C._FunctionBase)
+
+
 def hang_before(node: Any, hook: Callable[[Any], Any]) -> None:
     """Hang a hook before a node of any kind, past what its class makes of it."""
-    if isinstance(node, torch._C._FunctionBase):
+    if is_of_python(node):
         register_prehook(node, hook)
     else:
         node.register_prehook(hook)

@@ -258,3 +258,30 @@ def test_nodes_of_torch_show_what_they_saved():
     assert type(written.grad_fn).__name__ == "CopySlices"
     assert _torch_nodes.saved_by(written.grad_fn) is None
     assert _torch_nodes.saved_by(an_alias_function().apply(a).grad_fn) is None
+
+
+def test_nodes_are_told_of_hooks_on_their_results():
+    """The first one on each, with the dict that later ones are added to."""
+    function, told = an_alias_function(), []
+    _torch_nodes.tell_of_hooks(function, lambda *those: told.append(those))
+    y = function.apply(torch.ones(3, requires_grad=True))
+    assert not told
+    y.register_hook(lambda g: None)
+    y.register_hook(lambda g: None)
+    ((node, t, hooks),) = told
+    assert (node, len(hooks)) == (y.grad_fn, 2)
+    assert t is y
+    assert hooks is _torch_nodes.hooks_of(y)
+    y.retain_grad()
+    assert len(told) == 1
+
+
+def test_a_hook_before_a_node_can_take_what_comes_there():
+    """What it answers ``None`` for does not come further, and nothing is multiplied by zero."""
+    x = torch.zeros(3, requires_grad=True)
+    y = x.sqrt()
+    _torch_nodes.hang_before(y.grad_fn, lambda gradients: (None,))
+    (gradient,) = torch.autograd.grad(y.sum() + x.sum(), x)
+    assert gradient.tolist() == [1, 1, 1]
+    assert not _torch_nodes.is_of_python(y.grad_fn)
+    assert _torch_nodes.is_of_python(an_alias_function().apply(x).grad_fn)

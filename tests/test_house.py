@@ -45,6 +45,7 @@ LAYERS = [
     ("functx._remat._partial",),
     (
         "functx._remat._apart",
+        "functx._remat._read_results",
         "functx._remat._arguments",
         "functx._remat._by_name",
         "functx._remat._containers",
@@ -98,6 +99,7 @@ LAYERS = [
     ("functx._remat._capture", "functx._remat._pullback"),
     ("functx._remat._by_sight", "functx._remat._recording_run"),
     ("functx._remat._dual_level", "functx._remat._names"),
+    ("functx._remat._pulled_back",),
     ("functx._remat._node",),
     ("functx._remat._rules",),
     ("functx._remat._function",),

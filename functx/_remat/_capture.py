@@ -28,6 +28,7 @@ from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
+from functx._remat._read_results import Replayed
 from functx._remat._region import Region
 from functx._remat._saving import called, now, watched_per_example
 from functx._remat._tapes import nodes_of, tape_below, tensors_of
@@ -319,6 +320,8 @@ class FirstRun(Compared):
         made = _torch.next_sequence_number()
         nodes, reached = tape_below(nodes_of(outs))
         self.looked_at(nodes, made, reached)
+        if self._pulls_back and isinstance(fn := getattr(self._region.body, "fn", None), Replayed):
+            fn.look(nodes, outs)
         for t in reached:
             known = id(t) in self.leaves or self.knows(t) or is_unread(t)
             if not (known or (self._pulls_back and self._computed_here(t))):  # in the replay

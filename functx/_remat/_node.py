@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from operator import or_
 from typing import Any
 
@@ -11,22 +12,18 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_nodes
-from functx._errors import RematError, ReplayError
+from functx._errors import ReplayError
 from functx._remat._apart import hooked, nodes_apart, watch_results
 from functx._remat._constant import foreign_bits, without
-from functx._remat._custom import running
-from functx._remat._depth import nested
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
-from functx._remat._letting_go import can_go, hand_over, lent, nobody_differentiates, take
+from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
 from functx._remat._one_by_one import Rest, of_the_body, rest_of, still_saved
-from functx._remat._operator import call
-from functx._remat._options import Options
 from functx._remat._prune import placeholder
-from functx._remat._pullback import Pullback
+from functx._remat._pulled_back import gradients_of, gradients_with_tangents
+from functx._remat._read_results import looked_at, read_by, still_there
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._remat._watch import tell_of_a_constant
 from functx._torch import dispatch_mode_depth
 from functx._torch_nodes import behind_a_node
@@ -41,6 +38,7 @@ class _Payload:
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
+    read: Collection[Any] = ()  # NOTE [read results]
     rest: Rest | None = None  # NOTE [one by one]
     versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
     watched = False
@@ -179,18 +177,39 @@ class RegionNode(_torch.SingleLevelFunction):
             n = len(saved) - len(duals.inputs())
             saved, tensors = saved[:n], saved[n:]
             if duals.alive(tensors):
-                return (None, *_with_tangents(payload, saved, tensors, needs, cotangents))
+                return (None, *gradients_with_tangents(payload, saved, tensors, needs, cotangents))
         # NOTE [gradients asked for]
         # Those that this backward pass does not ask for are not computed. Their inputs require grad
         # in the replay as ever: which operations run, which a record is compared with, depends on
         # that.
         asked = [n and _torch.will_be_reached(e) for n, (e, _) in zip(needs, ctx.next_functions)]
-        cut = [*map(or_, needs, payload.cut)]
         those = [c for c in cotangents if c is not None]
         del cotangents
         if payload.passing:
             ctx.maybe_clear_saved_tensors()
-        return (None, *_gradients(payload, saved, asked, wanted, those, cut))
+        if payload.read:
+            return (None, *_and_read(ctx, payload, saved, needs, asked, wanted, those))
+        cut = [*map(or_, needs, payload.cut)]
+        return (None, *gradients_of(payload, saved, asked, wanted, those, cut))
+
+
+def _and_read(
+    ctx: Any,
+    payload: _Payload,
+    saved: list[Tensor],
+    needs: Sequence[bool],
+    asked: Sequence[bool],
+    wanted: Sequence[int],
+    cotangents: list[Tensor],
+) -> list[Tensor | None]:
+    """``NOTE [read results]``: what flows to those comes last."""
+    n = len(payload.needed)
+    cut_at = looked_at(payload, ctx.next_functions[n:])
+    if cut_at is not None:
+        asked = needs
+    cut = [*map(or_, needs[:n], payload.cut)]
+    gradients = gradients_of(payload, saved, asked[:n], wanted, cotangents, cut, cut_at)
+    return [*gradients, *[None] * (len(needs) - len(gradients))]
 
 
 def _modified(region: Region, what: str) -> ReplayError:
@@ -212,119 +231,14 @@ def _watched(register: Any) -> Any:
     return registering
 
 
+def _hung(node: Any, t: Tensor, hooks: Any) -> None:
+    payload = node.payload
+    place = payload.places[t.output_nr]
+    payload.region.hung = {**payload.region.hung, (payload.level, place): hooks}
+
+
 _torch_nodes.wrap_hook_registration(RegionNode, _watched)
-
-
-def _gradients(
-    payload: _Payload,
-    saved: list[Tensor],
-    needs: Sequence[bool],
-    wanted: Sequence[int],
-    cotangents: list[Tensor],
-    cut: Sequence[bool],
-) -> list[Tensor | None]:
-    """The cotangents of the inputs, for those of some results; the lists are emptied."""
-    if not any(needs):
-        return [None] * len(needs)
-    pullback = Pullback(payload.fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
-    ledger = payload.region.ledger
-    pullback.by_name = ledger is None or ledger.python_on_tape
-    if payload.absent:
-        kept, absent = iter(saved), iter(payload.absent)
-        with tracking(SILENT):  # what making placeholders takes is no operation of a body
-            primals = [next(kept) if need else next(absent)() for need in payload.needed]
-        saved[:] = [*primals, *kept]
-        del primals, kept, absent
-    tensors = [*saved, *payload.apart, *cotangents]
-    saved.clear()
-    cotangents.clear()
-    beyond = payload.n_kept or payload.region.connected
-    connected = payload.needed if beyond else ()
-    lends = payload.lets_go()
-    passing = payload.passing if lends and not payload.n_kept else ()
-    results = iter(_pull_back(payload.region, pullback, tensors, connected, lends, passing))
-    return [next(results) if need else None for need in needs]
-
-
-def _with_tangents(
-    payload: _Payload,
-    saved: list[Tensor],
-    tensors: Sequence[Tensor],
-    needs: Sequence[bool],
-    cotangents: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """``NOTE [gradients with tangents]`` in `_dual_level`."""
-    duals = payload.duals
-    assert duals is not None
-    if payload.region.rewritten:
-        raise RematError(
-            f"remat: the region {payload.region.options.name!r} writes in place to a tensor that "
-            "it did not make, ran on dual tensors of a forward_ad.dual_level, and is "
-            "differentiated backwards inside it; the tangents of its gradients would be lost. "
-            "Write to a .clone(), or take forward over reverse with functx.jvp of functx.grad."
-        )
-    those = [(i, c) for i, c in enumerate(cotangents) if c is not None]
-    primal = [(i, c) for i, c in those if duals.is_primal(payload.places[i])]
-    tangent = [i for i, _ in those if not duals.is_primal(payload.places[i])]
-    gradients: list[Tensor | None] = [None] * len(needs)
-    if tangent:
-        given = [c for i, c in those if not duals.is_primal(payload.places[i])]
-        gradients = _gradients(payload, saved, needs, tangent, given, payload.cut)
-    if primal:
-        places = [payload.places[i] for i, _ in primal]
-        pullback = duals.pullback(payload.region, needs, payload.cut, places)
-        given = [*tensors, *(c for _, c in primal)]
-        results = iter(_pull_back(payload.region, pullback, given, duals=True))
-        for i in duals.inputs():
-            if needs[i] and (found := next(results)) is not None:
-                before = gradients[i]
-                gradients[i] = found if before is None else before + found
-    return gradients
-
-
-def _pull_back(
-    region: Region,
-    pullback: Pullback,
-    tensors: list[Tensor],
-    connected: Sequence[bool] = (),
-    lends: bool = False,
-    passing: Sequence[int] = (),
-    *,
-    duals: bool = False,
-) -> Sequence[Tensor | None]:
-    """Run a pullback: as a region, if that may be differentiated; the list is its own."""
-    tensors[:] = _torch.unwrap_dead(tensors)
-    alone = not (duals or torch.is_grad_enabled()) and _mapped_at_most()
-    unread = (lends or pullback.level > 0) and nobody_differentiates(() if alone else tensors)
-    if unread and not alone and pullback.level > 0 and not duals:
-        # Its own level has ended when it is pulled back: what is recorded is what it reads beside
-        # these tensors (in a hook), by those whose it is.
-        alone = active_tracker() is None and _mapped_at_most()
-    if lends and unread:
-        pullback.lends = True
-        first = len(pullback.needs) + pullback.n_kept
-        tensors[first:] = [lent(c) if can_go(c) else c for c in tensors[first:]]
-        pullback.passing = [i for i in passing if can_go(tensors[i])]
-        for i in pullback.passing:
-            tensors[i] = lent(tensors[i])
-    if alone:
-        with nested(region.options.name):
-            return pullback(*tensors)
-    options = Options(
-        name=f"pullback of {region.options.name}",
-        determinism_check=region.options.determinism_check,
-        replay=True,
-    )
-    return call(Region(pullback, tensors, options, connected=connected), made_here=True)
-
-
-def _mapped_at_most() -> bool:
-    """Whether nothing but ``vmap`` is active: nothing could differentiate what runs now."""
-    vmap = _torch.TransformType.Vmap
-    levels = _torch.interpreters()
-    if not levels:
-        return not running.keeping  # a compiler is to see that it is a replay
-    return all(i.key() == vmap for i in levels) and not _torch.tracing()
+_torch_nodes.tell_of_hooks(RegionNode, _hung)
 
 
 def _same(t: Tensor) -> Tensor:
@@ -361,6 +275,7 @@ def attach(
     reached = frame.reached()
     asks = torch.is_grad_enabled() and not (dispatch_mode_depth() or _torch.tracing())
     taped: dict[int, Tensor] = {}
+    read = read_by(region) if region.options.replay else ()
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
     try:
@@ -376,6 +291,8 @@ def attach(
                 edges = [*map(behind_a_node, edges)]
             results = [o for p in places if (o := outs[p]) is not None]
             payload = _Payload(frame, tensors, cut, results, places)
+            if read:
+                payload.read, edges = read, [*edges, *still_there(read, frame.level)]
             taped.update(zip(places, _apply(payload, edges), strict=True))
     except NotImplementedError as error:  # of the engine's own Function
         raise inside_a_transform(region.options.name) from error
@@ -385,6 +302,8 @@ def attach(
         kept = [t for t, need in zip(tensors, frame.needed()) if need]
         notify(kept, region.options.name, frame.level)
     given: list[Tensor | None] = [taped.get(i, o) for i, o in enumerate(outs)]
+    known = dict(zip(taped, map(weakref.ref, taped.values())))
+    region.taped = {**region.taped, frame.level: known}
     if len(given) > 1 and not _torch.tracing():
         watch_results(frame, given)
     return given

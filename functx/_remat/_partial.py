@@ -43,7 +43,7 @@ def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
     edges = {edge: i for i, r in enumerate(results) for edge in _edges_of(r)}
     if len({*edges.values()}) < 2:
         return {}
-    inner = {key: i for edge, i in edges.items() if (key := _place_inside(edge)) is not None}
+    inner = {key: i for edge, i in edges.items() if (key := place_inside(edge)) is not None}
     used = {edge for node in nodes for edge in node.next_functions}
     below = used & edges.keys()
     through = {edge for edge in used | edges.keys() if inner and _computed_from(edge)}
@@ -60,7 +60,7 @@ def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
     return found
 
 
-def _place_inside(edge: tuple[Any, int]) -> tuple[int, int] | None:
+def place_inside(edge: tuple[Any, int]) -> tuple[int, int] | None:
     """Of a result of a region inside: which one."""
     payload = getattr(edge[0], "payload", None)
     if payload is None or edge[1] >= len(payload.places):
@@ -70,7 +70,7 @@ def _place_inside(edge: tuple[Any, int]) -> tuple[int, int] | None:
 
 def _computed_from(edge: tuple[Any, int]) -> list[tuple[int, int]]:
     """The results of a region inside from which it computes another one of its."""
-    key = _place_inside(edge)
+    key = place_inside(edge)
     if key is None:
         return []
     known = getattr(edge[0].payload.region.reached, "above", {})
@@ -164,6 +164,7 @@ class _Watcher(_torch_nodes.EngineHook):
         self._edge = id(t.grad_fn), t.output_nr
         self._result = weakref.ref(t)
         self._hooks = weakref.ref(_torch_nodes.hooks_of(t))
+        self._payload = getattr(t.grad_fn, "payload", None)
         self._shape = tuple(t.shape)
         self._others = others
         self._passes = passes
@@ -180,8 +181,10 @@ class _Watcher(_torch_nodes.EngineHook):
             how = "it has a hook"
         elif t is not None and t.retains_grad and (id(t.grad_fn), t.output_nr) == self._edge:
             how = "its gradient is retained"
-        elif _is_asked_for(*self._edge):
+        elif is_asked_for(*self._edge):
             how = "its gradient is asked for"
+        elif self._payload is not None and self._payload.watched:
+            how = "the node that they share has a hook"
         else:
             return
         raise RematError(
@@ -202,7 +205,7 @@ _ASKING: dict[Any, Callable[[FrameType], Any]] = {
 _ONE = (Tensor, torch.autograd.graph.GradientEdge)
 
 
-def _is_asked_for(node: int, place: int) -> bool:
+def is_asked_for(node: int, place: int) -> bool:
     """Whether the backward pass under way hands out what comes to a place of a node.
 
     Torch does not tell. The function that began the pass does, by what it was called with: it is on

@@ -14,6 +14,7 @@ from functx import _torch, _torch_vmap
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._other_names import OtherNames
+from functx._remat._read_results import Cut
 from functx._remat._region import Flat
 from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
 from functx._torch_edges import gradient_edge
@@ -72,9 +73,11 @@ class Pullback:
         by_name: whether Python is on the tape. ``NOTE [two names]`` in `_other_names`.
         lends: whether cotangents are aliases that can be let go. ``NOTE [let go]``.
         passing: inputs that are such aliases, too.
+        cut: where the tape of the replay is cut, if somewhere. ``NOTE [read results]``.
         names: the stand-ins on the tape, and what they stand for, if that may make a difference.
     """
 
+    cut: Cut | None = None
     names: OtherNames | None = None
 
     def __init__(
@@ -124,11 +127,12 @@ class Pullback:
         # On plain autograd the tape of the replay is part of what a second derivative needs.
         retain = plain and recording
         names, self.names = self.names, None
+        pull_back = _pull_back if self.cut is None else self.cut.around(_pull_back)
         if names is None:
-            gradients = _pull_back(outs, inputs, cotangents, retain_graph=retain)
+            gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
         else:
             with names:
-                gradients = _pull_back(outs, inputs, cotangents, retain_graph=retain)
+                gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
             names.pass_on()
         if tracker is not None:
             tracker.note(gradients)

@@ -120,6 +120,8 @@ class Region:
     passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
     retained: Sequence[Any] = ()
+    hung: Mapping[Any, Any] = NOTHING
+    taped: Mapping[int, Mapping[int, Any]] = NOTHING
     sightings: Any = None
     unread: Sequence[bool] = ()
 

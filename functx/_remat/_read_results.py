@@ -1,0 +1,225 @@
+"""Results of a region that its own pullback reads: a second derivative flows to them as well.
+
+NOTE [read results]
+Without remat the pullback of ``y = exp(x)`` reads ``y``. So in a second backward pass something
+flows from the gradient of ``x`` to ``y``, where hooks see it, and from there to ``x``. The pullback
+of a region computes ``y`` anew, so all of it would flow to ``x`` right away: the same gradients,
+but a hook on ``y``, its ``.grad`` and a gradient with respect to it would lack that part. So the
+node of a pullback has edges to the results that the pullback's tape leads to. The engine comes by
+them with nothing where nobody looks. Where somebody does, the tape of the replay is cut there, and
+what comes to the cut is handed on by the edge.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch, _torch_nodes
+from functx._errors import RematError
+from functx._remat._partial import is_asked_for, place_inside
+from functx._remat._tapes import edges_of
+from functx._torch import sequence_number
+
+Slot = tuple[Any, int]
+"""A region, and the place of one of its results."""
+
+
+class _Running(threading.local):
+    of: Any = None  # the innermost function that is being replayed for a derivative
+
+
+_running = _Running()
+
+
+class Replayed:
+    """A function that is replayed on a tape from which derivatives may be taken.
+
+    Args:
+        fn: the function, as some level of a region sees it.
+        region: the region.
+        cut: what is told where the tapes of results begin.
+
+    Attributes:
+        read: the results that the tape of the pullback leads to.
+    """
+
+    read: Collection[Slot] = ()
+
+    def __init__(self, fn: Callable[..., Any], region: Any, cut: Cut | None) -> None:
+        self._fn = fn
+        self._region = region
+        self._cut = cut
+        self._inner = getattr(region.body, "fn", None)
+        self._within: list[tuple[Slot, Any, Any]] = []
+        self._holds = False
+        self._marks: dict[Any, Slot] | None = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Run it; where the tapes of its results begin is remembered."""
+        outer, _running.of = _running.of, self
+        within = outer if isinstance(outer, Replayed) and outer._inner is self else None
+        self._holds = self._cut is not None or (within is not None and within._holds)
+        try:
+            outs = self._fn(*inputs)
+        finally:
+            _running.of = outer
+        found, self._within = self._within, []
+        found += [((self._region, i), edge, o) for i, o in enumerate(outs) for edge in edges_of(o)]
+        if self._marks is None:  # it is the first run
+            self._marks = {(sequence_number(node), n): slot for slot, (node, n), _ in found}
+            inside = ((place_inside(edge), slot) for slot, edge, _ in found)
+            self._marks.update({(key,): slot for key, slot in inside if key is not None})
+        if within is not None:
+            # A region inside makes edges only to results that are there.
+            within._within += found if self._holds else [(*of, None) for *of, _ in found]
+        if self._cut is not None:
+            self._cut.at(found)
+        return outs
+
+    def look(self, nodes: Sequence[Any], results: Iterable[Tensor | None]) -> None:
+        """The tapes of the gradients, of the first run, are these."""
+        marks, self._marks = self._marks, {}
+        if not marks:
+            return
+        edges = {edge for node in nodes for edge in node.next_functions if edge[0] is not None}
+        edges.update(edge for r in results for edge in edges_of(r))
+        keys: set[Any] = {(sequence_number(node), n) for node, n in edges}
+        for node in nodes:  # of pullbacks of regions inside, whose results may be gone
+            those = getattr(getattr(node, "payload", None), "read", ())
+            keys.update(((id(region), place),) for region, place in those)
+        # Under the older vmap no tape is seen.
+        self.read = {marks[key] for key in (keys & marks.keys() if nodes else marks)}
+
+
+def read_by(region: Any) -> Collection[Slot]:
+    """The results of another region that the pullback of it, which this one is, reads."""
+    fn = getattr(region.body, "fn", None)
+    known = isinstance(fn, Replayed) and not any(frame.dual() for frame in region.frames)
+    return fn.read if known else ()
+
+
+def still_there(slots: Collection[Slot], level: int) -> list[Tensor]:
+    """Those of some results that somebody holds, as one level knows them."""
+    return [t for slot in slots if (t := _result(slot, level)) is not None]
+
+
+def _result(slot: Slot, level: int) -> Tensor | None:
+    """A result, as one level knows it, if it is still there and what it was."""
+    region, place = slot
+    ref = region.taped.get(level, {}).get(place)
+    t = None if ref is None else ref()
+    if t is None or place_inside((t.grad_fn, t.output_nr)) != (id(region), place):
+        return None
+    return t
+
+
+def looked_at(payload: Any, edges: Sequence[Any]) -> Cut | None:
+    """Where to cut the replay of a pullback, if somebody looks at results that it reads.
+
+    Args:
+        payload: of the node of the pullback.
+        edges: of the node, to the results.
+    """
+    slots = {(id(slot[0]), slot[1]): slot for slot in payload.read}
+    those = [slots.pop(place_inside(edge), None) for edge in edges]  # type: ignore[call-overload]
+    looked = [
+        slot if slot is not None and _is_looked_at(edge, slot, payload.level) else None
+        for edge, slot in zip(edges, those)
+    ]
+    gone = [slot for slot in slots.values() if _has_hooks(slot, payload.level)]
+    return Cut(looked, gone) if gone or any(looked) else None
+
+
+def _has_hooks(slot: Slot, level: int) -> bool:
+    region, place = slot
+    return _torch_nodes.has_users_hook(region.hung.get((level, place)))
+
+
+def _is_looked_at(edge: tuple[Any, int], slot: Slot, level: int) -> bool:
+    if edge[0].payload.watched or _has_hooks(slot, level) or is_asked_for(id(edge[0]), edge[1]):
+        return True
+    t = _result(slot, level)
+    return t is not None and t.retains_grad
+
+
+class Cut:
+    """Cuts the tape of a replay at some results. ``NOTE [read results]``.
+
+    Args:
+        slots: the results; ``None`` for edges that get nothing.
+        gone: further ones, to which nothing can be handed on.
+    """
+
+    def __init__(self, slots: Sequence[Slot | None], gone: Sequence[Slot]) -> None:
+        self._slots = [*slots, *gone]
+        self._edges = len(slots)
+        self._found: list[tuple[Any, int, int]] = []
+
+    def at(self, found: Iterable[tuple[Slot, Any]]) -> None:
+        """The tapes of results begin there."""
+        self._found = [
+            (node, place, self._slots.index(slot))
+            for slot, (node, place), _ in found
+            if slot in self._slots
+        ]
+
+    def around(self, pull_back: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """Pull back with the tape cut: what comes to the cuts is behind the gradients."""
+        found, self._found = self._found, []
+        parts: list[Any] = [None] * len(self._slots)
+        hooks = []
+        for node, place, n in found:
+            # A custom Function would be handed zeros, and its derivative may be infinite.
+            whole = n >= self._edges or (
+                _torch_nodes.is_of_python(node) and not hasattr(node, "payload")
+            )
+            hooks.append(_Hook(place, self._slots[n], whole, n, parts))
+        for (node, _, _), hook in zip(found, hooks):
+            if hasattr(node, "payload"):
+                node.payload.watched = True
+            _torch_nodes.hang_before(node, hook)
+
+        def cutting(*args: Any, **kwargs: Any) -> list[Any]:
+            try:
+                gradients = pull_back(*args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.parts = None
+            those = parts[: self._edges]
+            return [*gradients, *(None if p is None else _torch.unwrap_if_dead(p) for p in those)]
+
+        return cutting
+
+
+class _Hook:
+    """Before a node: takes what comes to one of its results, or refuses where it can't."""
+
+    def __init__(self, place: int, slot: Any, whole: bool, n: int, parts: list[Any]) -> None:
+        self._place, self._slot, self._whole, self._n = place, slot, whole, n
+        self.parts: list[Any] | None = parts
+
+    def __call__(self, cotangents: tuple[Tensor | None, ...]) -> Any:
+        part = cotangents[self._place]
+        if part is None or self.parts is None:
+            return None
+        if self._whole:
+            if _torch.is_wrapped(part) or part.count_nonzero():
+                raise _refused(self._slot)
+            return None
+        self.parts[self._n] = part
+        return (*cotangents[: self._place], None, *cotangents[self._place + 1 :])
+
+
+def _refused(slot: Slot) -> RematError:
+    name = slot[0].options.name
+    return RematError(
+        f"remat: a second derivative flows to a result of the region {name!r}, which its pullback "
+        "reads, and somebody looks at that: the result has a hook, its gradient is retained or "
+        "asked for. What flows there can't be handed on, since nobody has held the result to the "
+        "first backward pass, or it comes right from a custom Function. Hold the result till then, "
+        "or hang the hook inside of the region, or let the region return result.clone()."
+    )
