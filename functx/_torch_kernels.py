@@ -25,6 +25,23 @@ def _warning_only(wanted: bool) -> None:
     torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
 
 
+def _precision(backend: str, operation: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How float32 is computed with: what applies; it may be set for all, or for this alone."""
+    read = functools.partial(_C._get_fp32_precision_getter, backend, operation)
+    write = functools.partial(_C._set_fp32_precision_setter, backend, operation)
+
+    def change(wanted: str) -> None:
+        write("none")  # as is set for all
+        if read() != wanted:
+            write("ieee" if wanted == "none" else wanted)
+
+    return read, change
+
+
+def _unpacked(write: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda values: write(*values)
+
+
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_C._get_deterministic_algorithms, _deterministic),
@@ -39,7 +56,34 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (
+        _C._get_cpu_allow_fp16_reduced_precision_reduction,
+        _C._set_cpu_allow_fp16_reduced_precision_reduction,
+    ),
+    # Whether this thread takes denormal numbers for zero: no getter tells, but arithmetic does.
+    (
+        functools.partial(operator.lt, 0.0, 5e-324),
+        lambda kept: torch.set_flush_denormal(not kept),
+    ),
+    *(_precision("mkldnn", operation) for operation in ("matmul", "conv", "rnn")),
 )
+if torch.backends.cuda.is_built():
+    _FLAGS += (
+        *(_precision("cuda", operation) for operation in ("matmul", "conv", "rnn")),
+        (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
+        (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
+        (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+        *(
+            (getattr(_C, f"_get_{name}"), _unpacked(getattr(_C, f"_set_{name}")))
+            for name in (
+                "cublas_allow_fp16_reduced_precision_reduction",
+                "cublas_allow_bf16_reduced_precision_reduction",
+            )
+        ),
+    )
 _READ = [read for read, _ in _FLAGS]
 _READ_ALL: list[Callable[[], Any]] = [
     *_READ,

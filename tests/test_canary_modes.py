@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils import _python_dispatch
 
-from functx import _torch, _torch_compiler, _torch_memory, _torch_modes, _torch_modules
+from functx import (
+    _torch,
+    _torch_compiler,
+    _torch_kernels,
+    _torch_memory,
+    _torch_modes,
+    _torch_modules,
+)
 
 
 def test_modes_are_entered_and_left_as_torch_does():
@@ -152,3 +159,22 @@ def test_flags_of_modes_do_not_stay_after_threads():
     assert not _python_dispatch.is_in_torch_dispatch_mode()
     assert not _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
     assert not _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+
+
+def test_settings_of_kernels_are_put_back():
+    """All of them, also those that apply because they are set for more."""
+    before, precision = _torch_kernels.settings(), torch.backends.fp32_precision
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.set_flush_denormal(True)
+        assert sum(a != b for a, b in zip(before, _torch_kernels.settings())) >= 2
+        _torch_kernels.put_back(before)
+        wanted = ["ieee" if each == "none" else each for each in before]
+        assert ["ieee" if e == "none" else e for e in _torch_kernels.settings()] == wanted
+        torch.backends.fp32_precision = "tf32"
+        _torch_kernels.put_back(before)
+        assert ["ieee" if e == "none" else e for e in _torch_kernels.settings()] == wanted
+    finally:
+        torch.backends.fp32_precision = precision
+        torch.set_float32_matmul_precision("highest")
+        torch.set_flush_denormal(False)

@@ -8,74 +8,13 @@ from cases import DTYPE, numbers
 from programs import identity
 from references import assert_same, count
 from right import WAYS, X, check, settings, weighted
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from surroundings import AROUND, default_dtype
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
-
-
-@contextlib.contextmanager
-def put_back(get, put, value):
-    before = get()
-    put(value)
-    try:
-        yield
-    finally:
-        put(before)
-
-
-def deterministic(mode):
-    return put_back(
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, mode
-    )
-
-
-def default_dtype(dtype):
-    return put_back(torch.get_default_dtype, torch.set_default_dtype, dtype)
-
-
-AROUND = {
-    "default dtype": (lambda: default_dtype(torch.float64), torch.get_default_dtype),
-    "deterministic": (lambda: deterministic(True), torch.are_deterministic_algorithms_enabled),
-    "device": (lambda: torch.device("meta"), torch.get_default_device),
-    "autocast": (
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-    ),
-    "autocast in half": (
-        lambda: torch.autocast("cpu", dtype=torch.float16),
-        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-    ),
-    "autocast without cache": (
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
-        torch.is_autocast_cache_enabled,
-    ),
-    "autocast off": (
-        lambda: torch.autocast("cpu", enabled=False),
-        lambda: torch.is_autocast_enabled("cpu"),
-    ),
-    "attention's kernels": (
-        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], set_priority=True),
-        lambda: (torch.backends.cuda.flash_sdp_enabled(), torch._C._get_sdp_priority_order()),
-    ),
-    "no fast path": (
-        lambda: put_back(
-            torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
-        ),
-        torch.backends.mha.get_fastpath_enabled,
-    ),
-    "no oneDNN": (
-        lambda: put_back(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
-        torch._C._get_mkldnn_enabled,
-    ),
-    "cuDNN": (
-        lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True),
-        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-    ),
-}
 
 
 class TestSettings:
