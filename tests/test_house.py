@@ -44,6 +44,7 @@ LAYERS = [
     ("functx._remat._one_by_one",),
     ("functx._remat._partial",),
     (
+        "functx._remat._aliases",
         "functx._remat._apart",
         "functx._remat._read_results",
         "functx._remat._arguments",

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from functx import _torch
 from functx._errors import RematError, not_initialized
 from functx._remat._about_gradients import AboutGradients
+from functx._remat._aliases import PassedOn, passed_on
 from functx._remat._arguments import NUMBERS
 from functx._remat._constant import Constant
 from functx._remat._entry import KNOWN, MADE_HERE, REWRAPPED, nested_capture
@@ -72,6 +73,8 @@ class Standins(AboutGradients):
     def __init__(self, region: Region, lift_constants: bool) -> None:
         super().__init__()
         self._region = region
+        if region.outer is not None:
+            self.aliases = region.outer.aliases
         self._lift_constants = lift_constants
         self.holders: list[Holders] = []
         self._start = _torch.next_sequence_number()
@@ -335,11 +338,8 @@ class Standins(AboutGradients):
         self._index[id(original)] = (original, standin, position)
         if standin is not original:
             self._index[id(standin)] = (standin, standin, position)
-        outer = self._region.outer
-        if outer is not None and (known := outer.aliases.get(id(original))) is not None:
-            self._index[id(known)] = (known, standin, position)
-            if standin is original:  # not wrapped, here as in the forward
-                self.aliases[id(standin)] = known
+        for name in self.aliases.get(id(original), ()):
+            self._index[id(name)] = (name, standin, position)
         return position
 
     def _made_here(self, t: Tensor, in_engine: bool) -> bool:
@@ -361,24 +361,20 @@ class Standins(AboutGradients):
         """The input that a leaf of a throw-away tape stands for."""
         frames = self._region.frames
         if (known := sum(len(frame.leaves) for frame in frames)) != self._given[0]:
-            self._given = (
-                known,
-                {
-                    key: t
-                    for frame in frames
-                    for key, t in zip(frame.leaves, (*frame.inputs, *frame.captured))
-                },
-            )
+            pairs = (pair for f in frames for pair in zip(f.leaves, (*f.inputs, *f.captured)))
+            self._given = known, dict(pairs)
         return self._given[1].get(id(leaf))
 
     def around(self) -> Any:
         """The tracker of the region around this one."""
         return self._region.outer
 
-    def passed_on(self) -> dict[int, weakref.ref[Tensor]]:
-        """What the body was given as it is, by position. ``NOTE [aliases]`` in `_tracker`."""
-        those = enumerate(zip(self._originals, self._standins))
-        return {i: weakref.ref(original) for i, (original, t) in those if original is t}
+    def passed_on(self) -> list[PassedOn]:
+        """What the body was given as it is, and its names. ``NOTE [aliases]`` in `_aliases`."""
+        those = zip(self._originals, self._standins)
+        if self.aliases:
+            return passed_on(those, self.aliases)
+        return [(i, (weakref.ref(t),)) for i, (t, standin) in enumerate(those) if t is standin]
 
     def captured_originals(self) -> list[Tensor]:
         """The captured tensors, as the body met them."""

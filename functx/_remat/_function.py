@@ -86,8 +86,8 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     aliases = around.aliases if around is not None and len(leaves) > 1 else None
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            # What was one tensor in the forward is one input. ``NOTE [aliases]`` in `_tracker`.
-            key = id(aliases.get(id(leaf), leaf)) if aliases else id(leaf)
+            # What was one tensor in the forward is one input. ``NOTE [aliases]`` in `_aliases`.
+            key = id(aliases.get(id(leaf), (leaf,))[0]) if aliases else id(leaf)
             if (place := places.setdefault(key, len(inputs))) == len(inputs):
                 inputs.append(leaf)
             where.append(place)

@@ -10,8 +10,7 @@ from run to run, and nobody may rely on it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 
 from functx._places import where
+from functx._remat._aliases import PassedOn
 from functx._remat._checksum import checksum, unobserved
 from functx._remat._entry import Entry, describe, results
 from functx._remat._holders import base_of
 from functx._remat._options import Options
-from functx._remat._replay import NOTHING, Replay
+from functx._remat._replay import Replay
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import Tracker
 from functx._remat._watch import all_must_run
@@ -121,7 +121,7 @@ class RecordingReplay(Recording, Replay):
         externals: Sequence[Tensor],
         options: Options,
         left: Sequence[int] = (),
-        passed_on: Mapping[int, weakref.ref[Tensor]] = NOTHING,
+        passed_on: Sequence[PassedOn] = (),
     ) -> None:
         super().__init__(entries, externals, options.name, left, passed_on)
         self.start(options)

@@ -33,6 +33,7 @@ from torch import Tensor
 from functx import _torch, _torch_globals
 from functx._errors import ReplayError
 from functx._remat import _escape
+from functx._remat._aliases import PassedOn
 from functx._remat._constant import Constant, let_go
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
@@ -84,7 +85,7 @@ class Region:
         first_run: the tracker of the run that is finding out; ``None`` before and after.
         entries: the operations that the first run recorded.
         origins: kind and number of each external.
-        passed_on: externals that the body was handed as they are, weakly, by position.
+        passed_on: what the body was handed as it is, and its names, `_aliases`.
         environment: the surroundings that a replay restores.
         ledger: what ran below all transforms; ``None`` if that is not known.
         needed: for each input, explicit and captured, whether a pullback reads it.
@@ -116,7 +117,7 @@ class Region:
     n_captured = 0
     overwritten: Sequence[int] = ()
     owners: Sequence[Tensor] = ()
-    passed_on: Mapping[int, Any] = NOTHING
+    passed_on: Sequence[PassedOn] = ()
     passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
     retained: Sequence[Any] = ()

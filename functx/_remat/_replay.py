@@ -6,7 +6,6 @@ compared with the record of the first run; a replay that departs from it raises,
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from operator import is_
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._places import where
+from functx._remat._aliases import PassedOn, known_again
 from functx._remat._arguments import NUMBERS, same
 from functx._remat._departure import departed
 from functx._remat._entry import (
@@ -49,7 +49,7 @@ class Replay(Tracker):
         externals: the tensors to hand out.
         name: of the region, for messages.
         left: numbers of the tensors that left the region in its forward, of those it made.
-        passed_on: what the body was handed as it is, by position.
+        passed_on: what was one tensor in the forward, by which names.
     """
 
     _at = _slot = 0
@@ -65,12 +65,11 @@ class Replay(Tracker):
         externals: Sequence[Tensor],
         name: str,
         left: Sequence[int] = (),
-        passed_on: Mapping[int, weakref.ref[Tensor]] = NOTHING,
+        passed_on: Sequence[PassedOn] = (),
     ) -> None:
         super().__init__()
-        for position, given in passed_on.items():
-            if (t := given()) is not None:
-                self.aliases[id(externals[position])] = t
+        if passed_on:
+            self.aliases = known_again(passed_on, externals)
         self._entries = entries
         self._externals = externals
         self._external_ids = {id(t) for t in externals}

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
+from functx._remat._aliases import Aliases
 from functx._remat._arguments import SCALARS, token
 from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
@@ -37,13 +39,7 @@ from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
 class Tracker:
-    """What the first run and a replay do alike for each operation.
-
-    NOTE [aliases]
-    What no tape knows is handed to a body as it is, so a region inside that is given such a tensor,
-    and closes over it as well, knows it for one. In a replay another tensor stands for the one it
-    is given. So `aliases` has, by the id of a stand-in, what was handed in as it is in the forward.
-    """
+    """What the first run and a replay do alike for each operation."""
 
     # What the regions inside keep.
     inside: Any = None
@@ -56,8 +52,10 @@ class Tracker:
     # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
     looks = False
 
+    # ``NOTE [aliases]`` in `_aliases`.
+    aliases: Aliases = MappingProxyType({})
+
     def __init__(self) -> None:
-        self.aliases: dict[int, Tensor] = {}
         self._sources: list[int] = []
         self._scalars: list[Any] = []
 

@@ -273,4 +273,21 @@ def build(remat, env):
 """,
         set(),
     ),
+    "a constant that a region in two others is given by two names, and nothing reads": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    def f(x):
+        v2 = env.constant.sin()
+        def region3(p5):
+            def region4(p6, p7):
+                return torch.sigmoid(leaf0), p6.sin() * p7
+            r9, r8 = remat(region4)(p5, v2)
+            return torch.sigmoid(leaf0 * r9)
+        v10 = remat(remat(region3))(v2)
+        return v2 * 0.5 + v10.sin(), torch.outer(x, x)
+    return f
+""",
+        set(),
+    ),
 }

@@ -177,7 +177,7 @@ def _known_runs(patch: pytest.MonkeyPatch) -> None:
 
 def _aliases(patch: pytest.MonkeyPatch) -> None:
     """A replay does not know what was one tensor in the forward, by two names."""
-    patch.setattr(_capture.FirstRun, "passed_on", lambda self: {})
+    patch.setattr(_capture.FirstRun, "passed_on", lambda self: [])
 
 
 def _recomputing(patch: pytest.MonkeyPatch) -> None:
