@@ -21,7 +21,7 @@ from functx._remat._escape import Birth
 from functx._remat._functions import IN_C, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import SET_DATA
-from functx._remat._holders import Holders, base_of
+from functx._remat._holders import Holders, base_of, trust_no_twins
 from functx._remat._kept_inside import Inside, saver_of, slot_of
 from functx._remat._known_runs import layout_of
 from functx._remat._ledger import Ledger
@@ -320,6 +320,9 @@ class FirstRun(Compared):
         made = _torch.next_sequence_number()
         nodes, reached = tape_below(nodes_of(outs))
         self.looked_at(nodes, made, reached)
+        if len(self._region.frames) > 1:  # there are wrappers
+            constants = (c.holders for c in self._region.constants)
+            trust_no_twins([*self.holders, *(h for h in constants if h is not None)])
         if self._pulls_back and isinstance(fn := getattr(self._region.body, "fn", None), Replayed):
             fn.look(nodes, outs)
         for t in reached:

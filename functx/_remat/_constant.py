@@ -42,13 +42,13 @@ class Constant:
     """
 
     __slots__ = (
-        *("__weakref__", "_absent", "_bits", "_holders", "_readers"),
-        *("before", "value", "version"),
+        *("__weakref__", "_absent", "_bits", "_readers"),
+        *("before", "holders", "value", "version"),
     )
 
     def __init__(self, value: Tensor, holders: Holders | None = None) -> None:
         self.value = value
-        self._holders = holders
+        self.holders = holders
         self.version = _torch.version(value)
         self._bits = foreign_bits(value)
         self.before: Tensor | None = None
@@ -70,7 +70,7 @@ class Constant:
 
     def seal(self, name: str) -> None:
         """The first run ended: a write nobody announced can't be undone for a replay."""
-        self._holders = None
+        self.holders = None
         if self.before is not None:
             self.value = self.before
             self._readers = None
@@ -83,7 +83,7 @@ class Constant:
 
     def unread(self, ledger: Ledger, leaves: Set[int]) -> bool:
         """Whether no pullback reads it, of a body that has run; and it is worth to let it go."""
-        holders = self._holders
+        holders = self.holders
         if holders is None or self.before is not None or not can_go(self.value):
             return False
         return not (ledger.needs(holders) or is_held(holders, ledger.viewed, leaves))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from torch import Tensor
 
@@ -134,6 +134,21 @@ def _holders(t: Tensor) -> tuple[list[int], int]:
     storage = _torch.storage_key(t)
     counts.append(_torch.storage_use_count(storage) - held_by_the_engine(storage))
     return counts, storage
+
+
+def trust_no_twins(holders: Iterable[Holders]) -> None:
+    """Where several tensors that a body was given are one inside, a tape may hold each of them.
+
+    What was counted when one of them was met may have been the tape that holds it by another one,
+    or a region inside, and have gone since.
+    """
+    met: dict[int, list[Holders]] = {}
+    for holder in holders:
+        met.setdefault(id(base_of(holder.tensor)), []).append(holder)
+    for twins in met.values():
+        if len(twins) > 1:
+            for holder in twins:
+                holder.storage = None  # so nothing is told of it
 
 
 def base_of(t: Tensor) -> Tensor:
