@@ -144,3 +144,32 @@ def test_modules_are_found_where_functions_keep_them(held):
     }[held]
     functx.remat(f)(numbers(3).requires_grad_()).sum().backward()
     assert module.calls == 1
+
+
+class Counted:
+    """An object of the user's."""
+
+    def __init__(self):
+        self.calls, self.last = 0, None
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda all_of: dict(enumerate(all_of))])
+def test_many_objects(container):
+    """One of hundreds counts, and one keeps what it has computed last."""
+
+    def program(remat):
+        many = container([Counted() for _ in range(600)])
+
+        def f(x, at):
+            one = many[at]
+            one.calls += 1
+            one.last = x.detach().cos()
+            return (x * one.last).sin()
+
+        f = remat(f)
+        x = numbers(4).requires_grad_()
+        gradient = torch.autograd.grad(f(f(x, 3), 599).sum(), x)
+        gradient += torch.autograd.grad(f(f(x, 3), 3).sum(), x)
+        return gradient, [(many[at].calls, many[at].last) for at in (3, 599)]
+
+    assert_same(program(functx.remat), program(identity))

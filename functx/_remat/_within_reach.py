@@ -19,7 +19,8 @@ from functx._remat._options import Options
 from functx._remat._slots import slots_of
 
 _LEAVES = frozenset({type(None), types.BuiltinFunctionType, bool, int, float, str, Options})
-_LARGE = 256  # data, then, rather than modules
+_DATA = _LEAVES | {Tensor, nn.Parameter, complex, bytes}
+_LARGE = 1024  # data, then, rather than modules
 _OBJECTS = 1024
 
 _STATE = frozenset({type(None), bool, int, float, str, tuple, Tensor, nn.Parameter})
@@ -84,8 +85,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
         elif kind in MUTABLE or kind is tuple:
             if kind is not tuple:
                 reached.containers.append(part)
-            if len(part) <= _LARGE:
-                stack += part.values() if isinstance(part, dict) else part
+            stack += _parts(part)
         elif isinstance(part, nn.Module):
             for module in _torch_modules.modules_of(part):
                 if id(module) not in modules and not _torch_modules.is_scripted(module):
@@ -105,6 +105,14 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
             _attributes_of(part, stack, reached, seen)
     reached.modules += modules.values()
     return reached
+
+
+def _parts(c: Any) -> Iterable[Any]:
+    """What a container holds; nothing if that is data."""
+    if len(c) > _LARGE:
+        return ()
+    parts = c.values() if isinstance(c, dict) else c
+    return () if _DATA.issuperset(map(type, parts)) else parts
 
 
 def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached, seen: set[int]) -> None:
@@ -167,8 +175,7 @@ def _attributes_of(part: Any, stack: list[Any], reached: Reached, seen: set[int]
     own = getattr(part, "__dict__", None)
     if isinstance(part, _CONTAINERS):
         reached.containers.append(part)
-        if len(part) <= _LARGE:
-            stack += part.values() if isinstance(part, dict) else part
+        stack += _parts(part)
     if own is not None:
         reached.objects.append(part)
         stack += [x for x in own.values() if type(x) not in _LEAVES]
