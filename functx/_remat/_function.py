@@ -44,7 +44,7 @@ from functx._remat._options import Options
 from functx._remat._region import Region
 from functx._remat._replay import NOTHING
 from functx._remat._rules.proxy import keeping
-from functx._remat._stored import Stored
+from functx._remat._stored import Kept, Stored
 from functx._remat._tapes import PLAIN
 from functx._remat._tracker import active_tracker
 
@@ -191,18 +191,19 @@ class Body:
         assert given is not None
         args, kwargs = tree = given.apart(tree)
         watched = given.watch(tree)
-        exchange = Stored(watched, tree, given.name).exchange if first else None
+        stored = Stored(watched, tree, given.name) if first else Kept(watched, given.name)
         try:
             result = f(*args, **kwargs)
         except BaseException as error:
             given.interrupted(watched, error)
             raise
+        kept = stored.kept(watched)
         own = given.own(watched)
         outs, spec = _tree.flatten(result, lambda x: id(x) in own)
         if first:
             held = [None if isinstance(o, Tensor) else (own.get(id(o), (o, o))[1],) for o in outs]
             self._out = (spec, held)
-        taken = given.take(watched, own, outs, exchange)
+        taken = given.take(watched, own, outs, stored.exchange, kept)
         return [*(o for o in outs if isinstance(o, Tensor)), *taken]
 
     def let_go(self, is_input: Callable[[int], bool], unread: Collection[int]) -> None:
@@ -332,9 +333,7 @@ def _depth(f: Any) -> int:
     seen: set[int] = set()
     while level:
         depth += 1
-        found = [
-            contents for g in level for _, contents in _cells_of(g) if id(contents) not in seen
-        ]
+        found = [c for g in level for _, c in _cells_of(g) if id(c) not in seen]
         level = [g for g in found if isinstance(g, types.FunctionType)]
         seen.update(map(id, level))
     return depth

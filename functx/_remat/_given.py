@@ -12,7 +12,8 @@ a tensor), since whatever still holds a tensor then has let it leave the region.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import Any
 
@@ -141,6 +142,7 @@ class Given:
         own: dict[int, tuple[Any, Any]],
         outs: Sequence[Any] = (),
         exchange: Any = None,
+        kept: Collection[int] = (),
     ) -> list[Tensor]:
         """A run has ended: the tensors in what it has changed, which has places for them now.
 
@@ -149,6 +151,7 @@ class Given:
             own: what `own` gave.
             outs: what the run returned, flat.
             exchange: what is done about those that the first run has stored. `_stored`.
+            kept: ids of those that a replay has stored, which are left as they are.
         """
         first, self._first = self._first, None
         if first is not None:
@@ -158,7 +161,8 @@ class Given:
                 exchange(watched, own, outs)
         taking = _Taking(own)
         for i in self._changed:
-            taking.fill(watched[i][0])
+            c = watched[i][0]
+            taking.fill(copy.copy(c) if id(c) in kept and type(c) in OF_PYTHON else c)
         if first is not None and self._changed:
             self._taken = taking.seen, [(watched[i][0], first[1][i][0]) for i in self._changed]
             self._count = len(taking.tensors)

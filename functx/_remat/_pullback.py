@@ -16,6 +16,7 @@ from functx._remat._levels import at_level
 from functx._remat._other_names import OtherNames
 from functx._remat._read_results import Cut
 from functx._remat._region import Flat
+from functx._remat._stored import pending, refuse_changed
 from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
 from functx._torch_edges import gradient_edge
 
@@ -134,6 +135,8 @@ class Pullback:
             with names:
                 gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
             names.pass_on()
+        if pending.those is not None:
+            refuse_changed()
         if tracker is not None:
             tracker.note(gradients)
         return gradients

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from functx._errors import RematError
 from functx._remat._given import changed
-from functx._remat._parts_of_given import is_container, parts_of
+from functx._remat._parts_of_given import is_container, parts_of, same_state, state_of
 
 
 class Stored:
@@ -31,6 +32,10 @@ class Stored:
     def __init__(self, watched: Sequence[tuple[Any, Any]], args: Sequence[Any], name: str) -> None:
         self._args, self._name = args, name
         self._before = _references(watched)
+
+    def kept(self, watched: Sequence[tuple[Any, Any]]) -> Collection[int]:
+        """What a first run keeps is not looked at."""
+        return ()
 
     def exchange(
         self,
@@ -64,6 +69,48 @@ class Stored:
                     pass  # and nothing of it is held
                 gc.collect()  # a function that calls itself holds what it closes over till then
                 _exchange(pair[0], theirs, ours | within, self._name)
+
+
+class _Pending(threading.local):
+    # Containers of replays whose tapes are not pulled back yet, with what they held, and a name.
+    those: list[tuple[Any, Any, str]] | None = None
+
+
+pending = _Pending()
+
+
+class Kept:
+    """What a replay is about to be given: what is kept of it may change in the backward pass.
+
+    A custom Function keeps a list on its ``ctx``, or a hook closes over it. It is the replay's own.
+    """
+
+    exchange = None  # nothing
+
+    def __init__(self, watched: Sequence[tuple[Any, Any]], name: str) -> None:
+        self._before, self._name = _references(watched), name
+
+    def kept(self, watched: Sequence[tuple[Any, Any]]) -> set[int]:
+        """The body has returned: ids of what is kept."""
+        counts = zip(watched, self._before, _references(watched))
+        kept = [pair[0] for pair, before, now in counts if now > before]
+        if kept:
+            found = [(c, state_of(c), self._name) for c in kept]
+            pending.those = [*(pending.those or ()), *found]
+        return {id(c) for c in kept}
+
+
+def refuse_changed() -> None:
+    """Tapes were pulled back: raise if what they keep has changed by that."""
+    those, pending.those = pending.those, None
+    for c, before, name in those or ():
+        if not same_state(before, state_of(c)):
+            raise RematError(
+                f"remat: the region {name!r} is given a {type(c).__name__} as an argument, which a "
+                "custom Function or a hook of it keeps and changes in a backward pass. It has its "
+                "own in replays, and the caller's would not change. Let the function close over "
+                f"the {type(c).__name__}, or keep it in an attribute of an object."
+            )
 
 
 def _known(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -97,12 +98,15 @@ class Tracker:
             return self.resolve(a)
         cls = type(a)
         if cls is tuple or cls is list:
-            return cls([self.swap(x) for x in a])
+            parts = [self.swap(x) for x in a]
+            # A custom Function may keep a list, and change it.
+            return a if all(map(is_, parts, a)) else cls(parts)
         if isinstance(a, SCALARS):
             self._scalars.append(a)
             return a
         if isinstance(a, dict):
-            return {k: self.swap(v) for k, v in a.items()}
+            named = {k: self.swap(v) for k, v in a.items()}
+            return a if all(map(is_, named.values(), a.values())) else named
         if isinstance(a, torch.Generator):
             self.drawn_from(a)
             self._scalars.append(a.initial_seed())  # of one made here, and seeded otherwise
@@ -111,8 +115,8 @@ class Tracker:
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
         if isinstance(a, tuple):  # a named tuple, or torch.Size, which can't be made of stand-ins
             parts = [self.swap(x) for x in a]
-            named = hasattr(a, "_fields") and any(p is not x for p, x in zip(parts, a))
-            return cls(*parts) if named else a
+            new = hasattr(a, "_fields") and any(p is not x for p, x in zip(parts, a))
+            return cls(*parts) if new else a
         held = token(a)
         if held is not None:
             self._scalars.append(held)
