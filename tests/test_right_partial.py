@@ -1,5 +1,6 @@
 """Results that other results are computed from: their whole gradient, or an error."""
 
+import contextlib
 import gc
 import weakref
 
@@ -240,3 +241,30 @@ def test_a_gradient_retained_of_what_a_result_has_become():
         return x.grad, h.grad
 
     assert_same(run(functx.remat), run(identity))
+
+
+@pytest.mark.parametrize("way", ["jvp", "dual level"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_tangents_that_others_are_computed_from(look, way):
+    """Of a primal, who looks at it has an alias."""
+
+    def pushed(remat, at):
+        x, t = X.clone().requires_grad_(), X.cos().requires_grad_()
+        seen = []
+        if way == "jvp":
+            primals, tangents = functx.jvp(remat(two), (x,), (t,))
+            results = *primals, *tangents
+        else:
+            duals = remat(two)(torch.autograd.forward_ad.make_dual(x, t))
+            results = [p for parts in zip(*map(unpack, duals)) for p in parts]
+        look(results[at], seen)
+        sum(r.square().sum() for r in results).backward()
+        return x.grad, t.grad, *seen
+
+    unpack = torch.autograd.forward_ad.unpack_dual
+    level = torch.autograd.forward_ad.dual_level if way != "jvp" else contextlib.nullcontext
+    with level():
+        for at in (0, 1, 3):
+            assert_same(pushed(functx.remat, at), pushed(identity, at), eps=16)
+        with pytest.raises(functx.RematError, match="computes another one"):
+            pushed(functx.remat, 2)

@@ -156,7 +156,9 @@ def watch_results(frame: Any, results: Sequence[Tensor | None]) -> None:
     region = frame.region
     known = getattr(region.reached, "above", None)
     inside = region.frames[region.frames.index(frame) + 1 :]
-    if known and not any(f.dual() for f in inside):
+    if (dual := next((f for f in inside if f.dual()), None)) is not None:
+        known = dual.above
+    if known:
         watch(known, results, region.options.name)
 
 

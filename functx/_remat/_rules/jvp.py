@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from functx._remat._apart import Reached
 from functx._remat._escape import with_tangents
 from functx._remat._holders import base_of
 from functx._remat._operator import rule
+from functx._remat._partial import Above, above
 from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
 from functx._remat._step import has_memory
 from functx._remat._tangents import unpack
+from functx._remat._tapes import nodes_of, tape_below
 from functx._remat._watch import tell_of_a_copy, watching
 
 
@@ -30,6 +34,8 @@ class DualFrame(Frame):
     ``jvp`` would run the primal twice), and its results are packed again. Inside, it runs at a
     jvp level.
     """
+
+    above: Above = MappingProxyType({})  # NOTE [part of a gradient]
 
     def __init__(self, fn: Flat, region: Region, level: int = 0) -> None:
         super().__init__(level, fn, region)
@@ -125,7 +131,18 @@ class DualFrame(Frame):
                 self._belong(i, parts[1:])
             results += [_torch.unwrap_for_grad(p, level) for p in parts] if level else parts
         self.out_slots = slots
+        frames = self.region.frames
+        outside = frames[: frames.index(self)] if self.region.first_run is not None else ()
+        if sum(slots) > 1 and any(frame.differentiates() for frame in outside):
+            self.above = self._above_tangents(results)
         return results
+
+    def _above_tangents(self, results: Sequence[Tensor | None]) -> Above:
+        """What is computed from tangents; of a primal, who looks at it is given an alias."""
+        places = accumulate(2 if slot else 1 for slot in self.out_slots)
+        tangents = {n - 1 for n, slot in zip(places, self.out_slots) if slot}
+        known = above(results, tape_below(nodes_of(results))[0])
+        return {place: those for place, those in known.items() if place in tangents}
 
     def _belong(self, place: int, tangents: Sequence[Tensor]) -> None:
         """What the tangents of a result depend on, it depends on."""
