@@ -101,9 +101,23 @@ def a_buffer_and_a_tied_weight(remat, x, c):
     return remat(remat(region))(c)
 
 
+def mapped_and_dropped(remat, x, c):
+    """A transform inside wraps what nothing reads: another tensor, in a replay."""
+
+    def region(p):
+        def inner(y):
+            functx.vmap(torch.tanh)(c)
+            torch.func.vmap(torch.tanh)(p)
+            return y.sin()
+
+        return remat(inner)(x.exp()) * x.cos()
+
+    return remat(remat(region))(c)
+
+
 PROGRAMS = [
     *(dropped, three_deep, closed_over, around_a_transform, with_policies, compared_by_values),
-    *(a_view_that_is_written_to, a_buffer_and_a_tied_weight),
+    *(a_view_that_is_written_to, a_buffer_and_a_tied_weight, mapped_and_dropped),
 ]
 
 

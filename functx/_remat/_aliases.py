@@ -28,12 +28,13 @@ def passed_on(externals: Iterable[tuple[Tensor, Tensor]], aliases: Aliases) -> l
         externals: what the body read that it did not make, each with what it saw instead.
         aliases: what that run knew by several names.
     """
-    found = ((i, t is seen, aliases.get(id(t), (t,))) for i, (t, seen) in enumerate(externals))
-    return [
-        (i if as_it_is else None, tuple(map(weakref.ref, names)))
-        for i, as_it_is, names in found
-        if as_it_is or len(names) > 1
-    ]
+    found: list[PassedOn] = []
+    for i, (t, seen) in enumerate(externals):
+        names = aliases.get(id(t), (t,))
+        as_it_is = any(seen is name for name in names)
+        if as_it_is or len(names) > 1:
+            found.append((i if as_it_is else None, tuple(map(weakref.ref, names))))
+    return found
 
 
 def known_again(those: Sequence[PassedOn], externals: Sequence[Tensor]) -> Aliases:

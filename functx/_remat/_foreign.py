@@ -285,7 +285,10 @@ class Standins(AboutGradients):
                 "in a way functx can't see. Use functx's transforms there, or pass the tensor to "
                 "the region as an argument."
             )
-        self._sources.append(REWRAPPED - source)
+        # Where several tensors are one in the forward, that is handed on as it is there.
+        names = self.aliases.get(id(inner), ())
+        known = any(self._standins[source] is name for name in names)
+        self._sources.append(MADE_HERE if known else REWRAPPED - source)
         return rewrap(t, self._depth, self._standins[source])
 
     def _at_base(self) -> bool:

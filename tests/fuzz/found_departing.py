@@ -290,4 +290,24 @@ def build(remat, env):
 """,
         set(),
     ),
+    "a transform in a nested region wraps a constant that nothing reads": Program(
+        """
+def build(remat, env):
+    leaf0 = env.leaf((3,))
+    constant = env.constant
+    def f(x):
+        def region2(p3):
+            def region9(p10):
+                v11 = functx.vmap(torch.tanh)(constant)
+                v12 = torch.cat([p3[:0], p3 * 0.5])
+                return torch.sigmoid(v12)
+            v15 = remat(region9)(p3)
+            return torch.sigmoid(v15.sin())
+        v18 = remat(region2)(x)
+        return v18 * 0.5 + v18.sin()
+    return f
+""",
+        set(),
+        ("jvp", "vmap"),
+    ),
 }
