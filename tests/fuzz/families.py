@@ -214,6 +214,57 @@ class Families(Regions):
         self.emit(inside, f"return torch.sigmoid({kept} * {found}.cos())")
         return f"remat({name}, policy=functx.checkpoint_policies.{self.pick(policies)})"
 
+    def kept_by_python(self, scope: Scope) -> None:
+        """What a region is given is an attribute of a context, and nothing else reads it."""
+        if not self.at_base:
+            return self.named_after_a_write(scope)
+        self.features.add("custom function of the old style")
+        name, p = self.fresh("region"), self.fresh("p")
+        self.emit(scope, f"def {name}({p}):")
+        inside = Scope(
+            [*scope.names], scope.depth + 1, len(scope.names)
+        )  # without what it is given
+        v = self.define(inside, f"env.old_style({p}, 1.0)", "v")
+        self.emit(inside, f"return torch.sigmoid({v} * {self.pick(['0.5', v, '2'])})")
+        self.define(scope, f"remat({name})({self.operand(scope, 'v')})", "v")
+        return None
+
+    def named_after_a_write(self, scope: Scope) -> None:
+        """A value has a name that a policy keeps, and was written to together with others."""
+        self.features |= {"policy", "write", "named value"}
+        name, p, v, w = (self.fresh(prefix) for prefix in ("region", "p", "v", "v"))
+        self.emit(scope, f"def {name}({p}):")
+        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
+        self.emit(inside, f"{v}, {w} = {p}.detach() * 0.5, {p}.detach().square() + 1")
+        norm = f"batch_norm(torch.outer({p}, {p}).detach(), {v}, {w}, training=True)"
+        write = f"torch.nn.functional.{norm}"
+        if self.at_base:
+            write = self.pick([write, f"torch._foreach_mul_([{v}, {w}], 1.5)"])
+        self.emit(inside, write, f"functx.checkpoint_name({v}, 'a')")
+        self.emit(
+            inside, f"return torch.sigmoid({self.pick([p, self.operand(inside, 'v')])} * {v})"
+        )
+        policy = self.pick(["save_only_these_names('a')", "save_any_names_but_these('b')"])
+        call = f"remat({name}, policy=functx.checkpoint_policies.{policy})"
+        self.define(scope, f"{call}({self.operand(scope, 'v')})", "v")
+
+    def one_inside_two_wrappers(self, scope: Scope) -> None:
+        """A region is done with one wrapper of a tensor when its tape holds that by another one."""
+        self.features |= {"not differentiated", "inner vmap", "inner transform", "functx inside"}
+        matrix = self.define(scope, f"{self.operand(scope, 'm')}.detach().sin()", "m")
+        rows, name = self.fresh("rows"), self.fresh("region")
+        a, b, p = (self.fresh("p") for _ in range(3))
+        gone, vector = self.fresh(), self.operand(scope, "v")
+        self.emit(scope, f"def {rows}({a}, {b}):")
+        inside = Scope([], scope.depth + 1, 0)
+        given, *_ = call = self.pick([(p, a), ("", "")])
+        self.emit(inside, f"def {name}({given}):")
+        self.emit(Scope([], scope.depth + 2, 0), f"{gone} = {vector} * {given or a}")
+        end = self.pick([f"{vector}.sin() * {b}", f"{vector} * {b}.cos()"])
+        self.emit(Scope([], scope.depth + 2, 0), f"{gone} = {end}", f"return torch.sigmoid({gone})")
+        self.emit(inside, f"return remat({name})({call[1]})")
+        self.define(scope, f"functx.vmap({rows})({matrix}, {matrix}).sum(0)", "v")
+
 
 # As often as they are listed.
 FAMILIES = [
@@ -221,3 +272,5 @@ FAMILIES = [
     *("cache", "constant_by_two_names", "writes_to_what_is_kept", "gradient_of_regions"),
     *("expanded_capture", "keeps_all_that_it_may"),
 ]
+# Drawn last, behind all else.
+LATE = ["kept_by_python", "named_after_a_write", "one_inside_two_wrappers"]

@@ -20,8 +20,8 @@ from functx._remat import (
     _foreign,
     _function,
     _ledger,
-    _node,
     _prune,
+    _pullback,
     _region,
     _replay,
     _step,
@@ -127,14 +127,14 @@ def _dead_wrappers(patch: pytest.MonkeyPatch) -> None:
 
 def _what_needs_a_gradient(patch: pytest.MonkeyPatch) -> None:
     """Only the first input that needs one gets a gradient."""
-    init = _node.Pullback.__init__
+    init = _pullback.Pullback.__init__
 
     def first_only(self: Any, fn: Any, needs: Any, *args: Any) -> None:
         init(self, fn, needs, *args)
         first = self.needs.index(True)
         self.needs = tuple(need and i == first for i, need in enumerate(self.needs))
 
-    patch.setattr(_node.Pullback, "__init__", first_only)
+    patch.setattr(_pullback.Pullback, "__init__", first_only)
 
 
 def _writes(patch: pytest.MonkeyPatch) -> None:

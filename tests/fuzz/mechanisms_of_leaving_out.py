@@ -10,11 +10,14 @@ from typing import Any, NoReturn
 import pytest
 
 from functx._remat import (
+    _capture,
     _computed,
     _holders,
     _ledger,
     _node,
     _prune,
+    _pullback,
+    _pulled_back,
     _region,
     _saving,
     _tracker,
@@ -66,6 +69,11 @@ def _views_of_inputs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_computed.Computed, "take_view", lambda self, t: None)
 
 
+def _one_inside(patch: pytest.MonkeyPatch) -> None:
+    """Who holds a tensor that is inside two wrappers is told as of any other."""
+    patch.setattr(_capture, "trust_no_twins", lambda holders: None)
+
+
 def _what_the_engine_holds(patch: pytest.MonkeyPatch) -> None:
     """Aliases that the engine holds, as a policy may keep them, are taken for a tape's."""
     patch.setattr(_ledger, "engine_holds", lambda: False)
@@ -84,7 +92,7 @@ def _lost_memory(patch: pytest.MonkeyPatch) -> None:
 
 def _what_can_be_let_go(patch: pytest.MonkeyPatch) -> None:
     """The memory of cotangents goes when it was read, though a derivative may read it again."""
-    patch.setattr(_node, "nobody_differentiates", lambda tensors: True)
+    patch.setattr(_pulled_back, "nobody_differentiates", lambda tensors: True)
 
 
 def _nodes_apart(patch: pytest.MonkeyPatch) -> None:
@@ -94,13 +102,13 @@ def _nodes_apart(patch: pytest.MonkeyPatch) -> None:
 
 def _what_requires_grad(patch: pytest.MonkeyPatch) -> None:
     """In a replay only that requires grad which a gradient is asked for."""
-    init = _node.Pullback.__init__
+    init = _pullback.Pullback.__init__
 
     def asked_for(self: Any, *args: Any) -> None:
         init(self, *args)
         self.requires = self.needs
 
-    patch.setattr(_node.Pullback, "__init__", asked_for)
+    patch.setattr(_pullback.Pullback, "__init__", asked_for)
 
 
 def _transforms_inside(patch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class Pen:
     count: int = 0
     budget: int = 0
     stack: tuple[str, ...] = ()
+    more: bool = False  # whether something may come behind all else
     inside: int = 0  # transforms in the program itself that are around what is written
 
     def pick(self, options: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 
-from .families import FAMILIES, Families
+from .families import FAMILIES, LATE, Families
 from .forms import SHAPES
 from .program import Program, Scope
 
@@ -66,9 +66,16 @@ class Writer(Families):
         results = [f"{self.operand(body, 'v')} * 0.5 + {used}.sin()"]
         if self.chance(3):
             results.append(self.operand(body, "m"))
+        program = self._around(depth)
+        # Drawn when all else has been: a number whose program lacks it has the program that it had
+        # before there was any.
+        if self.more and self.chance(10):
+            getattr(self, self.pick(LATE))(body)
+            results[0] += f" + {body.names[-1][0]}.sin()"
         self.emit(body, f"return {', '.join(results)}")
         self.emit(outer, "return f")
-        return self._around(depth)
+        program.source = "\n".join(self.lines) + "\n"
+        return program
 
     def _choose_kinds(self) -> None:
         special = [
@@ -103,7 +110,7 @@ class Writer(Families):
         self.pick(kinds)(scope)
 
     def _around(self, depth: int) -> Program:
-        """What has been written, under its transforms."""
+        """The transforms around what is written, in a program that has no source yet."""
         places = tuple(p for p in range(depth + 1) if self.chance(4))
         if places:
             self.features.add("remat around transforms")
@@ -116,7 +123,7 @@ class Writer(Families):
         before = self.pick(BEFORE) if self.chance(3) else ""
         self.features |= {f"depth {depth}", *self.stack, *["run before"][: len(before)]}
         return Program(
-            "\n".join(self.lines) + "\n",
+            "",
             self.features,
             self.stack,
             places,
@@ -143,11 +150,11 @@ def recorded(number: int) -> list[int]:
         choices.append(int(numbers.random() * n))
         return choices[-1]
 
-    Writer(choose).program()
+    Writer(choose, more=True).program()
     return choices
 
 
 def from_choices(choices: list[int]) -> Program:
     """The program of these choices; the simplest where they end."""
     rest = iter(choices)
-    return Writer(lambda n: min(next(rest, 0), n - 1)).program()
+    return Writer(lambda n: min(next(rest, 0), n - 1), more=True).program()
