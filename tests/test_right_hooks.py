@@ -135,3 +135,32 @@ def test_a_hook_on_a_result_that_closes_over_what_the_region_made():
         return x.grad, w.grad
 
     assert_same(run(functx.remat), run(identity), eps=8)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_hook_around_a_nest_whose_regions_are_given_what_was_computed(depth):
+    """Which input a result depends on is seen through regions that split nothing by themselves."""
+
+    def sines(a, b):
+        return a.sin(), b.cos()
+
+    def around(remat, f):
+        def computed(a, b):
+            p, q = remat(f)(a * 2, b * 3)
+            return p * 2, q * 3
+
+        return computed
+
+    def called(remat):
+        f, seen = sines, []
+        for _ in range(depth):
+            f = around(remat, f)
+        x, w = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
+        for name, t in (("x", x), ("w", w)):
+            t.register_hook(lambda g, name=name: seen.append((name, g)))
+        p, q = remat(f)(x, w)
+        for loss in (p.sum(), q.sum()):
+            loss.backward(retain_graph=True)
+        return seen, x.grad, w.grad
+
+    assert_same(called(functx.remat), called(identity))

@@ -26,6 +26,10 @@ class AboutGradients(Tracker):
         """Whether ``t`` was seen being made in this run."""
         raise NotImplementedError
 
+    def given(self) -> Sequence[Tensor]:
+        """What the body was given, or has captured so far."""
+        return self._originals
+
     def about_gradients(self, func: Any, args: Any) -> bool:
         """Ask the tensor that a stand-in stands for, or raise."""
         t = args[0]

@@ -6,8 +6,8 @@ and calls hooks with ``None``. Without remat a hook is not called where no resul
 back depends on its tensor. So where an input has a hook, results that depend on it and results that
 do not are behind different nodes. Where both are pulled back, the region runs again for each. An
 input that comes right from another region counts as one with a hook if that has one, and so does
-what stands for one with a hook in the region around. Hooks further up the tape can't be seen from
-here.
+what stands for one with a hook in the region around, or may have been computed from it there. Hooks
+further up the tape can't be seen from here.
 """
 
 from __future__ import annotations
@@ -110,11 +110,17 @@ def hooked(t: Tensor, outer: Any) -> bool:
         return False
     if _torch_nodes.has_hooks(t):
         return True
-    if (node := t.grad_fn) is not None:
-        return getattr(getattr(node, "payload", None), "hooked", False)
-    given_for = None if outer is None else getattr(outer, "given_for", None)
-    given = None if given_for is None else given_for(t)
-    return given is not None and hooked(given, outer.around())
+    node = t.grad_fn
+    if node is not None and getattr(getattr(node, "payload", None), "hooked", False):
+        return True
+    if outer is None or (given_for := getattr(outer, "given_for", None)) is None:
+        return False
+    if (given := given_for(t)) is not None:
+        return hooked(given, outer.around())
+    if node is None:
+        return False
+    # It was computed in the region around, from whatever that was given.
+    return any(hooked(one, outer.around()) for one in outer.given())
 
 
 def nodes_apart(
