@@ -178,3 +178,28 @@ def test_settings_of_kernels_are_put_back():
         torch.backends.fp32_precision = precision
         torch.set_float32_matmul_precision("highest")
         torch.set_flush_denormal(False)
+
+
+def test_second_derivatives_of_det_are_not_right_under_modes():
+    """Torch's own, which README has among the limits: by an SVD, where singular values repeat."""
+
+    class Nothing(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def second(first):
+        w = (3 * torch.eye(4, dtype=torch.float64)).requires_grad_()
+        return torch.autograd.grad(first(w)[0, 0] + first(w)[1, 2], w)[0]
+
+    def first(w):
+        return torch.autograd.grad(torch.linalg.det(w), w, create_graph=True)[0]
+
+    def under_a_mode(w):
+        with Nothing():
+            return first(w)
+
+    right = torch.zeros(4, 4, dtype=torch.float64)  # of the cofactors: 27, at first
+    right[1, 1] = right[2, 2] = right[3, 3] = 9
+    right[2, 1] = -9
+    torch.testing.assert_close(second(first), right)
+    assert not torch.allclose(second(under_a_mode), right)
