@@ -8,7 +8,7 @@ import torch
 from references import peak
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import functx
 from functx import _unwritten
@@ -176,3 +176,30 @@ class TestUnwritten:
         one = unwritten(shape, torch.empty(shape).stride(), torch.float32, torch.device("cpu"))
         assert one.shape == shape
         assert one.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize(("length", "segments"), [(12, 4), (16, 4), (12, 2)])
+def test_a_chain_in_segments_peaks_as_torchs(length, segments):
+    """And as regions written by hand."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(length)]
+    size = length // segments
+
+    def by_hand(x):
+        for first in range(0, length, size):
+            part = nn.Sequential(*layers[first : first + size])
+            x = (functx.remat(part) if first + size < length else part)(x)
+        return x
+
+    def run(chain):
+        x = torch.ones(512, 8, requires_grad=True)
+        chain(x).sum().backward()
+        for layer in layers:
+            layer.zero_grad()
+
+    ours = peak(run, lambda x: functx.remat_sequential(layers, segments, x))
+
+    def torchs(x):
+        return checkpoint_sequential(layers, segments, x, use_reentrant=False)
+
+    assert ours <= peak(run, by_hand)
+    assert ours <= peak(run, torchs)
