@@ -98,8 +98,9 @@ class Replayed:
 def read_by(region: Any) -> Collection[Slot]:
     """The results of another region that the pullback of it, which this one is, reads."""
     fn = getattr(region.body, "fn", None)
-    known = isinstance(fn, Replayed) and not any(frame.dual() for frame in region.frames)
-    return fn.read if known else ()
+    if not isinstance(fn, Replayed) or any(frame.dual() for frame in region.frames):
+        return ()
+    return fn.read
 
 
 def still_there(slots: Collection[Slot], level: int) -> list[Tensor]:
@@ -124,8 +125,8 @@ def looked_at(payload: Any, edges: Sequence[Any]) -> Cut | None:
         payload: of the node of the pullback.
         edges: of the node, to the results.
     """
-    slots = {(id(slot[0]), slot[1]): slot for slot in payload.read}
-    those = [slots.pop(place_inside(edge), None) for edge in edges]  # type: ignore[call-overload]
+    slots: dict[Any, Slot] = {(id(slot[0]), slot[1]): slot for slot in payload.read}
+    those = [slots.pop(place_inside(edge), None) for edge in edges]
     looked = [
         slot if slot is not None and _is_looked_at(edge, slot, payload.level) else None
         for edge, slot in zip(edges, those)
@@ -159,7 +160,7 @@ class Cut:
         self._edges = len(slots)
         self._found: list[tuple[Any, int, int]] = []
 
-    def at(self, found: Iterable[tuple[Slot, Any]]) -> None:
+    def at(self, found: Iterable[tuple[Slot, Any, Any]]) -> None:
         """The tapes of results begin there."""
         self._found = [
             (node, place, self._slots.index(slot))
