@@ -1,5 +1,6 @@
 """Policies on nests of regions, found by random programs: as without remat, and no false error."""
 
+import functools
 import math
 
 import pytest
@@ -197,7 +198,7 @@ def test_a_replay_that_begins_again_lets_go_of_what_it_counts():
         mode.saver = Saver(Everything(False))  # for what regions around keep
         return [None]
 
-    _whole.replayed(again, [X], pruned, None, [False], "f")
+    _whole.replayed(again, [X], pruned, None, [False], [], "f")
     assert not _holders._own.holds
 
 
@@ -328,3 +329,34 @@ def test_what_a_region_inside_keeps_is_decided_in_the_forward():
     (expected,) = torch.autograd.grad(torch.sigmoid(weight @ X.sin()).cos().sum(), weight)
     assert torch.equal(gradient, expected)
     assert products.ran == 1
+
+
+@pytest.mark.parametrize("around", [0, 1, 2])
+def test_what_is_kept_three_regions_down_is_differentiated_twice(around):
+    """What is kept comes from an input that no region around is seen to read."""
+    c = numbers(3, start=0.2)
+    everything = functx.checkpoint_policies.everything_saveable
+
+    def program(region, keeping):
+        def f(x):
+            def inner(s):
+                y = x.cos()
+
+                def innermost(q):
+                    slope = functx.grad(lambda a: (a * s).sin().sum())(x)
+                    return x.cos() * slope, y.detach()
+
+                return keeping(innermost)(s)[0] * y, y.detach()
+
+            nest = inner
+            for _ in range(around):
+                nest = region(nest)
+            return region(lambda p: nest(p)[0] * x.cos())(c)
+
+        x = numbers(3).requires_grad_()
+        (g,) = torch.autograd.grad(f(x).exp().sum(), x, create_graph=True)
+        return torch.autograd.grad(g.sin().sum(), x)[0]
+
+    found = program(functx.remat, functools.partial(functx.remat, policy=everything))
+    expected = program(lambda f: f, lambda f: f)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

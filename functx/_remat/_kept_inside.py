@@ -75,6 +75,16 @@ class Inside:
         return slot
 
 
+def keeps_deep_inside(slot: Slot) -> bool:
+    """Whether a region in a region in this one keeps something.
+
+    A derivative of the pullback may flow through what that was computed from, which the ledger of
+    this one does not see; so all inputs are kept.
+    """
+    deep = [inner for one in slot.inside for inner in one.inside]
+    return any(one.keys for one in deep) or any(map(keeps_deep_inside, slot.inside))
+
+
 def slot_of(region: Any) -> Slot:
     """Where it says what a region that begins now keeps."""
     return Slot() if region.outer is None else region.outer.inside.begins()

@@ -37,7 +37,7 @@ from functx._remat._aliases import PassedOn
 from functx._remat._constant import Constant, let_go
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
-from functx._remat._kept_inside import Inside
+from functx._remat._kept_inside import Inside, keeps_deep_inside
 from functx._remat._leaving import can_leave, leaves_of
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass, unread
@@ -282,7 +282,7 @@ class Region:
             self.unread = known.unread
         elif ledger is not None and ledger.settle(outs):
             self.ledger, needs = ledger, [ledger.needs(holders) for holders in first.holders]
-            if not lenient:
+            if not (lenient or keeps_deep_inside(first.entry)):
                 may_go = may_pass(ledger, self.environment, first) and not self.options.records
                 self.passing = unread(first.holders, needs, may_go, ledger.viewed, leaves, needed)
                 self.unread = unread_constants(self.constants, ledger, leaves)
