@@ -161,8 +161,11 @@ def test_flags_of_modes_do_not_stay_after_threads():
     assert not _python_dispatch._is_in_any_mode_without_ignore_compile_internals
 
 
-def test_settings_of_kernels_are_put_back():
+def test_settings_of_kernels_are_put_back(monkeypatch):
     """All of them, also those that apply because they are set for more."""
+    # Torch's database of operators, which other tests import, forbids to set what is set here.
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
     before, precision = _torch_kernels.settings(), torch.backends.fp32_precision
     try:
         torch.set_float32_matmul_precision("medium")

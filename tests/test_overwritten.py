@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo  # what torch imports when it is first needed makes cycles of its own
 from cases import DTYPE, numbers
 from programs import identity
 from references import Operations, assert_same, no_garbage_collection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from operator import or_
 from typing import Any
 
@@ -24,6 +24,7 @@ from functx._remat._prune import placeholder
 from functx._remat._pulled_back import gradients_of, gradients_with_tangents
 from functx._remat._read_results import looked_at, read_by, still_there
 from functx._remat._region import Flat, Region
+from functx._remat._replay import NOTHING
 from functx._remat._watch import tell_of_a_constant
 from functx._torch import dispatch_mode_depth
 from functx._torch_nodes import behind_a_node
@@ -38,7 +39,7 @@ class _Payload:
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
-    read: Collection[Any] = ()  # NOTE [read results]
+    read: Mapping[Any, bool] = NOTHING  # NOTE [read results]
     rest: Rest | None = None  # NOTE [one by one]
     versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
     watched = False
@@ -234,7 +235,8 @@ def _watched(register: Any) -> Any:
 def _hung(node: Any, t: Tensor, hooks: Any) -> None:
     payload = node.payload
     place = payload.places[t.output_nr]
-    payload.region.hung = {**payload.region.hung, (payload.level, place): hooks}
+    # Weakly: hooks of the engine's own know the region.
+    payload.region.hung = {**payload.region.hung, (payload.level, place): weakref.ref(hooks)}
 
 
 _torch_nodes.wrap_hook_registration(RegionNode, _watched)
@@ -275,7 +277,7 @@ def attach(
     reached = frame.reached()
     asks = torch.is_grad_enabled() and not (dispatch_mode_depth() or _torch.tracing())
     taped: dict[int, Tensor] = {}
-    read = read_by(region) if region.options.replay else ()
+    read = read_by(frame) if region.options.replay else NOTHING
     allowed = _torch.get_single_level_function_allowed()
     _torch.set_single_level_function_allowed(True)
     try:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
-from functx._remat._tapes import nodes_of, tape_below
+from functx._remat._tapes import edges_of, nodes_of, tape_below
 from functx._torch import sequence_number
 from functx._torch_modules import frame_above, frames_of_threads
 
@@ -40,7 +40,7 @@ def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
         results: with their tapes.
         nodes: all that is on these.
     """
-    edges = {edge: i for i, r in enumerate(results) for edge in _edges_of(r)}
+    edges = {edge: i for i, r in enumerate(results) for edge in edges_of(r)}
     if len({*edges.values()}) < 2:
         return {}
     inner = {key: i for edge, i in edges.items() if (key := place_inside(edge)) is not None}
@@ -53,7 +53,7 @@ def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
         for edge in walked:
             if edge in below and edges[edge] != j:
                 found.setdefault(edges[edge], set()).add(j)
-        for edge in (*_edges_of(r), *walked):
+        for edge in (*edges_of(r), *walked):
             for key in _computed_from(edge) if edge in through else ():
                 if (i := inner.get(key, j)) != j:
                     found.setdefault(i, set()).add(j)
@@ -75,15 +75,6 @@ def _computed_from(edge: tuple[Any, int]) -> list[tuple[int, int]]:
         return []
     known = getattr(edge[0].payload.region.reached, "above", {})
     return [(key[0], i) for i, those in known.items() if key[1] in those]
-
-
-def _edges_of(t: Tensor | None) -> list[tuple[Any, int]]:
-    found = []
-    while t is not None:
-        if t.grad_fn is not None:
-            found.append((t.grad_fn, t.output_nr))
-        t = _torch.get_unwrapped(t) if _torch.is_wrapped(t) else None
-    return found
 
 
 def with_left(

@@ -13,7 +13,7 @@ what comes to the cut is handed on by the edge.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -95,12 +95,20 @@ class Replayed:
         self.read = {marks[key] for key in (keys & marks.keys() if nodes else marks)}
 
 
-def read_by(region: Any) -> Collection[Slot]:
-    """The results of another region that the pullback of it, which this one is, reads."""
+def read_by(frame: Any) -> Mapping[Slot, bool]:
+    """The results of another region that the pullback of it, which this one is, reads.
+
+    Args:
+        frame: a level of this one.
+
+    Returns:
+        Each, with whether it has a hook now, which may be gone with its tape later.
+    """
+    region = frame.region
     fn = getattr(region.body, "fn", None)
     if not isinstance(fn, Replayed) or any(frame.dual() for frame in region.frames):
-        return ()
-    return fn.read
+        return {}
+    return {slot: _has_hooks(slot, frame.level) for slot in fn.read}
 
 
 def still_there(slots: Collection[Slot], level: int) -> list[Tensor]:
@@ -131,17 +139,24 @@ def looked_at(payload: Any, edges: Sequence[Any]) -> Cut | None:
         slot if slot is not None and _is_looked_at(edge, slot, payload.level) else None
         for edge, slot in zip(edges, those)
     ]
-    gone = [slot for slot in slots.values() if _has_hooks(slot, payload.level)]
+    gone = [s for s in slots.values() if _has_hooks(s, payload.level, payload.read[s])]
     return Cut(looked, gone) if gone or any(looked) else None
 
 
-def _has_hooks(slot: Slot, level: int) -> bool:
+def _has_hooks(slot: Slot, level: int, had: bool = False) -> bool:
     region, place = slot
-    return _torch_nodes.has_users_hook(region.hung.get((level, place)))
+    hooks = region.hung.get((level, place), _never)()
+    return had if hooks is None else _torch_nodes.has_users_hook(hooks)
+
+
+def _never() -> None:
+    """No hook was hung there."""
 
 
 def _is_looked_at(edge: tuple[Any, int], slot: Slot, level: int) -> bool:
-    if edge[0].payload.watched or _has_hooks(slot, level) or is_asked_for(id(edge[0]), edge[1]):
+    if edge[0].payload.watched or _has_hooks(slot, level):
+        return True
+    if is_asked_for(id(edge[0]), edge[1]):
         return True
     t = _result(slot, level)
     return t is not None and t.retains_grad

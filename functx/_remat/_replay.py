@@ -38,7 +38,7 @@ from functx._remat._tapes import rewrap
 from functx._remat._tracker import Tracker
 from functx._torch import sequence_number
 
-NOTHING: Mapping[int, Any] = MappingProxyType({})
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Replay(Tracker):
