@@ -58,11 +58,13 @@ def set_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> None:
 
 
 def foreign_saved_tensors_hooks() -> bool:
-    """Whether hooks see what the tape saves that torch did not make: what it holds is unknown."""
+    """Whether hooks that are not those of torch's checkpoint see what the tape saves.
+
+    What the tape holds is unknown then. (``save_on_cpu`` keeps the very objects that are on the
+    CPU: nothing counts those.)
+    """
     top = hooks_on_saved(True)
-    if top is None:
-        return False
-    return not (getattr(top[0], "__module__", None) or "").startswith("torch.")
+    return top is not None and getattr(top[0], "__module__", None) != "torch.utils.checkpoint"
 
 
 def fork_generators() -> AbstractContextManager[Any]:

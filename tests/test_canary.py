@@ -314,7 +314,14 @@ def test_hooks_for_what_tapes_save_can_be_set_aside():
         x.exp()
     assert seen
     with torch.autograd.graph.save_on_cpu():
+        assert _torch_globals.foreign_saved_tensors_hooks()
+
+    def checkpointed(x):
+        assert _torch_globals.hooks_on_saved(True) is not None
         assert not _torch_globals.foreign_saved_tensors_hooks()
+        return x.exp()
+
+    checkpoint.checkpoint(checkpointed, x, use_reentrant=False)
 
 
 def test_fake_tensors():

@@ -206,6 +206,25 @@ class TestOtherWays:
 
         both(program)
 
+    @pytest.mark.parametrize("body", [torch.sin, torch.exp, lambda x: x.sin().exp()])
+    @pytest.mark.parametrize("known", [False, True])
+    def test_hooks_inside_that_keep_inputs_and_results(self, body, known):
+        """``save_on_cpu`` keeps the very objects that are on the CPU: none is counted as held."""
+
+        def program(remat):
+            def f(x):
+                with torch.autograd.graph.save_on_cpu():
+                    return body(x)
+
+            region = remat(f)
+            for _ in range(6 if known else 1):
+                x = X.clone().requires_grad_()
+                out = region(x)
+                (gradient,) = torch.autograd.grad(out.sum(), x)
+            return out, gradient
+
+        both(program)
+
     def test_graph_surgery(self):
         """``multi_grad_hook``, ``prehook`` of the node, and gradients of an edge."""
 
