@@ -28,7 +28,8 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from functx import _torch, _torch_compiler, _torch_globals, _tree, _validate
-from functx._remat._tracker import enter_transform, leave_transform
+from functx._remat._tracker import active_tracker, enter_transform, leave_transform
+from functx._torch_edges import gradient_edge, pull_back
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
 _HOOKS_NOTE = (
@@ -48,7 +49,12 @@ class Pullback:
 
     def __init__(self, inputs: Any, outputs: Any, spec: _tree.TreeSpec) -> None:
         self._inputs, self._inputs_spec = _tree.flatten(inputs)
-        self._outputs: list[torch.Tensor] | None = outputs
+        # Edges, not the outputs: their memory is the caller's to keep.
+        self._edges: list[Any] | None = [
+            gradient_edge(out) if out.requires_grad else None for out in outputs
+        ]
+        # By which a region that this leaves is found to hold what it made.
+        self._outputs = outputs if active_tracker() is not None else None
         self._outputs_spec = spec
 
     @_torch_compiler.uncompiled
@@ -72,10 +78,10 @@ class Pullback:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
-        outputs, flat_cotangents = self._begin(cotangents, retain_graph)
+        edges, flat_cotangents = self._begin(cotangents, retain_graph)
         with _no_inference_mode():
-            gradients = _torch.autograd_grad(
-                outputs,
+            gradients = pull_back(
+                edges,
                 self._inputs,
                 flat_cotangents,
                 retain_graph=retain_graph,
@@ -106,7 +112,7 @@ class Pullback:
             receivers: By the number of the input's leaf; the others are not computed.
             retain_graph: As for a call.
         """
-        outputs, flat_cotangents = self._begin(cotangents, retain_graph)
+        edges, flat_cotangents = self._begin(cotangents, retain_graph)
         inputs = [self._inputs[number] for number in receivers]
 
         def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
@@ -126,8 +132,8 @@ class Pullback:
         ]
         try:
             with _no_inference_mode():
-                _torch.autograd_grad(
-                    outputs,
+                pull_back(
+                    edges,
                     inputs,
                     flat_cotangents,
                     retain_graph=retain_graph,
@@ -137,23 +143,23 @@ class Pullback:
             for hook in hooks:
                 hook.remove()
 
-    def _begin(self, cotangents: Any, retain_graph: bool) -> tuple[list[torch.Tensor], list[Any]]:
-        """The outputs to pull back from, and the cotangents, checked."""
+    def _begin(self, cotangents: Any, retain_graph: bool) -> tuple[list[Any], list[Any]]:
+        """Where tapes of outputs begin, and their cotangents, checked."""
         flat_cotangents, spec = _tree.flatten(cotangents)
         if spec != self._outputs_spec:
             raise RuntimeError(
                 "Expected pytree structure of cotangents to be the same as pytree structure of "
                 f"outputs to the function. cotangents: {spec}, primal output: {self._outputs_spec}"
             )
-        if self._outputs is None:
+        if self._edges is None:
             raise RuntimeError(
                 "vjp_fn: the residuals are gone, because an earlier call passed "
                 "retain_graph=False; leave it out in all calls but the last"
             )
-        outputs = self._outputs
+        taped = [(e, c) for e, c in zip(self._edges, flat_cotangents) if e is not None]
         if not retain_graph:
-            self._outputs = None
-        return outputs, flat_cotangents
+            self._edges = self._outputs = None
+        return [e for e, _ in taped], [c for _, c in taped]
 
 
 def record(

@@ -90,8 +90,6 @@ _run_backward = _graph._engine_run_backward
 _engine = torch.autograd.Variable._execution_engine
 # Operators that take functions; a custom Function is called by one under transforms.
 HigherOrderOperator = torch._ops.HigherOrderOperator
-# torch.autograd.grad with zeros for inputs that the outputs do not depend on.
-autograd_grad = _eager_transforms._autograd_grad
 set_forward_grad_enabled = _forward_ad._set_fwd_grad_enabled
 
 # --- modes -------------------------------------------------------------------------------------

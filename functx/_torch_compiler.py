@@ -137,3 +137,8 @@ def selective_policy(context: Any) -> Any:
     if isinstance(context, _checkpoint._CachingTorchDispatchMode):
         return context.policy_fn
     return None
+
+
+def without_compiled_autograd() -> Any:
+    """Backward passes as they are: transforms of torch.func have theirs so, too."""
+    return torch._dynamo.compiled_autograd._disable()

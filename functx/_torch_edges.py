@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from functx import _torch
+from functx import _torch, _torch_compiler
 
 
 class _Same(torch.autograd.Function):
@@ -41,6 +42,29 @@ def gradient_edge(t: torch.Tensor) -> Any:
         with _torch.without_modes(), torch.enable_grad():
             owner = t.view_as(t).grad_fn  # a node below which the other one lives
     return torch.autograd.graph.GradientEdge(node, t.output_nr, owner)
+
+
+def pull_back(
+    edges: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> Sequence[torch.Tensor]:
+    """As transforms of torch.func do it, from edges; zeros for what they do not lead to."""
+    found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+    if edges and inputs:
+        with _torch_compiler.without_compiled_autograd():
+            found = torch.autograd.grad(
+                edges,
+                inputs,
+                cotangents,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
 
 
 def requires_grad_anywhere(t: torch.Tensor) -> bool:

@@ -385,3 +385,11 @@ def test_a_node_learns_which_of_its_edges_a_backward_pass_comes_by():
         [False, True, False],
         [True, True, False],
     ]
+
+
+def test_a_backward_pass_without_compiled_autograd():
+    """As `torch.func.grad` has its own."""
+    x = torch.ones(2, requires_grad=True)
+    with _torch_compiler.without_compiled_autograd():
+        (gradient,) = torch.autograd.grad(x.sin().sum(), x)
+    assert torch.equal(gradient, x.cos())

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from cases import DTYPE, deep_mlp
-from references import count, peak
+from cases import DTYPE, deep_mlp, numbers
+from programs import check_program
+from references import Operations, count, no_garbage_collection, peak
 from torch import func as torch_func
+from torch.utils._pytree import tree_map
 
+import functx
 import functx._transforms as transforms
 
 WEIGHTS, X, LOSS = deep_mlp()
@@ -99,3 +102,58 @@ class TestPeak:
             assert {op: ours[op] for op in ("mm", "bmm", "tanh")} == {
                 op: theirs[op] for op in ("mm", "bmm", "tanh")
             }
+
+
+RECORDED = {
+    "an output that is not read": (torch.sin, 0),
+    "one that is": (torch.tanh, 1),
+    "two": (lambda x: (x.sin(), x.exp()), 1),
+    "views": (lambda x: torch.cat([x, x]).chunk(2), 0),
+    "of a region": (functx.remat(lambda x: torch.tanh(2 * x) * 2), 0),
+    "of a region that is given what was computed": (lambda x: functx.remat(torch.sin)(x.sin()), 1),
+}
+"""Functions, and how many results of operations their pullbacks read."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("stack", ["vjp", "vmap", "has_aux", "linearize"])
+def test_a_pullback_holds_what_it_reads_and_no_outputs(name, stack):
+    """As that of jax.vjp; torch.func.vjp holds its output."""
+    f, read = RECORDED[name]
+    x = numbers(8, 8)
+
+    def recorded(x):
+        if stack == "linearize":
+            return functx.linearize(f, x)
+        if stack == "has_aux":
+            return functx.vjp(lambda x: (f(x), None), x, has_aux=True)[:2]
+        return functx.vjp(f, x)
+
+    def measured(x):
+        given = x if stack == "linearize" else tree_map(torch.ones_like, f(x))
+        with no_garbage_collection(), Operations() as operations:
+            out, pullback = recorded(x)
+            del out
+            held.append(operations.live)
+        return pullback(given)
+
+    held = []
+    (functx.vmap(measured) if stack == "vmap" else measured)(x)
+    assert held == [read * x.nbytes]
+
+
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_a_pullback_in_a_region(retain_graph):
+    """What it holds there is in the way of nothing."""
+
+    def program(remat):
+        def f(x):
+            out, pullback = functx.vjp(lambda x: (x.sin() * x).tanh(), x)
+            return pullback(out.cos(), retain_graph=retain_graph)[0]
+
+        x = numbers(4).requires_grad_()
+        first = torch.autograd.grad(remat(f)(x).sum(), x)
+        gradient = functx.grad(lambda x: remat(f)(x).sum())
+        return first, gradient(x.detach()), functx.vmap(gradient)(numbers(3, 4))
+
+    check_program(program)

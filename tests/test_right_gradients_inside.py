@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import numbers
-from programs import identity
+from programs import check_program, identity
 from references import assert_same
 from torch import nn
 
@@ -173,3 +173,90 @@ def test_memory_that_is_assigned():
 
     with pytest.raises(functx.RematError, match=r"assigns torch.float32 to the \.data"):
         functx.remat(of_an_argument)(X.clone().requires_grad_() * 1)
+
+
+def test_an_edge_is_where_a_derivative_is_taken_from():
+    def program(remat):
+        def body(x):
+            edge = torch.autograd.graph.get_gradient_edge(x.sin() * x)
+            (gradient,) = torch.autograd.grad([edge], [x], [torch.ones_like(x)], create_graph=True)
+            return gradient.exp()
+
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(remat(body)(x).sum(), x)
+
+    check_program(program)
+
+
+def curve(x):
+    return torch.tanh(x * numbers(3, start=1.0)).cumprod(0)
+
+
+def constant(region, pull_back):
+    return functx.grad(lambda c: region(pull_back)(c).sum())(X)
+
+
+RECORDED_OUTSIDE = {
+    "constant, grad": (X, constant),
+    "constant, backward": (
+        X,
+        lambda region, f: torch.autograd.grad(region(f)(c := X.clone().requires_grad_()).sum(), c),
+    ),
+    "constant, jacrev": (X, lambda region, f: functx.jacrev(region(f))(X)),
+    "constant, jacfwd": (X, lambda region, f: functx.jacfwd(region(f))(X)),
+    "constant, vmap": (X, lambda region, f: functx.vmap(region(f))(numbers(2, 3))),
+    "grad mode off": (X.clone().requires_grad_(), lambda r, f: torch.no_grad()(r(f))(X)),
+}
+"""Primals of a pullback, and how a region that calls it is called, where it does as without."""
+
+
+@pytest.mark.parametrize("way", RECORDED_OUTSIDE)
+def test_a_pullback_made_outside(way):
+    x, call = RECORDED_OUTSIDE[way]
+
+    def program(remat):
+        pullback = functx.vjp(curve, x)[1]
+        return call(remat, lambda c: pullback(c)[0] * 2)
+
+    check_program(program, eps=4)
+
+
+MADE_OUTSIDE = {
+    "functx.vjp": lambda f, x: functx.vjp(f, x),
+    "torch.func.vjp": lambda f, x: torch.func.vjp(f, x),
+    "linearize": lambda f, x: functx.linearize(f, x),
+}
+
+
+@pytest.mark.parametrize("transform", [functx.grad, functx.jacfwd, lambda f: functx.vmap(f)])
+@pytest.mark.parametrize("make", MADE_OUTSIDE)
+def test_a_pullback_of_what_is_transformed_outside_is_an_error(make, transform):
+    """Its derivative would be zero."""
+
+    def f(x):
+        out, pullback = MADE_OUTSIDE[make](curve, x)
+        return functx.remat(lambda c: pullback(c))(out)[0].sum()
+
+    x = numbers(2, 3) if transform not in (functx.grad, functx.jacfwd) else X
+    with pytest.raises(functx.RematError, match="was made outside of it"):
+        transform(f)(x)
+
+
+def test_a_pullback_of_what_plain_autograd_knows_outside_is_an_error():
+    x = X.clone().requires_grad_()
+    out, pullback = functx.vjp(curve, x)
+    with pytest.raises(functx.RematError, match="was made outside of it"):
+        functx.remat(lambda c: pullback(c)[0])(out)
+
+
+def test_a_pullback_that_a_region_leaves_behind_is_an_error():
+    """Though it holds no output otherwise."""
+    pullbacks = []
+
+    def body(x):
+        out, pullback = functx.vjp(curve, x)
+        pullbacks.append(pullback)
+        return out
+
+    with pytest.raises(functx.RematError, match="leaves behind"):
+        functx.grad(lambda x: functx.remat(body)(x).sum())(X)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from functx._errors import RematError
 from functx._remat._holders import base_of
+from functx._remat._tapes import of_ended_level
 from functx._torch_memory import key_of_storage
 
 RETAIN_GRAD = Tensor.retain_grad
@@ -78,16 +79,35 @@ def _memory(t: Tensor) -> int | None:
         return None
 
 
+_RECORDED_OUTSIDE = (
+    "remat: a region calls the pullback of a vjp, or the result of a linearize, that was made "
+    "outside of it and depends on a tensor of shape {shape} that is mapped over or differentiated "
+    "there. That would be lost. Call functx.vjp inside of the region, or what it returns outside."
+)
+
+
 def on_the_tape(given: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """`torch.autograd.grad` and its arguments, without outputs whose stand-ins are on no tape.
 
     A captured tensor of an outer level is on that level's tape, and its stand-in is on none of the
     levels inside. Such outputs have no derivative here.
+
+    Raises:
+        RematError: what is pulled back was recorded by a transform outside of the region: no tape
+            leads from, or to, stand-ins.
     """
+    for theirs, ours in zip(given, args):
+        if isinstance(theirs, (list, tuple)):
+            for t, standin in zip(theirs, ours):
+                if t is not standin and isinstance(t, Tensor) and of_ended_level(t):
+                    raise RematError(_RECORDED_OUTSIDE.format(shape=tuple(t.shape)))
     cotangents = kwargs.get("grad_outputs") if len(args) == 2 else None
     if not (isinstance(cotangents, (list, tuple)) and isinstance(args[0], (list, tuple))):
         return args, kwargs, torch.autograd.grad  # not as torch calls itself
-    taped = [not g.requires_grad or o.requires_grad for g, o in zip(given[0], args[0])]
+    taped = [
+        not isinstance(g, Tensor) or not g.requires_grad or o.requires_grad
+        for g, o in zip(given[0], args[0])  # else an edge, which has no stand-in
+    ]
     if not any(taped) and kwargs.get("allow_unused"):
         return args, kwargs, lambda outputs, inputs, **_: (None,) * len(inputs)
     if not all(taped):
