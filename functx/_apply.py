@@ -119,7 +119,7 @@ def apply_remat(
             - modules of the model themselves,
             - ``"gradient_checkpointing"``: the layers that Hugging Face transformers or diffusers
               would checkpoint, in place of ``gradient_checkpointing_enable()``; as there, a cache
-              of keys and values is not used while a derivative is taken,
+              of keys and values that is empty is not used while a derivative is taken,
             - or a list of these.
 
             Each has to match something. The model itself is not its own submodule. What matches

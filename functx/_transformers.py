@@ -63,7 +63,10 @@ def _is_count(value: Any) -> bool:
 def without_cache(
     module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As transformers does in a checkpointed layer: a replay would write to a cache again.
+    """As transformers does in a checkpointed layer: what a cache keeps, a region would keep as well.
+
+    A cache that holds something is left: the layer reads it (a prefix that is trained, the states
+    of a prompt).
 
     Args:
         module: the layer.
@@ -74,12 +77,20 @@ def without_cache(
     given = dict(zip(names, args)) | kwargs
     dropped: dict[str, Any] = {"use_cache": False} if given.get("use_cache") is True else {}
     if not getattr(module, "_can_checkpoint_with_cache", False):
-        dropped |= {name: None for name in _CACHES if given.get(name) is not None}
+        caches = {name: given[name] for name in _CACHES if given.get(name) is not None}
+        if not all(map(_is_empty, caches.values())):
+            return args, kwargs
+        dropped |= dict.fromkeys(caches)
     if not dropped:
         return args, kwargs
     _warn_once(type(module).__name__)
     args = (*(dropped.get(name, a) for name, a in zip(names, args)), *args[len(names) :])
     return args, kwargs | {k: v for k, v in dropped.items() if k in kwargs}
+
+
+def _is_empty(cache: Any) -> bool:
+    length = getattr(cache, "get_seq_length", None)
+    return length is not None and not length()
 
 
 def positional(forward: Any) -> list[str]:

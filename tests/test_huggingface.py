@@ -11,7 +11,7 @@ from references import assert_same, peak
 
 import functx
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 pytestmark = pytest.mark.filterwarnings(
@@ -216,6 +216,33 @@ class TestCache:
             ours = run(model)
         pairs = [(a, b) for a, b in zip(ours, run(hf.build(name)), strict=True) if b is not None]
         assert_same(*zip(*pairs, strict=True), eps=64)
+
+
+    @pytest.mark.parametrize("way", ["none", "grad", "vmap"])
+    def test_one_that_holds_something_is_used(self, way):
+        """A prefix of keys and values that is trained."""
+        ids = hf.batch("llama")["input_ids"]
+
+        def run(model):
+            layers = model.config.num_hidden_layers
+
+            def loss(prefix, ids):
+                cache = transformers.DynamicCache()
+                for layer in range(layers):
+                    cache.update(*prefix[layer].expand(2, len(ids), -1, -1, -1), layer)
+                return model(input_ids=ids, past_key_values=cache).logits.square().sum()
+
+            prefix = torch.linspace(-1, 1, layers * 2 * 3 * 8, dtype=torch.float64)
+            prefix = prefix.view(layers, 2, 1, 1, 3, 8)
+            if way == "vmap":
+                return functx.vmap(functx.grad(loss), (None, 0))(prefix, ids)
+            if way == "grad":
+                return functx.grad(loss)(prefix, ids[0])
+            prefix.requires_grad_()
+            return torch.autograd.grad(loss(prefix, ids[0]), [prefix, *model.parameters()])
+
+        model = functx.apply_remat(hf.build("llama"), "gradient_checkpointing")
+        assert_same(run(model), run(hf.build("llama")), eps=64)
 
 
 def test_what_transformers_checkpoints_already_is_refused():
