@@ -63,7 +63,7 @@ def _is_count(value: Any) -> bool:
 def without_cache(
     module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As transformers does in a checkpointed layer: what a cache keeps, a region would keep as well.
+    """As transformers does in a checkpointed layer: what a cache keeps, a region would keep too.
 
     A cache that holds something is left: the layer reads it (a prefix that is trained, the states
     of a prompt).
