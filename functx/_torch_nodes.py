@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +22,16 @@ def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None
 
 
 def tell_of_hooks(function: Any, hung: Callable[[Any, torch.Tensor, Any], None]) -> None:
-    """Call back when a result of a Function's node gets its first hook: with the dict of them."""
+    """Call back when a result of a Function's node gets its first hook: with the dict of them.
+
+    The engine calls the hooks of all results of a node when it comes by, with ``None`` for those to
+    which nothing flows. A result that has a node of its own is not come by then: so they are called
+    only where something does.
+    """
     register = function._backward_cls._register_hook_dict
 
     def registering(node: Any, t: torch.Tensor) -> None:
+        t._backward_hooks = _Hooks()
         register(node, t)
         hung(node, t, t._backward_hooks)
 
@@ -37,6 +45,21 @@ class EngineHook:
 
     def is_on(self, t: torch.Tensor) -> None:
         """It is on another tensor now, by `become`."""
+
+
+class _Hooks(OrderedDict[int, Any]):
+    """Hooks on a tensor's gradient, of which a user's are not called with ``None``."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook if isinstance(hook, EngineHook) else _unless_nothing(hook))
+
+
+def _unless_nothing(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(hook)
+    def called(gradient: Any) -> Any:
+        return None if gradient is None else hook(gradient)
+
+    return called
 
 
 def has_hooks(t: torch.Tensor) -> bool:

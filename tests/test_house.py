@@ -46,7 +46,7 @@ LAYERS = [
     (
         "functx._remat._aliases",
         "functx._remat._apart",
-        "functx._remat._read_results",
+        "functx._remat._packed",
         "functx._remat._arguments",
         "functx._remat._by_name",
         "functx._remat._containers",
@@ -56,6 +56,7 @@ LAYERS = [
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
+    ("functx._remat._read_results",),
     (
         "functx._remat._profile",
         "functx._remat._within_reach",

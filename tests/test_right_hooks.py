@@ -164,3 +164,52 @@ def test_a_hook_around_a_nest_whose_regions_are_given_what_was_computed(depth):
         return seen, x.grad, w.grad
 
     assert_same(called(functx.remat), called(identity))
+
+
+def node_hook(t, called):
+    t.grad_fn.register_prehook(lambda gs: called.append(gs[0].clone()))
+
+
+def node_hook_after(t, called):
+    t.grad_fn.register_hook(lambda inputs, outputs: called.append(outputs[0].clone()))
+
+
+def tensor_hook(t, called):
+    t.register_hook(lambda g: called.append(g.clone()) or g * 3)
+    t.register_hook(lambda g: called.append(g.clone())).remove()
+
+
+@pytest.mark.parametrize("pulled", [0, 1])
+@pytest.mark.parametrize("way", ["plain", "grad"])
+def test_a_hook_on_one_of_the_results_of_a_region_is_called_for_that(way, pulled):
+    """They share a node, whose hooks the engine calls with ``None`` where nothing flows."""
+
+    def run(remat):
+        called, x = [], numbers(3).requires_grad_()
+
+        def f(x):
+            ys = remat(lambda x: (x.exp(), x.sin()))(x)
+            tensor_hook(ys[0], called)
+            return (ys[pulled] * 2).sum()
+
+        if way == "plain":
+            return *torch.autograd.grad(f(x), x), called
+        return functx.grad(f)(x.detach()), len(called)
+
+    assert_same(run(functx.remat), run(identity), eps=8)
+
+
+@pytest.mark.parametrize("look", [tensor_hook, node_hook, node_hook_after])
+@pytest.mark.parametrize("one", [0, 1])
+def test_a_hook_on_a_result_is_not_called_by_gradients_that_do_not_read_it(look, one):
+    """The gradient of an exponent reads the power, that of the base does not."""
+
+    def run(remat):
+        called = []
+        a, b = numbers(3).exp().requires_grad_(), numbers(3, start=1.0).requires_grad_()
+        y = remat(torch.pow)(a, b)
+        look(y, called)
+        gradients = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
+        return torch.autograd.grad(gradients[one].sum(), (a, b)), called
+
+    assert_same(run(functx.remat), run(identity), eps=16)

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch
 from functx._errors import RematError
 from functx._remat._pullback import Pullback
+from functx._remat._read_results import Replayed
 from functx._remat._region import Region
 from functx._remat._tracker import SILENT, tracking
 
@@ -98,8 +100,11 @@ class Duals:
             region.want(own, kept)
             return chosen
 
+        fn = self._fn
+        if torch.is_grad_enabled() and not _torch.tracing():
+            fn = Replayed(fn, region, 1, None)
         return Pullback(
-            self._fn,
+            fn,
             [needs[i] for i in self._inputs],
             [cut[i] for i in self._inputs],
             range(len(results)),

@@ -20,9 +20,10 @@ from functx._remat._holders import base_of
 from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
 from functx._remat._one_by_one import Rest, of_the_body, rest_of, still_saved
+from functx._remat._packed import Refusing
 from functx._remat._prune import placeholder
 from functx._remat._pulled_back import gradients_of, gradients_with_tangents
-from functx._remat._read_results import looked_at, read_by, still_there
+from functx._remat._read_results import looked_at, packed_in, read_by, still_there
 from functx._remat._region import Flat, Region
 from functx._remat._replay import NOTHING
 from functx._remat._watch import tell_of_a_constant
@@ -178,7 +179,9 @@ class RegionNode(_torch.SingleLevelFunction):
             n = len(saved) - len(duals.inputs())
             saved, tensors = saved[:n], saved[n:]
             if duals.alive(tensors):
-                return (None, *gradients_with_tangents(payload, saved, tensors, needs, cotangents))
+                n = len(payload.needed)
+                gs = gradients_with_tangents(payload, saved, tensors, needs[:n], cotangents)
+                return (None, *gs, *[None] * (len(needs) - n))
         # NOTE [gradients asked for]
         # Those that this backward pass does not ask for are not computed. Their inputs require grad
         # in the replay as ever: which operations run, which a record is compared with, depends on
@@ -222,12 +225,19 @@ def _modified(region: Region, what: str) -> ReplayError:
 
 
 def _watched(register: Any) -> Any:
-    """Hooks of a user's on a node are to see its real cotangents."""
+    """Hooks of a user's on a node are to see its real cotangents; and to be called if it has any.
+
+    Without remat the engine would not come by, see `tell_of_hooks`.
+    """
 
     @functools.wraps(register)
-    def registering(node: Any, *args: Any) -> Any:
+    def registering(node: Any, hook: Any) -> Any:
+        @functools.wraps(hook)
+        def called(*gradients: Any) -> Any:
+            return None if all(g is None for g in gradients[-1]) else hook(*gradients)
+
         node.payload.watched = True
-        return register(node, *args)
+        return register(node, called)
 
     return registering
 
@@ -294,7 +304,9 @@ def attach(
             results = [o for p in places if (o := outs[p]) is not None]
             payload = _Payload(frame, tensors, cut, results, places)
             if read:
-                payload.read, edges = read, [*edges, *still_there(read, frame.level)]
+                payload.read = read
+                taped.update(zip(places, _and_reads(payload, edges), strict=True))
+                continue
             taped.update(zip(places, _apply(payload, edges), strict=True))
     except NotImplementedError as error:  # of the engine's own Function
         raise inside_a_transform(region.options.name) from error
@@ -309,6 +321,17 @@ def attach(
     if len(given) > 1 and not _torch.tracing():
         watch_results(frame, given)
     return given
+
+
+def _and_reads(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """With edges to the results of another region that the pullback reads."""
+    packed = packed_in(payload.read, payload.level)
+    held = [t for one in packed if (t := one.primal()) is not None]
+    results = _apply(payload, [*edges, *still_there(payload.read, payload.level), *held])
+    if packed:
+        refusing = Refusing(packed, payload.region.options.name)
+        _torch_nodes.register_prehook(results[0].grad_fn, refusing)
+    return results
 
 
 def _apply(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]:

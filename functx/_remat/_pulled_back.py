@@ -38,7 +38,7 @@ def gradients_of(
         return [None] * len(needs)
     fn, region = payload.fn, payload.region
     if beside is not None or (torch.is_grad_enabled() and not _torch.tracing()):
-        fn = Replayed(fn, region, beside)
+        fn = Replayed(fn, region, payload.level, beside)
     pullback = Pullback(fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
     if beside is not None:
         pullback.cut = beside

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
+from functx._remat._packed import Packed, packed_by
 from functx._remat._partial import is_asked_for, place_inside
 from functx._remat._tapes import edges_of
 from functx._torch import sequence_number
@@ -33,6 +34,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_NONE = -1  # a place that no result has
 
 
 class Replayed:
@@ -41,6 +43,7 @@ class Replayed:
     Args:
         fn: the function, as some level of a region sees it.
         region: the region.
+        level: whose function it is.
         cut: what is told where the tapes of results begin.
 
     Attributes:
@@ -49,8 +52,9 @@ class Replayed:
 
     read: Collection[Slot] = ()
 
-    def __init__(self, fn: Callable[..., Any], region: Any, cut: Cut | None) -> None:
+    def __init__(self, fn: Callable[..., Any], region: Any, level: int, cut: Cut | None) -> None:
         self._fn = fn
+        self.level = level
         self._region = region
         self._cut = cut
         self._inner = getattr(region.body, "fn", None)
@@ -73,6 +77,8 @@ class Replayed:
             self._marks = {(sequence_number(node), n): slot for slot, (node, n), _ in found}
             inside = ((place_inside(edge), slot) for slot, edge, _ in found)
             self._marks.update({(key,): slot for key, slot in inside if key is not None})
+            packed = ((_packed_inside(edge), slot) for slot, edge, _ in found)
+            self._marks.update({(key,): slot for key, slot in packed if key is not None})
         if within is not None:
             # A region inside makes edges only to results that are there.
             within._within += found if self._holds else [(*of, None) for *of, _ in found]
@@ -95,6 +101,13 @@ class Replayed:
         self.read = {marks[key] for key in (keys & marks.keys() if nodes else marks)}
 
 
+def _packed_inside(edge: tuple[Any, int]) -> Slot | None:
+    """A region inside, for the alias of a result of it that a dual was made of."""
+    below = edge[0].next_functions
+    key = place_inside(below[0]) if len(below) == 1 else None
+    return None if key is None else (key[0], _NONE)
+
+
 def read_by(frame: Any) -> Mapping[Slot, bool]:
     """The results of another region that the pullback of it, which this one is, reads.
 
@@ -106,9 +119,22 @@ def read_by(frame: Any) -> Mapping[Slot, bool]:
     """
     region = frame.region
     fn = getattr(region.body, "fn", None)
-    if not isinstance(fn, Replayed) or any(frame.dual() for frame in region.frames):
+    if not isinstance(fn, Replayed):
         return {}
+    if _across_duals(fn, frame):
+        return dict.fromkeys({(of, _NONE) for of, _ in fn.read}, False)
     return {slot: _has_hooks(slot, frame.level) for slot in fn.read}
+
+
+def _across_duals(fn: Replayed, frame: Any) -> bool:
+    """Whether a result of the other region is two here: a level between is of forward mode."""
+    inside = frame.region.frames[frame.region.frames.index(frame) + 1 :]
+    return any(f.dual() and f.level < fn.level for f in inside)
+
+
+def packed_in(read: Mapping[Slot, bool], level: int) -> list[Packed]:
+    """``NOTE [packed]`` in `_packed`."""
+    return packed_by({region for region, place in read if place == _NONE}, level)
 
 
 def still_there(slots: Collection[Slot], level: int) -> list[Tensor]:

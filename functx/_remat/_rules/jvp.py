@@ -17,6 +17,7 @@ from functx._remat._apart import Reached
 from functx._remat._escape import with_tangents
 from functx._remat._holders import base_of
 from functx._remat._operator import rule
+from functx._remat._packed import note_packed
 from functx._remat._partial import Above, above
 from functx._remat._region import Flat, Region
 from functx._remat._rules.base import Frame
@@ -166,6 +167,7 @@ class DualFrame(Frame):
                     tangent = next(values)
                     assert tangent is not None
                     primal = make_dual(primal, self.wrap(tangent))
+                    note_packed(self.region, primal)
             results.append(primal)
         return results
 
