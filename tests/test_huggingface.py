@@ -217,7 +217,6 @@ class TestCache:
         pairs = [(a, b) for a, b in zip(ours, run(hf.build(name)), strict=True) if b is not None]
         assert_same(*zip(*pairs, strict=True), eps=64)
 
-
     @pytest.mark.parametrize("way", ["none", "grad", "vmap"])
     def test_one_that_holds_something_is_used(self, way):
         """A prefix of keys and values that is trained."""
