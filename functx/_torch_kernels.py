@@ -42,6 +42,23 @@ def _unpacked(write: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda values: write(*values)
 
 
+def _of_einsum(name: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """In which order ``einsum`` multiplies: as a context set it, and as an assignment did."""
+    module: Any = torch.backends.opt_einsum  # what is assigned hides what contexts set
+
+    def change(values: dict[str, Any], wanted: Any) -> None:
+        if wanted is _UNSET:
+            del values[name]
+        else:
+            values[name] = wanted
+
+    return [
+        (functools.partial(values.get, name, _UNSET), functools.partial(change, values))
+        for values in (vars(module.m), vars(module))
+    ]
+
+
+_UNSET = object()
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_C._get_deterministic_algorithms, _deterministic),
@@ -68,6 +85,8 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
         functools.partial(operator.lt, 0.0, 5e-324),
         lambda kept: torch.set_flush_denormal(not kept),
     ),
+    *_of_einsum("enabled"),
+    *_of_einsum("strategy"),
     *(_precision("mkldnn", operation) for operation in ("matmul", "conv", "rnn")),
 )
 if torch.backends.cuda.is_built():

@@ -170,10 +170,12 @@ def test_settings_of_kernels_are_put_back(monkeypatch):
     try:
         torch.set_float32_matmul_precision("medium")
         torch.set_flush_denormal(True)
-        assert sum(a != b for a, b in zip(before, _torch_kernels.settings())) >= 2
+        torch.backends.opt_einsum.enabled = not torch.backends.opt_einsum.enabled
+        assert sum(a != b for a, b in zip(before, _torch_kernels.settings())) >= 3
         _torch_kernels.put_back(before)
         wanted = ["ieee" if each == "none" else each for each in before]
         assert ["ieee" if e == "none" else e for e in _torch_kernels.settings()] == wanted
+        assert "enabled" not in vars(torch.backends.opt_einsum)
         torch.backends.fp32_precision = "tf32"
         _torch_kernels.put_back(before)
         assert ["ieee" if e == "none" else e for e in _torch_kernels.settings()] == wanted
@@ -181,6 +183,7 @@ def test_settings_of_kernels_are_put_back(monkeypatch):
         torch.backends.fp32_precision = precision
         torch.set_float32_matmul_precision("highest")
         torch.set_flush_denormal(False)
+        vars(torch.backends.opt_einsum).pop("enabled", None)
 
 
 def test_second_derivatives_of_det_are_not_right_under_modes():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import DTYPE, numbers
 from nets import seeded
+from programs import identity
 from references import assert_same
 from right import WAYS, check, weighted
 from torch import nn
@@ -225,3 +226,25 @@ def test_a_number_where_an_operator_of_torch_has_a_tensor():
         return torch.linspace(a, 1, 5, dtype=a.dtype) * a
 
     assert_same(program(functx.remat), program(lambda f: f))
+
+
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_the_order_in_which_einsum_multiplies(way):
+    """A replay has that of the forward, whatever was set since."""
+
+    def gradient(remat, then):
+        def f(x):
+            return torch.einsum("ij,jk,kl,lm,mi->", x, x[:, :2] / 3, x[:2], x / 7, x)
+
+        x = torch.linspace(-1, 2, 49).view(7, 7)
+        with torch.backends.opt_einsum.flags(enabled=True, strategy="optimal"):
+            if way == "backward":
+                y = remat(f)(x.requires_grad_())
+                with torch.backends.opt_einsum.flags(**then):
+                    return torch.autograd.grad(y, x)[0]
+            _, pull_back = functx.vjp(remat(f), x)
+            with torch.backends.opt_einsum.flags(**then):
+                return pull_back(torch.ones(()))[0]
+
+    expected = gradient(identity, {})
+    assert torch.equal(gradient(functx.remat, {"enabled": False}), expected)

@@ -330,7 +330,7 @@ def _and_reads(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]
     results = _apply(payload, [*edges, *still_there(payload.read, payload.level), *held])
     if packed:
         refusing = Refusing(packed, payload.region.options.name)
-        _torch_nodes.register_prehook(results[0].grad_fn, refusing)
+        _torch_nodes.hang_before(results[0].grad_fn, refusing)
     return results
 
 
