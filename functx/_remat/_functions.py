@@ -120,7 +120,8 @@ class Known:
             # ``grad_fn`` would wait for, for ever.
             self.passive = attribute == "_backward_hooks"
         else:
-            self.passive = name in PASSIVE
+            # What asks torch for a device may make one the first time, and know it later.
+            self.passive = name in PASSIVE or func is torch.device
         self.looks = self.passive and (name in _LOOKS or attribute in _OWN)
         self.exports = (attribute or name) in _EXPORTS
         self.custom = isinstance(func, _torch.HigherOrderOperator) or (
