@@ -131,3 +131,19 @@ def test_a_module_that_binds_attributes_raises():
 def test_a_region_is_no_script():
     with pytest.raises(TypeError, match=r"TorchScript.*Call it in one"):
         functx.remat(script(Block(0.0)))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_torch_does_not_script_a_region(inside):
+    """Nor what holds one, which stays as it is."""
+    linear = nn.Linear(3, 3)
+    module = functx.remat(linear)
+    parent = nn.Sequential(nn.Linear(3, 3), module)
+    with pytest.raises(TypeError, match=r"made by functx\.remat.*torch\.jit\.trace"):
+        script(parent if inside else module)
+    assert parent[1] is module
+    x = torch.ones(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(parent, x)
+    assert_same([script(linear)(x), traced(x)], [linear(x), parent(x)])

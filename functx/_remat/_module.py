@@ -42,6 +42,15 @@ class RematModule:
             return dict(original.__getstate__(self))
         return self.__dict__.copy()
 
+    def __prepare_scriptable__(self) -> Any:
+        """Called by ``torch.jit.script``, which puts what it is given into the module around."""
+        raise TypeError(
+            f"torch.jit.script: {type(self).__name__} was made by functx.remat, and TorchScript "
+            "knows no regions. Script the module that was given to remat, which has the same "
+            "parameters and buffers, in a model of its own; or use torch.jit.trace, torch.export "
+            "or functx.jit, which run regions."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = _rebuild(type(self).__mro__[2], self._functx_options)  # type: ignore[attr-defined]
         memo[id(self)] = new
