@@ -38,6 +38,25 @@ def tell_of_hooks(function: Any, hung: Callable[[Any, torch.Tensor, Any], None])
     function._backward_cls._register_hook_dict = registering
 
 
+def let_compiled_autograd_see(
+    function: Any, check: Callable[[Any], None] = lambda ctx: None
+) -> None:
+    """Compiled autograd keeps what it has traced by a key, which only torch's public class has.
+
+    The node is given its context at each call, and its ``backward`` is not looked into.
+
+    Args:
+        function: a Function of the engine's own.
+        check: is called with each node before it is traced.
+    """
+
+    def key(ctx: Any) -> tuple[int]:
+        check(ctx)
+        return (ctx._autograd_function_id,)
+
+    function._compiled_autograd_key = staticmethod(key)
+
+
 class EngineHook:
     """A hook of functx's own on a tensor."""
 

@@ -83,3 +83,81 @@ class TestOperatorsThatRunFunctions:
 
         with pytest.raises(functx.RematError, match="an if of Python"):
             functx.remat(body)(X.clone().requires_grad_())
+
+
+def hook_on_a_result(remat, net, x):
+    y = remat(net)(x)
+    y.register_hook(lambda g: g * 2)
+    return y.exp()
+
+
+def hook_inside(remat, net, x):
+    def body(x):
+        h = net(x)
+        h.register_hook(lambda g: g * 2)
+        return h.sin()
+
+    return remat(body)(x)
+
+
+def left_behind(remat, net, x):
+    left = []
+    y = remat(lambda x: left.append(net(x)) or left[-1].sin())(x)
+    return y + left[0].exp()
+
+
+def written_to(remat, net, x):
+    y = x * 2
+    return remat(lambda x: y.mul_(net(x)).sin())(x) + y
+
+
+def penalty(remat, net, x):
+    y = remat(net)(x)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y * g
+
+
+PROGRAMS = {
+    "two results": lambda remat, net, x: remat(lambda x: (x.sin(), net(x)))(x)[1],
+    "a nest": lambda remat, net, x: remat(lambda x: remat(net)(x).exp())(x),
+    "random numbers": lambda remat, net, x: remat(lambda x: torch.dropout(net(x), 0.5, True))(x),
+    "vmap": lambda remat, net, x: functx.vmap(remat(net))(x),
+    "a gradient inside": lambda remat, net, x: remat(
+        lambda x: functx.grad(lambda x: net(x).sum())(x)
+    )(x),
+    **{f.__name__: f for f in (hook_on_a_result, hook_inside, left_behind, written_to)},
+}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiled_autograd(program, asked):
+    """What it has traced of one backward pass serves the next one."""
+    torch._dynamo.reset()
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())).double()
+
+    def gradients(remat, scale):
+        torch.manual_seed(3)
+        x = torch.stack([X * scale, X.sin()]).requires_grad_()
+        loss = PROGRAMS[program](remat, net, x).pow(2).sum()
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+            if asked:
+                return torch.autograd.grad(loss, [x, net[0].weight])
+            net.zero_grad()
+            loss.backward()
+        return x.grad, net[0].weight.grad
+
+    for scale in (1.0, 0.5):
+        assert_same(gradients(functx.remat, scale), gradients(lambda f: f, scale), eps=64)
+
+
+def test_compiled_autograd_of_a_second_derivative():
+    """It would add nothing to something."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())).double()
+    x = X[None].clone().requires_grad_()
+    loss = penalty(functx.remat, net, x).sum()
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        with pytest.raises(functx.RematError, match="Turn it off for a second derivative"):
+            loss.backward(retain_graph=True)
+    loss.backward()
+    assert_same(x.grad, torch.autograd.grad(penalty(lambda f: f, net, x).sum(), x)[0], eps=64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_nodes
-from functx._errors import ReplayError
+from functx._errors import RematError, ReplayError
 from functx._remat._apart import hooked, nodes_apart, watch_results
 from functx._remat._constant import foreign_bits, without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
@@ -249,8 +249,20 @@ def _hung(node: Any, t: Tensor, hooks: Any) -> None:
     payload.region.hung = {**payload.region.hung, (payload.level, place): weakref.ref(hooks)}
 
 
+def _can_be_compiled(node: Any) -> None:
+    """Compiled autograd adds up what comes by all edges, of which some get nothing."""
+    if len(node.next_functions) > len(node.payload.needed):
+        raise RematError(
+            f"remat: compiled autograd does not know that the {node.payload.region.options.name} "
+            "hands nothing to the result that it reads. Turn it off for a second derivative: call "
+            "backward outside of torch._dynamo.compiled_autograd._enable, or with "
+            "torch._dynamo.config.compiled_autograd = False; or let go of the region's result."
+        )
+
+
 _torch_nodes.wrap_hook_registration(RegionNode, _watched)
 _torch_nodes.tell_of_hooks(RegionNode, _hung)
+_torch_nodes.let_compiled_autograd_see(RegionNode, _can_be_compiled)
 
 
 def _same(t: Tensor) -> Tensor:

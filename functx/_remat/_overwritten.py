@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from functx import _torch
+from functx import _torch, _torch_nodes
 from functx._errors import RematError
 from functx._remat._holders import base_of
 from functx._remat._levels import at_level
@@ -264,6 +264,9 @@ class _Following(_torch.SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[None, Tensor]:
         return None, cotangent
+
+
+_torch_nodes.let_compiled_autograd_see(_Following)
 
 
 def let_write(standin: Tensor, leaves: dict[int, Tensor]) -> None:
