@@ -38,6 +38,11 @@ def _precision(backend: str, operation: str) -> tuple[Callable[[], Any], Callabl
     return read, change
 
 
+def _overriding(wanted: bool) -> None:
+    state = _C._TorchFunctionState
+    _C._set_torch_function_state(state.ENABLED if wanted else state.SUBCLASSES_DISABLED)
+
+
 def _unpacked(write: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda values: write(*values)
 
@@ -61,6 +66,8 @@ def _of_einsum(name: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]
 _UNSET = object()
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
+    # Whether subclasses override functions: not in a backward pass that one of them started.
+    (_C._is_torch_function_enabled, _overriding),
     (_C._get_deterministic_algorithms, _deterministic),
     (_C._get_deterministic_algorithms_warn_only, _warning_only),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),

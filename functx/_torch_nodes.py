@@ -185,12 +185,14 @@ def _names_of_saved(kind: type) -> Sequence[str] | None:
     return ("", *(name for name in dir(kind) if name.startswith("_saved_")))
 
 
-def tensor_over(t: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+def tensor_over(
+    t: torch.Tensor, requires_grad: bool, kind: type[torch.Tensor] = torch.Tensor
+) -> torch.Tensor:
     """``t.detach().requires_grad_(requires_grad)`` of a plain tensor, shown to no dispatch mode.
 
     To be shown a ``detach`` takes modes more time than all else about it.
     """
-    return torch.Tensor._make_subclass(torch.Tensor, t, requires_grad)
+    return torch.Tensor._make_subclass(kind, t, requires_grad)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -161,6 +161,19 @@ def test_flags_of_modes_do_not_stay_after_threads():
     assert not _python_dispatch._is_in_any_mode_without_ignore_compile_internals
 
 
+def test_whether_subclasses_override_functions_is_a_setting():
+    before = _torch_kernels.settings()
+    with torch._C.DisableTorchFunctionSubclass():
+        off = _torch_kernels.settings()
+        assert sum(a != b for a, b in zip(before, off)) == 1
+        _torch_kernels.put_back(before)
+        assert torch._C._is_torch_function_enabled()
+    _torch_kernels.put_back(off)
+    assert not torch._C._is_torch_function_enabled()
+    assert not torch._C._is_torch_function_all_disabled()
+    _torch_kernels.put_back(before)
+
+
 def test_settings_of_kernels_are_put_back(monkeypatch):
     """All of them, also those that apply because they are set for more."""
     # Torch's database of operators, which other tests import, forbids to set what is set here.

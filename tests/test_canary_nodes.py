@@ -127,6 +127,7 @@ def test_a_leaf_is_made_over_a_tensor_unseen():
     assert leaf.requires_grad
     assert leaf.data_ptr() == t.data_ptr()
     assert not leaf._is_view()
+    assert type(_torch_nodes.tensor_over(leaf, True, torch.nn.Parameter)) is torch.nn.Parameter
     with torch.no_grad():
         t.add_(1)
     assert leaf._version == t._version == 1

@@ -38,6 +38,7 @@ LAYERS = [
         "functx._remat._levels",
         "functx._remat._options",
         "functx._remat._slots",
+        "functx._remat._alike",
         "functx._remat._tapes",
     ),
     ("functx._remat._holders",),

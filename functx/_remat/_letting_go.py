@@ -45,6 +45,7 @@ def can_go(t: Tensor) -> bool:
         base = _torch.get_unwrapped(base)
     return (
         type(base) is Tensor
+        and not base.__dict__  # what stands for it has them: `_alike`
         and base.layout is torch.strided
         and base.nbytes >= _WORTH
         and not (base.is_conj() or base.is_neg() or base.is_inference() or is_zero_tensor(base))

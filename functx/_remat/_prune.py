@@ -11,6 +11,7 @@ from torch import Tensor
 from functx import _torch, _torch_operators
 from functx._offload import Fetcher
 from functx._places import describe_place, where
+from functx._remat._alike import UNREAD, alike, is_marked
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
@@ -271,12 +272,16 @@ def placeholder(t: Tensor) -> Callable[[], Tensor]:
         return lambda: t  # forward mode's zeros have no memory
     layout, conjugate, negative = layout_of(t), t.is_conj(), t.is_neg()
     requires = t.requires_grad
+    kind, attributes = (t.__class__, dict(t.__dict__)) if is_marked(t) else (Tensor, None)
 
     def make() -> Tensor:
         with watching(False), _torch.cleared_interpreter_stack():
             made = empty(layout)
             made = made.conj() if conjugate else made
-            return _requiring(_torch_operators.neg_view(made) if negative else made, requires)
+            made = _torch_operators.neg_view(made) if negative else made
+            if attributes is not None:
+                made = alike(made, kind, dict(attributes))
+            return _requiring(made, requires)
 
     return make
 
@@ -301,10 +306,10 @@ def _wrapped(t: Tensor) -> Callable[[], Tensor]:
 def _requiring(t: Tensor, requires: bool) -> Tensor:
     if requires:
         _torch.require_grad(t)  # what it returns may be a wrapper of the innermost level
-        t._functx_unread = True  # type: ignore[attr-defined]
+        setattr(t, UNREAD, True)
     return t
 
 
 def is_unread(t: Tensor) -> bool:
     """Whether ``t`` is a placeholder: a tape may end there, as no derivative comes from it."""
-    return getattr(t, "_functx_unread", False)
+    return getattr(t, UNREAD, False)

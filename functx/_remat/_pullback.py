@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
+from functx._remat._alike import alike
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._other_names import OtherNames
@@ -74,11 +75,13 @@ class Pullback:
         by_name: whether Python is on the tape. ``NOTE [two names]`` in `_other_names`.
         lends: whether cotangents are aliases that can be let go. ``NOTE [let go]``.
         passing: inputs that are such aliases, too.
+        marked: whether an input has a class of its own, or attributes. `_alike`.
         cut: where the tape of the replay is cut, if somewhere. ``NOTE [read results]``.
         names: the stand-ins on the tape, and what they stand for, if that may make a difference.
     """
 
     cut: Cut | None = None
+    marked = False
     names: OtherNames | None = None
 
     def __init__(
@@ -159,11 +162,28 @@ def _plain(
         else _leaf(t)
         for i, (t, require) in enumerate(zip(primals, pullback.requires))
     ]
+    looks = _look_alike(pullback, inputs, primals) if pullback.marked else ()
     if pullback.by_name and not (recording or _torch.tracing()):
         own = [(t, p) for t, p in zip(inputs, primals) if t is not p]
         pullback.names = OtherNames(own) if own else None
     wanted = pullback.want(pullback.wanted, kept, pullback.passing)
-    return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
+    outs = pullback.fn(*inputs)
+    for t, attributes in looks:
+        alike(t, t.__class__, attributes)
+    return _tape(pullback, inputs, outs, wanted)
+
+
+def _look_alike(
+    pullback: Pullback, inputs: list[Tensor], primals: Sequence[Tensor]
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Make the stand-ins look like what they stand for; those, and whose attributes they have."""
+    looks = []
+    for i, (t, p, require) in enumerate(zip(inputs, primals, pullback.requires)):
+        if require:
+            attributes = p.__dict__
+            inputs[i] = alike(t, p.__class__, dict(attributes))
+            looks.append((inputs[i], attributes))
+    return looks
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ def gradients_of(
     pullback = Pullback(fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
     if beside is not None:
         pullback.cut = beside
+    if region.marked:
+        pullback.marked = True
     ledger = region.ledger
     pullback.by_name = ledger is None or ledger.python_on_tape
     if payload.absent:

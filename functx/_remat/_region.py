@@ -1,10 +1,9 @@
 """One call of a remat'd function: what it takes, what it met, how it runs again.
 
-A region is a function over flat tensors, with everything else (flags, tree structure, result
-structure) folded into its ``body``. Its inputs are *explicit* (the tensors among the arguments)
-or *captured* (tensors of any transform level that the body reached by closure, attribute or
-global). Captures are found while the body runs for the first time; from then on they are inputs
-like the others, and a region is a pure function of both.
+A region is a function over flat tensors, with everything else (flags, tree structures) folded into
+its ``body``. Its inputs are *explicit* (the tensors among the arguments) or *captured* (tensors of
+any transform level that the body reached by closure, attribute or global). Captures are found while
+the body runs first; from then on they are inputs, and a region is a pure function of both.
 
 NOTE [levels]
 A region called under transforms 1..N is lowered through them from the innermost outwards. Each
@@ -91,6 +90,7 @@ class Region:
         needed: for each input, explicit and captured, whether a pullback reads it.
         kept: results of operations that the policy keeps, until nodes hold them.
         inner_keeps: what regions inside keep, in the order in which they began.
+        marked: whether an input has a class of its own, or attributes. `_alike`.
         connected: inputs that a pullback needs, read or not: what was kept depends on them.
         passing: for each input, whether a replay reads it but no tape of it. ``NOTE [let go]``.
         unread: for each constant, whether no pullback reads it; empty if there is none such.
@@ -114,7 +114,7 @@ class Region:
     originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
     outer: Any = None
     outer_levels: Any = None
-    n_captured = 0
+    marked, n_captured = False, 0
     overwritten: Sequence[int] = ()
     owners: Sequence[Tensor] = ()
     passed_on: Sequence[PassedOn] = ()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_nodes, _torch_vmap
 from functx._remat import _scripted as _scripted  # which observes calls of scripts
+from functx._remat._alike import alike
 from functx._remat._apart import has_left
 from functx._remat._capture import FirstRun
 from functx._remat._environment import Environment
@@ -64,7 +65,14 @@ class EagerFrame(Frame):
     def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
         """A leaf of the throw-away tape."""
         (value,) = values
-        leaf = _torch.detached(value).requires_grad_() if slot else value
+        leaf = value
+        if slot:
+            leaf, attributes = _torch.detached(value).requires_grad_(), value.__dict__
+            if attributes or value.__class__ is not Tensor:
+                self.region.marked = True
+                leaf = alike(leaf, value.__class__, attributes)
+            else:
+                leaf.__dict__ = attributes
         first = self.region.first_run
         if first is not None:  # else it is traced, after its first run
             self.leaves.append(id(leaf))
@@ -85,8 +93,11 @@ class EagerFrame(Frame):
             self.slots.append(True)
             if dispatch_mode_depth() != self._looked_at:
                 self._looked_at, self._traced = dispatch_mode_depth(), _torch.tracing()
-            if self._traced or type(t) not in PLAIN:
+            if self._traced or type(t) not in PLAIN or t.__dict__:
                 leaf = _torch.detached(t).requires_grad_()
+                if t.__dict__ or type(t) not in PLAIN:
+                    self.region.marked = True
+                    leaf = alike(leaf, type(t), t.__dict__)
             else:
                 leaf = tensor_over(t, True)
             self.region.first_run.leaves[id(leaf)] = leaf
