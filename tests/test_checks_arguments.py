@@ -1,5 +1,7 @@
 """Arguments that are no tensors: a replay that is given others than the forward was is found."""
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from programs import identity
 from references import assert_same
 from right import X, check
+from torch import nn
 
 import functx
 
@@ -101,3 +104,64 @@ def test_tensors_in_a_named_tuple_are_inputs_too():
         return torch.autograd.grad((out + captured).sum(), (x, w))
 
     assert_same(program(functx.remat), program(identity))
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factors = iter([2.0, 3.0])
+
+    def forward(self, x):
+        return x * next(self.factors)
+
+
+ADVANCED = [2.0, 3.0, 4.0]
+GLOBAL = itertools.count(2)
+TAKEN_FROM = iter(ADVANCED)
+
+
+def all_of(iterator):
+    def f(x):
+        for factor in iterator:
+            x = x * factor
+        return x
+
+    return f
+
+
+def nested(f):
+    return lambda x: f(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (all_of(iter(ADVANCED)), r"'iterator' \(list_iterator\)"),
+        (nested(all_of(map(float, ADVANCED))), r"'iterator' \(map\)"),
+        (all_of(factor for factor in ADVANCED), r"'iterator' \(generator\)"),
+        (lambda x: x * next(GLOBAL), r"'GLOBAL' \(count\)"),
+        (lambda x, it=TAKEN_FROM: x * next(it), r"'it' \(list_iterator\)"),
+        (functools.partial(lambda it, x: x * next(it), iter(ADVANCED)), r"an argument \(list_it"),
+        (Takes(), r"'Takes.factors' \(list_iterator\)"),
+    ],
+)
+def test_iterators_are_named_where_a_replay_departs(body, says):
+    """A replay is given what comes next."""
+    y = functx.remat(body)(torch.ones(3, requires_grad=True))
+    with pytest.raises(functx.ReplayError, match=rf"reaches an iterator, {says}.*take from it out"):
+        y.sum().backward()
+
+
+def test_an_iterator_that_is_an_argument_is_named():
+    y = functx.remat(lambda x, it: x * next(it))(torch.ones(3, requires_grad=True), iter(ADVANCED))
+    with pytest.raises(functx.ReplayError, match=r"an argument \(list_iterator\)"):
+        y.sum().backward()
+
+
+def test_where_there_is_no_iterator_none_is_named():
+    flags = [2.0]
+    y = functx.remat(lambda x: x * flags[0])(torch.ones(3, requires_grad=True))
+    flags[0] = 3.0
+    with pytest.raises(functx.ReplayError) as error:
+        y.sum().backward()
+    assert "reaches an iterator" not in str(error.value)

@@ -88,7 +88,7 @@ LAYERS = [
     ("functx._remat._whole",),
     ("functx._pullback", "functx._jacobian", "functx._transforms", "functx._vmap"),
     ("functx._linearize",),
-    ("functx._remat._departure", "functx._remat._checksum"),
+    ("functx._remat._departure", "functx._remat._checksum", "functx._remat._iterators"),
     ("functx._remat._replay",),
     ("functx._remat._recording",),
     ("functx._remat._region", "functx._remat._kept_inside"),

@@ -156,8 +156,10 @@ def test_compiled_autograd_of_a_second_derivative():
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())).double()
     x = X[None].clone().requires_grad_()
     loss = penalty(functx.remat, net, x).sum()
-    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
-        with pytest.raises(functx.RematError, match="Turn it off for a second derivative"):
-            loss.backward(retain_graph=True)
+    with (
+        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+        pytest.raises(functx.RematError, match="Turn it off for a second derivative"),
+    ):
+        loss.backward(retain_graph=True)
     loss.backward()
     assert_same(x.grad, torch.autograd.grad(penalty(lambda f: f, net, x).sum(), x)[0], eps=64)

@@ -19,7 +19,7 @@ _BEFORE, _AFTER = 4, 3
 """How many operations are shown around the first that differs."""
 
 
-_WHY = (
+WHY = (
     "A region must do the same each time it runs, so something it reads (a flag, a counter, a "
     "global, train() or eval()) changed between forward and backward. Pass what changes as an "
     "argument, or keep it until the backward has run."
@@ -33,7 +33,7 @@ def departed(
     forward: Sequence[Entry],
     place: Place | None = None,
     replay: Sequence[Entry] | None = None,
-    why: str = _WHY,
+    why: str = WHY,
 ) -> ReplayError:
     """The error of a replay that departs from its forward.
 

@@ -150,21 +150,21 @@ class Body:
         self._first: Callable[..., Any] | None = f
         self._spec = spec
         self._where = where
-        self._statics = statics
+        self.statics = statics
         self._out: Any = None
         self._emptied: dict[int, Any] = {}  # by id, containers that are copied for each replay
         # No cell of the user's: the result of this very call may end up in it, as in
         # ``x = remat(lambda: g(x))()``, and nothing could free them.
-        self._function, self._cells = f, snapshot(f)
+        self.function, self._cells = f, snapshot(f)
         if self._cells:
-            self._function = rebound(f, self._cells)
-            self._cells = snapshot(self._function)
+            self.function = rebound(f, self._cells)
+            self._cells = snapshot(self.function)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         first, self._first = self._first, None
         f = first
         if f is None:
-            f = self._function
+            f = self.function
             if self._cells or self._emptied:
                 f = rebound(f, self._cells, marked=self._emptied)
         if self._spec is None:  # all arguments are tensors
@@ -172,7 +172,7 @@ class Body:
         else:
             leaves = [
                 static if place is None else tensors[place]
-                for place, static in zip(self._where, self._statics)
+                for place, static in zip(self._where, self.statics)
             ]
             args, kwargs = tree = _tree.unflatten(self._spec, leaves)
             if self._given is not None:
@@ -213,11 +213,11 @@ class Body:
             if is_input(key := id(t)) and (instead := memoryless(t, key not in unread)) is not None:
                 tensors[key] = instead
         if tensors:
-            self._function = rebound(self._function, self._cells, tensors=tensors)
-            self._cells = snapshot(self._function)
+            self.function = rebound(self.function, self._cells, tensors=tensors)
+            self._cells = snapshot(self.function)
 
     def _closed_over(self) -> list[Tensor]:
-        f = self._function
+        f = self.function
         found = [c for _, c in self._cells.values() if isinstance(c, Tensor)]
         if isinstance(f, functools.partial):
             found += [x for x in (*f.args, *f.keywords.values()) if isinstance(x, Tensor)]
@@ -238,8 +238,8 @@ class Body:
             for key, (cell, contents) in self._cells.items()
         }
         copies: Copies = {}
-        self._function = rebound(self._function, cells, held=held, copies=copies, before=before)
-        self._cells = snapshot(self._function)
+        self.function = rebound(self.function, cells, held=held, copies=copies, before=before)
+        self._cells = snapshot(self.function)
         # What an earlier call emptied stays so, but for what this one has replaced.
         before = {key: c for key, c in self._emptied.items() if key not in copies}
         found = reached(new for _, new in copies.values())

@@ -17,7 +17,7 @@ from functx import _torch
 from functx._places import where
 from functx._remat._aliases import PassedOn, known_again
 from functx._remat._arguments import NUMBERS, same
-from functx._remat._departure import departed
+from functx._remat._departure import WHY, departed
 from functx._remat._entry import (
     KNOWN,
     MADE_HERE,
@@ -31,6 +31,7 @@ from functx._remat._entry import (
 )
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
+from functx._remat._iterators import iterators_reached
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
@@ -284,6 +285,7 @@ class Replay(Tracker):
 
     def _depart(self, how: str, *, ended: bool = False, **more: str) -> NoReturn:
         place = None if ended else where()
+        more.setdefault("why", f"{WHY}{iterators_reached(self._entries)}")
         raise departed(self._name, how, self._at, self._entries, place, self.ran(), **more)
 
     def ran(self) -> Sequence[Entry] | None:
