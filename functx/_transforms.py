@@ -21,10 +21,9 @@ from torch.func import (
     stack_module_state,
 )
 
-from functx import _jacobian, _torch_compiler, _tree, _validate
+from functx import _forward, _jacobian, _torch_compiler, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import AGAIN, Rows, record
-from functx._statistics import forward_mode
 from functx._validate import Argnums
 from functx._vmap import vmap_by_keys
 
@@ -53,9 +52,8 @@ __all__ = [
 
 
 vmap = by_arguments(vmap_by_keys)
-_jacfwd = forward_mode(torch.func.jacfwd)
-jacfwd = by_arguments(_jacfwd)
-jvp = by_primals(forward_mode(torch.func.jvp))
+jacfwd = by_arguments(_forward.jacfwd)
+jvp = by_primals(_forward.jvp)
 
 
 @_torch_compiler.uncompiled
@@ -326,7 +324,7 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     """
     _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
-    transformed = _jacfwd(jacrev(func, argnums), argnums)
+    transformed = _forward.jacfwd(jacrev(func, argnums), argnums)
 
     @_named_after(func)
     def second_derivative(*args: Any) -> Any:

@@ -85,6 +85,11 @@ else:
         return [_torch_pytree.keystr(path) for path, _ in found]
 
 
+def leaves_to_torch(tree: Any) -> list[Any]:
+    """The leaves as functions of torch's own see them, which know no class of optree's alone."""
+    return list(_torch_pytree.tree_leaves(tree))
+
+
 def shown(spec: TreeSpec) -> str:
     """A structure in one line, for messages."""
     return " ".join(str(spec).split())

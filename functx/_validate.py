@@ -7,6 +7,7 @@ called, ``argnums`` of a wrong type) raises there, not at the first call.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +63,7 @@ def check_differentiable(leaf: Any, position: int, api: str) -> None:
     if not isinstance(leaf, torch.Tensor):
         raise ValueError(
             f"{api}: everything differentiated must be a Tensor, got {describe(leaf)} of type "
-            f"{type(leaf).__name__} in argument {position}; convert it with torch.as_tensor, or "
+            f"{type(leaf).__name__} in argument {position}; {_make_it_a_tensor(leaf)}, or "
             "leave it out of argnums"
         )
     if not (leaf.is_floating_point() or leaf.is_complex()):
@@ -71,6 +72,23 @@ def check_differentiable(leaf: Any, position: int, api: str) -> None:
             f"dtype {leaf.dtype} in argument {position}; convert it with .float(), or leave it "
             "out of argnums"
         )
+
+
+def _make_it_a_tensor(leaf: Any) -> str:
+    if dataclasses.is_dataclass(leaf):
+        cls = type(leaf).__name__
+        return f"make its class a pytree, torch.utils._pytree.register_dataclass({cls})"
+    return "convert it with torch.as_tensor"
+
+
+def check_primals(primals: Any, api: str) -> None:
+    """Raises ``RuntimeError`` if a leaf of ``primals``, as torch sees them, is no tensor."""
+    for leaf in _tree.leaves_to_torch(primals):
+        if not isinstance(leaf, torch.Tensor):
+            raise RuntimeError(
+                f"{api}: Expected primals to only contain Tensors, got {type(leaf)}; "
+                f"{_make_it_a_tensor(leaf)}, or close over it"
+            )
 
 
 def split_aux(result: Any, api: str) -> tuple[Any, Any]:

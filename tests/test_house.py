@@ -29,7 +29,7 @@ LAYERS = [
     ),
     ("functx._torch_norms", "functx._statistics"),
     ("functx._tree", "functx._validate", "functx._policies", "functx._where", "functx._unwritten"),
-    ("functx._policy_kinds", "functx._offload"),
+    ("functx._policy_kinds", "functx._offload", "functx._forward"),
     ("functx.checkpoint_policies",),
     ("functx._places", "functx._pictures", "functx._padding"),
     ("functx._storages", "functx._traced", "functx.memory"),

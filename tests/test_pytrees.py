@@ -75,3 +75,54 @@ def test_what_is_no_container_is_not_shared_by_mistake(batch):
         f(W, batch, Y)
     shared = per_sample.grads(lambda w, batch, y: (w * y).sum(), in_dims=(None, None, 0))
     assert shared(W, batch, Y).shape == (5, 3, 2)
+
+
+@dataclasses.dataclass
+class OfOptree:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+FORWARD = {
+    "jvp": lambda f, one: functx.jvp(f, (one,), (one,)),
+    "jacfwd": lambda f, one: functx.jacfwd(f)(one),
+    "hessian": lambda f, one: functx.hessian(f)(one),
+}
+REVERSE = {
+    "grad": lambda f, one: functx.grad(f)(one),
+    "vjp": lambda f, one: functx.vjp(f, one),
+    "jacrev": lambda f, one: functx.jacrev(f)(one),
+    "linearize": lambda f, one: functx.linearize(f, one),
+}
+
+
+def product(one):
+    return (one.x * one.y).sum()
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *REVERSE])
+def test_a_class_that_is_no_pytree_is_named_with_what_makes_it_one(name):
+    """As torch does, which sees no tensors in it."""
+    x = numbers(3)
+    with pytest.raises((ValueError, RuntimeError), match=r"_pytree\.register_dataclass\(Unknown\)"):
+        {**FORWARD, **REVERSE}[name](product, Unknown(x, x))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_takes_what_torch_takes(name):
+    x = numbers(3)
+    found = FORWARD[name](product, Batch(x, x.cos()))
+    expected = getattr(torch.func, name)
+    one = Batch(x, x.cos())
+    wanted = expected(product, (one,), (one,)) if name == "jvp" else expected(product)(one)
+    assert_same(_tree.leaves(found), _tree.leaves(wanted))
+    optree = pytest.importorskip("optree")
+    if not _tree.is_node(OfOptree(x, x)):
+        optree.register_pytree_node(
+            OfOptree, lambda o: ((o.x, o.y), None), lambda _, o: OfOptree(*o), namespace="torch"
+        )
+    functx.grad(product)(OfOptree(x, x))
+    with pytest.raises(RuntimeError, match=r"_pytree\.register_dataclass\(OfOptree\)"):
+        FORWARD[name](product, OfOptree(x, x))
+    with pytest.raises(RuntimeError, match="convert it with"):
+        functx.jvp(lambda x: x, (1.0,), (x,))

@@ -23,7 +23,7 @@ def iterators_reached(entries: Any) -> str:
         entries: the record of its forward, by which the region is known.
     """
     frame: types.FrameType | None = frame_above(1)
-    body = None
+    body: Any = None
     while frame is not None and body is None:
         region = frame.f_locals.get("self")
         if getattr(region, "entries", None) is entries:
