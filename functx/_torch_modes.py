@@ -11,6 +11,9 @@ from torch.utils import _python_dispatch as _dispatch
 push_function_mode = torch._C._push_on_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 
+# Run operators as a node of a tape does when nothing is recorded: by their kernels.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
 # What torch knows of the dispatch modes that are active: it is all that entering one changes
 # beside the stack. Where a torch has other such flags, its own way is taken.
 _FLAGS = (

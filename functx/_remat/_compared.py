@@ -94,6 +94,8 @@ class Compared(Asking):
             return None
         self.nodes = _torch.next_sequence_number() - self._start
         if known is not None and ordinary and self._usual() and known.describes(self):
+            if known.ledger.pullbacks is None:
+                known.ledger.pullbacks = {}  # NOTE [known pullbacks]
             return known
         sightings.differs()
         return None

@@ -57,12 +57,14 @@ class Ledger(Record):
         fetcher: brings these back.
         copied: steps whose results were copied when something was going to write to them.
         plans: what replays run, by what they are for: found out once.
+        pullbacks: those that are known; ``None`` where the run is none of those that are.
     """
 
     copied: Set[int] = frozenset()
     devices: Mapping[int, torch.device] = MappingProxyType({})
     fetcher: Fetcher | None = None
     kept: Sequence[int] = ()
+    pullbacks: dict[Any, Any] | None = None
     _in_sections = 0
     _live: Set[int] = frozenset()  # keys of what a tape holds
     _runs: Sequence[bool] = ()

@@ -12,6 +12,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat._custom import running
 from functx._remat._depth import nested
+from functx._remat._known_pullbacks import known_gradients
 from functx._remat._letting_go import can_go, lent, nobody_differentiates
 from functx._remat._operator import call
 from functx._remat._options import Options
@@ -36,6 +37,28 @@ def gradients_of(
     """
     if not any(needs):
         return [None] * len(needs)
+    ledger = payload.region.ledger
+    if beside is None and ledger is not None and ledger.pullbacks is not None:
+
+        def replayed(saved: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
+            return _replayed(payload, saved, needs, wanted, cotangents, cut)
+
+        asked = (*needs,), (*wanted,), (*cut,)
+        found = known_gradients(payload, saved, cotangents, asked, replayed)
+        if found is not None:
+            return found
+    return _replayed(payload, saved, needs, wanted, cotangents, cut, beside)
+
+
+def _replayed(
+    payload: Any,
+    saved: list[Tensor],
+    needs: Sequence[bool],
+    wanted: Sequence[int],
+    cotangents: list[Tensor],
+    cut: Sequence[bool],
+    beside: Cut | None = None,
+) -> list[Tensor | None]:
     fn, region = payload.fn, payload.region
     if beside is not None or (torch.is_grad_enabled() and not _torch.tracing()):
         fn = Replayed(fn, region, payload.level, beside)
