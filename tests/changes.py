@@ -85,6 +85,13 @@ CHANGES = {
     "one operation less": lambda x, flag: torch.exp(x if flag else torch.sin(x)) * x,
     "another number": lambda x, flag: torch.exp(x * (3 if flag else 2)) * x,
     "a number of another type": lambda x, flag: torch.exp(x * (2.0 if flag else 2)) * x,
+    "numbers in another order": lambda x, flag: (
+        torch.where(x > 0.5, *((2.0, x) if flag else (x, 2.0))) * x
+    ),
+    "a number to the power of": lambda x, flag: torch.pow(*((2, x) if flag else (x, 2))) * x,
+    "the sign of a zero": lambda x, flag: torch.copysign(x, -0.0 if flag else 0.0) * x,
+    "a bound of the other kind": lambda x, flag: x.clamp(**{"min" if flag else "max": 0.5}) * x,
+    "a list in place of a tuple": lambda x, flag: x.exp()[[0, 1] if flag else (0, 1)].sum() * x,
     "another keyword": lambda x, flag: x.exp().sum(**{"dim" if flag else "axis": 0}) * x,
     "another constant": lambda x, flag: torch.exp(x * CONSTANTS[flag]) * x,
     "a capture that requires grad": lambda x, flag: (

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("hooks")
 
 X = numbers(3, 4)
 W = numbers(4, 4, start=0.3)
-RUNS = _known_runs.ALIKE + 2
+RUNS = _known_runs.ALIKE + 4  # from the third of these on, a pullback is no replay
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_code_that_ran_alike_has_no_ledger(ledgers):
 
 
 # What torch.vmap has not.
-UNBATCHED = {"a shape that values decide", "looked at"}
+UNBATCHED = {"a shape that values decide", "looked at", "a list in place of a tuple"}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_more_code_than_is_remembered_leaves_room_for_the_last(monkeypatch, told
     monkeypatch.setattr(_known_runs, "_OPERATIONS", 8)
     for n in range(1, 12):
         gradients(functx.remat(torch.sin), numbers(n))
-    for _ in range(RUNS):
+    for _ in range(_known_runs.ALIKE + 2):
         gradients(functx.remat(torch.sin), numbers(11))
     assert told == [True, True, True]
 

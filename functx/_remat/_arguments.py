@@ -17,11 +17,17 @@ SCALARS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
+TENSOR, LIST, SLICE = "a tensor", "a list", "a slice"
+"""Stand among them where they tell ``where(c, 1, t)`` from ``where(c, t, 1)``.
+
+Where a tensor follows a number, where a list ends, and a slice.
+"""
+
 NUMBERS = frozenset({int, float, bool, type(None)})
 """Types of most of them."""
 
-SIMPLE = NUMBERS | {str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-"""Types of nearly all of them."""
+SIMPLE = frozenset({*SCALARS} - {range} | NUMBERS)
+"""Types of nearly all of them, which nothing in them can change."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TYPES = (int, float, complex, bool)
@@ -32,9 +38,14 @@ def same(recorded: Sequence[Any], now: Sequence[Any]) -> bool:
     if len(recorded) != len(now):
         return False
     for a, b in zip(recorded, now):
-        if not (a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))):
+        if not (a is b or (type(a) is type(b) and (_equal(a, b) or (a != a and b != b)))):
             return False
     return True
+
+
+def _equal(a: Any, b: Any) -> Any:
+    """``a == b``, but for zeros of other signs."""
+    return a == b and (a.__class__ not in (float, complex) or repr(a) == repr(b))
 
 
 def token(a: Any) -> Any:

@@ -204,8 +204,6 @@ class FirstRun(Compared):
                 return self.run_resolved(func, self.swap_all(args))
             if known.nothing:
                 return func(*args, **kwargs)
-        if kwargs and self.layouts is not None:
-            self.names.append((len(self.entries), *kwargs))
         return self._run_any(func, args, kwargs)
 
     def run_resolved(self, func: Any, args: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._apart import Reached
-from functx._remat._arguments import NUMBERS
+from functx._remat._arguments import NUMBERS, TENSOR
 from functx._remat._asking import Asking
 from functx._remat._entry import KNOWN, MAKES, Entry
 from functx._remat._escape import Birth
@@ -32,9 +32,8 @@ class Compared(Asking):
     expected: KnownRun | None = None
     # The surroundings that decide what runs.
     settings: Any = None
-    # The layouts of what operations gave, and the names of their keywords, where they count.
+    # The layouts of what operations gave, where they count.
     layouts: list[Any] | None = None
-    names: list[Any]
     # Of the tape: how many nodes were made, what is compared of them, and where it ends: the frame,
     # and the place there of the input that the leaf stands for.
     nodes = 0
@@ -60,7 +59,7 @@ class Compared(Asking):
             self.settings = surroundings, levels
             found = sightings_of(*region.reaches, region.inputs, levels)
             if found is not None:
-                self.layouts, self.names, self.sightings = [], [], found
+                self.layouts, self.sightings = [], found
                 self.expected = found.expected()
                 if self.expected is not None and self.expected.settings != self.settings:
                     self.expected = None  # as no run was: it needs a ledger
@@ -168,9 +167,12 @@ class Compared(Asking):
         As `swap_all`, `as_expected` and `made`, in one piece: most operations come by here.
         """
         index, births, sources = self._index, self._births, self._sources
+        scalars = self._scalars
         swapped: list[Any] = []
         for a in args:
             if isinstance(a, Tensor):
+                if scalars:
+                    scalars.append(TENSOR)
                 key = id(a)
                 if key in index and (found := index[key])[0] is a:
                     sources.append(found[2])
@@ -182,14 +184,14 @@ class Compared(Asking):
                     if sources[-1] < 0:
                         self.odd = True
             elif a.__class__ in NUMBERS:
-                self._scalars.append(a)
+                scalars.append(a)
             else:
                 a = self.swap(a)
             swapped.append(a)
         entries = self.entries
         at = len(entries)
         entry = known.entries[at] if at < len(known.entries) else None
-        if entry is None or not fits(entry, func, sources, self._scalars):
+        if entry is None or not fits(entry, func, sources, scalars):
             self.departs()
             return self.run_resolved(func, swapped)
         entries.append(entry)

@@ -26,7 +26,7 @@ from functx import _torch
 from functx._errors import RematError, not_initialized
 from functx._remat._about_gradients import AboutGradients
 from functx._remat._aliases import PassedOn, passed_on
-from functx._remat._arguments import NUMBERS
+from functx._remat._arguments import NUMBERS, TENSOR
 from functx._remat._constant import Constant
 from functx._remat._entry import KNOWN, MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
@@ -107,6 +107,8 @@ class Standins(AboutGradients):
         swapped = []
         for a in values:
             if isinstance(a, Tensor):
+                if self._scalars:
+                    self._scalars.append(TENSOR)
                 key = id(a)
                 if key in index and (found := index[key])[0] is a:
                     sources.append(found[2])

@@ -16,6 +16,7 @@ containers, random numbers), there is an ordinary replay as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ _MANY = 16
 _PLAIN = frozenset(PLAIN)
 
 
-class _Known:
+class Known:
     """What is known of a pullback.
 
     Attributes:
         code: what does the same; ``None`` where there is none.
-        seen: whether it has been compared with a replay when it ran.
+        seen: whether it has run, and was compared with a replay.
     """
 
     __slots__ = ("code", "seen")
@@ -75,56 +76,72 @@ def known_gradients(
     if not _is_usual(payload) or region.environment.restored() is not None:
         return None
     name = region.options.name
-    constants = [c.for_replay(name) for c in region.constants if not c.is_absent()]
-    given = [*saved, *constants, *cotangents]
+    given = [*saved, *[c.for_replay(name) for c in region.constants if not c.is_absent()]]
+    kept = len(given)
+    given += cotangents
     layouts = _layouts(given)
     if layouts is None:
         return None
     pullbacks, key = region.ledger.pullbacks, (asked, layouts)
     known = pullbacks.get(key)
-    if known is not None and (known.code is None or known.seen):
-        if known.code is None:
-            return None
+    if known is not None and known.seen:
         saved.clear()
         cotangents.clear()
-        del constants
         with shown(region.options, replay=True), below_autograd():
-            return known.code(given)
+            return known.code(given)  # type: ignore[no-any-return]
     if known is None:
-        # Two that are one now may be two another time, and each is known by its memory.
-        keys = storage_keys(given)
-        kept = len(given) - len(cotangents)
-        if len(pullbacks) >= _MANY or not {*keys[kept:]}.isdisjoint(keys[:kept]):
+        if len(pullbacks) >= _MANY or not _are_apart(given, kept):
             return None
-        if len({*keys[kept:]}) < len(cotangents):
-            return None
-        environment = region.environment
-        recorder = Recorder(given, kept, lambda: environment.restored() is None)
-
-        def first() -> Sequence[Tensor | None]:
-            with recorder:
-                results = pull_back([*saved], [*cotangents])
-            known = pullbacks[key] = _Known(recorder.code(results))
-            return results if known.code is not None else ()
+        known, bits = _written_down(region, given, kept, pull_back, [*saved], [*cotangents])
+    elif known.code is not None:
+        bits = _bits_of(known.code, [*given])
     else:
-
-        def first() -> Sequence[Tensor | None]:
-            assert known is not None and known.code is not None
-            with below_autograd():
-                return known.code([*given])
-
-    try:
-        bits = [*map(_bits, first())]
-    except Exception:  # also where memory runs out: the replay says what there is to say
-        pullbacks[key] = _Known(None)
-        bits = []
-    del given, constants
+        return None
+    del given
     gradients = pull_back(saved, cotangents)
-    if known is not None:
-        known.seen = True
-    if bits and bits != [*map(_bits, gradients)]:
-        pullbacks[key] = _Known(None)
+    known.seen = key in pullbacks
+    if bits is None or bits != [*map(_bits, gradients)]:
+        known.code, known.seen = None, False
+    pullbacks[key] = known
     return gradients
+
+
+def _written_down(
+    region: Any, given: Sequence[Tensor], kept: int, pull_back: PullBack, *of: list[Tensor]
+) -> tuple[Known, Any]:
+    """A pullback that is not known yet, and the bits of its gradients."""
+    environment = region.environment
+    recorder = Recorder(given, kept, lambda: environment.restored() is None)
+    known = Known(None)
+
+    def code(_: Any) -> Sequence[Tensor | None]:
+        with recorder:
+            results = pull_back(*of)
+        known.code = recorder.code(results)
+        return results if known.code is not None else ()
+
+    return known, _bits_of(code, [])
+
+
+def _bits_of(code: Callable[[list[Tensor]], Sequence[Tensor | None]], given: list[Tensor]) -> Any:
+    """Those of its results; ``None`` where it fails: the replay says what there is to say."""
+    try:
+        with below_autograd() if given else nullcontext():
+            results = code(given)
+        return [*map(_bits, results)]
+    except Exception:
+        return None
+
+
+def _are_apart(given: Sequence[Tensor], kept: int) -> bool:
+    """Whether no cotangent has memory of anything else.
+
+    In code each is known by its memory, and what is one now may be two another time. That of inputs
+    and constants is shared in all known runs, or in none.
+    """
+    keys = storage_keys(given)
+    cotangents = {*keys[kept:]}
+    return len(cotangents) == len(given) - kept and cotangents.isdisjoint(keys[:kept])
 
 
 def _is_usual(payload: Any) -> bool:
@@ -139,7 +156,6 @@ def _is_usual(payload: Any) -> bool:
         or region.left
         or region.retained
         or region.overwritten
-        or region.passed_on
         or torch.is_grad_enabled()
         or _torch.function_mode_depth()
         or _torch.dispatch_mode_depth()
@@ -157,9 +173,15 @@ def _layouts(tensors: Sequence[Tensor]) -> Any:
     if not _PLAIN.issuperset(map(type, tensors)):
         return None
     try:
-        return (*[(t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()) for t in tensors],)
+        return (
+            *[(t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()) for t in tensors],
+        )
     except RuntimeError:  # of another layout
         return None
+
+
+def _layout(t: Tensor) -> Any:
+    return t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
 
 
 def _bits(t: Tensor | None) -> Any:

@@ -59,7 +59,7 @@ class KnownRun:
     """
 
     __slots__ = (
-        *("ends", "entries", "externals", "groups", "ledger", "looks", "made", "names", "needed"),
+        *("ends", "entries", "externals", "groups", "ledger", "looks", "made", "needed"),
         *("nodes", "origins", "passing", "relations", "settings", "shared", "tape", "unread"),
     )
 
@@ -73,7 +73,6 @@ class KnownRun:
     ) -> None:
         self.entries = first.entries
         self.made = first.layouts
-        self.names = first.names
         self.origins = first.origins
         self.looks = first.looks
         self.settings = first.settings
@@ -92,7 +91,6 @@ class KnownRun:
         return (
             len(first.entries) == len(self.entries)
             and first.layouts == self.made
-            and first.names == self.names
             and first.origins == self.origins
             and first.looks == self.looks
             and first.nodes == self.nodes

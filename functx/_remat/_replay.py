@@ -16,7 +16,7 @@ from torch import Tensor
 from functx import _torch
 from functx._places import where
 from functx._remat._aliases import PassedOn, known_again
-from functx._remat._arguments import NUMBERS, same
+from functx._remat._arguments import NUMBERS, TENSOR, same
 from functx._remat._departure import WHY, departed
 from functx._remat._entry import (
     KNOWN,
@@ -106,6 +106,8 @@ class Replay(Tracker):
         for a in args:
             if isinstance(a, Tensor):
                 source = sources[slot] if slot < n else MADE_HERE
+                if scalars:
+                    scalars.append(TENSOR)
                 if source >= 0:
                     a = externals[source]
                 elif numbers.get(id(a)) != source and (
@@ -180,6 +182,8 @@ class Replay(Tracker):
         sources = self._entries[at].sources if at < len(self._entries) else ()
         for a in values:
             if isinstance(a, Tensor):
+                if self._scalars:
+                    self._scalars.append(TENSOR)
                 slot = self._slot
                 if slot < len(sources) and (source := sources[slot]) >= 0:
                     self._slot = slot + 1

@@ -6,7 +6,8 @@ tensor comes from is told by its memory and layout: nothing of Python has to be 
 made unseen (memory that stands for an input that is not kept) is not known, and neither is what is
 computed from it; no gradient may be. What no gradient comes from is left out.
 
-The code holds no tensors, and each goes with its last use.
+The code holds no tensors but short ones that the body makes of numbers, and each that it makes
+goes with its last use.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from functx._remat._arguments import SIMPLE
 from functx._remat._step import Kind, kind_of
 from functx._torch_memory import Memories, storage_and_key
 
-_LITERALS = SIMPLE | {complex}
+FILE = "<functx: a pullback>"
+_INDEX = torch.ops.aten.index.Tensor
+_LIFT = torch.ops.aten.lift_fresh.default
+_SHORT = 256  # entries of a tensor that is written out
 _INLINE = frozenset({int, bool, type(None)})
 
 Code = Callable[[list[Tensor]], "list[Tensor | None]"]
@@ -63,6 +67,15 @@ class _Cell:
 
     def __init__(self, number: int) -> None:
         self.number = number
+
+
+class _Literal:
+    """A tensor that Python makes of numbers, which have been compared."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.clone()
 
 
 class _Unknown(Exception):
@@ -127,6 +140,8 @@ class Recorder(_torch.TorchDispatchMode):
         try:
             line = _Line(kind, self._template(args), self._template(kwargs))
         except _Unknown:
+            if kind.func is _LIFT and args[0].numel() <= _SHORT:
+                return _Line(kind, [_Literal(args[0])], {})
             if not kind.opaque and kind.writes:
                 for t in _torch_operators.arguments_written(kind.func, args, kwargs):
                     self._lost(t)
@@ -134,8 +149,8 @@ class Recorder(_torch.TorchDispatchMode):
         except (RuntimeError, NotImplementedError):  # sparse, say
             self._fits = False
             return None
-        bad = kind.opaque or kind.changes_view or not kind.skippable
-        if bad or (kind.writes and not kind.in_place) or not self._usual():
+        bad = kind.opaque or kind.changes_view or (kind.writes and not kind.in_place)
+        if bad or not ((kind.skippable or _takes(kind.func, args)) and self._usual()):
             self._fits = False
             return None
         if kind.writes:
@@ -165,7 +180,7 @@ class Recorder(_torch.TorchDispatchMode):
             return {key: self._template(x) for key, x in tree.items()}
         if isinstance(tree, torch.Size):
             return [*tree]
-        if kind not in _LITERALS:
+        if kind not in SIMPLE:
             raise RuntimeError(f"{kind} is no literal")
         return tree
 
@@ -208,6 +223,12 @@ class Recorder(_torch.TorchDispatchMode):
         return live[::-1]
 
 
+def _takes(func: Any, args: Any) -> bool:
+    """Whether it is an indexing whose indices are numbers: by a mask, values decide the shape."""
+    masks = (torch.bool, torch.uint8)
+    return func is _INDEX and all(t is None or t.dtype not in masks for t in args[1])
+
+
 def _states() -> list[Tensor]:
     """Of all generators that an operation may draw from without being given one."""
     on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
@@ -240,7 +261,7 @@ def _written(lines: Sequence[_Line], given: int, results: Sequence[int | None]) 
             return f"[{', '.join(map(argument, x))}]"
         if type(x) in _INLINE:
             return repr(x)
-        names[name := f"k{len(names)}"] = x
+        names[name := f"k{len(names)}"] = x.value if isinstance(x, _Literal) else x
         return name
 
     body: list[str] = []
@@ -268,6 +289,6 @@ def _written(lines: Sequence[_Line], given: int, results: Sequence[int | None]) 
             f"return [{outs}]",
         ]
     )
-    exec(compile(source, "<functx: a pullback>", "exec"), names)
+    exec(compile(source, FILE, "exec"), names)
     code: Code = names["pull_back"]
     return code

@@ -6,13 +6,11 @@ region's tracker takes the outer one's place until it ends, and the outer sees t
 a single operation.
 
 NOTE [transforms of torch.func]
-A transform that is called inside a region wraps its arguments in C++. While a region runs, the one
-function it wraps them with asks for stand-ins first; other threads, and code outside of regions,
-get the plain function. So does the one that ``vmap`` expands results with.
+Those wrap their arguments in C++. While a region runs, the one function that they do it with asks
+for stand-ins first; elsewhere it is as ever. So is the one that ``vmap`` expands results with.
 
 NOTE [custom functions]
-``Function.apply`` passes through no torch-function mode. ``SingleLevelFunction``, the Python class
-below it, is given an ``apply`` that asks the running region, and whoever is `intercepting`.
+``Function.apply`` passes through no torch-function mode: the class below it asks who is running.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
 from functx._remat._aliases import Aliases
-from functx._remat._arguments import SCALARS, token
+from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
 from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
 from functx._remat._functions import known as known_functions
@@ -42,12 +40,10 @@ from functx._torch import current_graph_task_id, dispatch_mode_depth
 class Tracker:
     """What the first run and a replay do alike for each operation."""
 
-    # What the regions inside keep.
-    inside: Any = None
+    inside: Any = None  # what the regions inside keep
     # Fewer dispatch modes than where the body began: this is the inside of one of them.
     modes = 0
-    # What the generator was seeded with when the body began.
-    seed = 0
+    seed = 0  # of the generator when the body began
     # Whether a node's tape is pulled back, for none of the functions that users wrote.
     pulls_back = False
     # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
@@ -95,16 +91,21 @@ class Tracker:
     def swap(self, a: Any) -> Any:
         """``a`` with every tensor resolved."""
         if isinstance(a, Tensor):
+            if self._scalars:
+                self._scalars.append(TENSOR)
             return self.resolve(a)
         cls = type(a)
         if cls is tuple or cls is list:
             parts = [self.swap(x) for x in a]
+            if cls is list:
+                self._scalars.append(LIST)
             # A custom Function may keep a list, and change it.
             return a if all(map(is_, parts, a)) else cls(parts)
         if isinstance(a, SCALARS):
             self._scalars.append(a)
             return a
         if isinstance(a, dict):
+            self._scalars += a
             named = {k: self.swap(v) for k, v in a.items()}
             return a if all(map(is_, named.values(), a.values())) else named
         if isinstance(a, torch.Generator):
@@ -112,6 +113,7 @@ class Tracker:
             self._scalars.append(a.initial_seed())  # of one made here, and seeded otherwise
             return a
         if isinstance(a, slice):
+            self._scalars.append(SLICE)
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
         if isinstance(a, tuple):  # a named tuple, or torch.Size, which can't be made of stand-ins
             parts = [self.swap(x) for x in a]
@@ -163,6 +165,7 @@ class Tracker:
             self.labelled(str(args[0]))
         given, args = args, self.swap_all(args)
         if kwargs:
+            self._scalars += kwargs  # their names
             kwargs = {k: self.swap(v) for k, v in kwargs.items()}
         if known.draws and (seed := torch.default_generator.initial_seed()) != self.seed:
             self._scalars.append(seed)  # which the body has given it. NOTE [seeds]
