@@ -156,6 +156,12 @@ def argument_names(func: Any) -> frozenset[str]:
     return frozenset(argument.name for argument in func._schema.arguments)
 
 
+def out_of_place(func: Any) -> Any:
+    """The operator that gives what one gives which works in place (``t`` of ``t_``)."""
+    name = func.overloadpacket.__name__.removesuffix("_")
+    return getattr(getattr(_aten, name), func._overloadname)
+
+
 def returns_one_list(func: Any) -> bool:
     """Whether an operator's only result is a list of tensors."""
     returns = func._schema.returns

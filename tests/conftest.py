@@ -10,7 +10,7 @@ from not_yet import NOT_YET
 from unwritten import unwritten_memory_shows
 
 from functx import _unwritten
-from functx._remat import _letting_go
+from functx._remat import _known_runs, _letting_go
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +73,9 @@ def pytest_collection_modifyitems(items):
         for part, reason in NOT_YET.items():
             if part in item.nodeid:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """What other tests ran is not known."""
+    monkeypatch.setattr(_known_runs, "_sightings", {})

@@ -10,13 +10,13 @@ mode, no tape, no second run of torch's engine.
 A dispatch mode may change which formula torch takes for a derivative. So what was written down is
 compared with an ordinary replay, bit by bit, when it is written and when it runs first. Where
 anything is unusual (modes, hooks, transforms, anomaly mode, other surroundings, changed modules or
-containers, random numbers), there is an ordinary replay as ever.
+containers, random numbers), there is an ordinary replay as ever. Under ``vmap``, what the code
+computes with is what is inside of batched tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ from functx._torch_modes import below_autograd
 PullBack = Callable[[list[Tensor], list[Tensor]], "list[Tensor | None]"]
 """An ordinary pullback, of what a node has saved and of cotangents; it empties both lists."""
 
+Levels = tuple[tuple[int, int], ...]
+"""Numbers of levels, outermost first, and the dimension that each maps over."""
+
+_VMAP = _torch.TransformType.Vmap
 _MANY = 16
 _PLAIN = frozenset(PLAIN)
 
@@ -43,14 +47,27 @@ class Known:
 
     Attributes:
         code: what does the same; ``None`` where there is none.
+        levels: for each gradient, those of ``vmap`` at which it is batched, see `_taken_apart`.
         seen: whether it has run, and was compared with a replay.
     """
 
-    __slots__ = ("code", "seen")
+    __slots__ = ("code", "levels", "seen")
 
     def __init__(self, code: Code | None) -> None:
         self.code = code
+        self.levels: Sequence[Levels] = ()
         self.seen = False
+
+    def __call__(self, given: list[Tensor]) -> list[Tensor | None]:
+        """The gradients, from what `_taken_apart` gives; the list is emptied."""
+        assert self.code is not None
+        with _torch.cleared_interpreter_stack(), below_autograd():
+            gradients = self.code(given)
+        if self.levels:
+            for i, levels in enumerate(self.levels):
+                for level, dim in reversed(levels):
+                    gradients[i] = _torch.add_batch_dim(gradients[i], dim, level)
+        return gradients
 
 
 def known_gradients(
@@ -76,31 +93,32 @@ def known_gradients(
     if not _is_usual(payload) or region.environment.restored() is not None:
         return None
     name = region.options.name
-    given = [*saved, *[c.for_replay(name) for c in region.constants if not c.is_absent()]]
-    kept = len(given)
-    given += cotangents
-    layouts = _layouts(given)
-    if layouts is None:
+    constants = [c.for_replay(name) for c in region.constants if not c.is_absent()]
+    kept = len(saved) + len(constants)
+    apart = _taken_apart([*saved, *constants, *cotangents], payload.level > 0)
+    if apart is None:
         return None
+    given, layouts = apart
+    del apart, constants
     pullbacks, key = region.ledger.pullbacks, (asked, layouts)
     known = pullbacks.get(key)
     if known is not None and known.seen:
         saved.clear()
         cotangents.clear()
-        with shown(region.options, replay=True), below_autograd():
-            return known.code(given)  # type: ignore[no-any-return]
+        with shown(region.options, replay=True):
+            return known(given)
     if known is None:
         if len(pullbacks) >= _MANY or not _are_apart(given, kept):
             return None
         known, bits = _written_down(region, given, kept, pull_back, [*saved], [*cotangents])
     elif known.code is not None:
-        bits = _bits_of(known.code, [*given])
+        bits = _bits_of(known, [*given])
     else:
         return None
     del given
     gradients = pull_back(saved, cotangents)
     known.seen = key in pullbacks
-    if bits is None or bits != [*map(_bits, gradients)]:
+    if bits is None or bits != _bits_of(lambda _: gradients, []):
         known.code, known.seen = None, False
     pullbacks[key] = known
     return gradients
@@ -117,7 +135,13 @@ def _written_down(
     def code(_: Any) -> Sequence[Tensor | None]:
         with recorder:
             results = pull_back(*of)
-        known.code = recorder.code(results)
+        found = _taken_apart([g for g in results if g is not None], False)
+        if found is None:
+            return ()
+        plain, layouts = map(iter, found)
+        known.code = recorder.code([None if g is None else next(plain) for g in results])
+        levels = [() if g is None else next(layouts)[0] for g in results]
+        known.levels = levels if any(levels) else ()
         return results if known.code is not None else ()
 
     return known, _bits_of(code, [])
@@ -126,9 +150,7 @@ def _written_down(
 def _bits_of(code: Callable[[list[Tensor]], Sequence[Tensor | None]], given: list[Tensor]) -> Any:
     """Those of its results; ``None`` where it fails: the replay says what there is to say."""
     try:
-        with below_autograd() if given else nullcontext():
-            results = code(given)
-        return [*map(_bits, results)]
+        return [None if g is None else checksum(g) for g in code(given)]
     except Exception:
         return None
 
@@ -148,18 +170,17 @@ def _is_usual(payload: Any) -> bool:
     """Whether nothing is there that an ordinary pullback would take note of."""
     region = payload.region
     return not (
-        payload.level
-        or payload.n_kept
+        payload.n_kept
         or payload.duals is not None
         or payload.apart
         or region.connected
         or region.left
         or region.retained
         or region.overwritten
-        or torch.is_grad_enabled()
+        or (payload.level == 0 and torch.is_grad_enabled())
         or _torch.function_mode_depth()
         or _torch.dispatch_mode_depth()
-        or _torch.peek_interpreter_stack() is not None
+        or any(i.key() != _VMAP for i in _torch.interpreters())
         or _torch.forward_ad_level() >= 0
         or _torch_vmap.legacy_vmap_level()
         or torch.is_anomaly_enabled()
@@ -168,21 +189,28 @@ def _is_usual(payload: Any) -> bool:
     )
 
 
-def _layouts(tensors: Sequence[Tensor]) -> Any:
-    """Of plain tensors; ``None`` if there are others."""
-    if not _PLAIN.issuperset(map(type, tensors)):
-        return None
-    try:
-        return (
-            *[(t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()) for t in tensors],
-        )
-    except RuntimeError:  # of another layout
-        return None
+def _taken_apart(
+    tensors: Sequence[Tensor], at_a_level: bool
+) -> tuple[list[Tensor], tuple[Any, ...]] | None:
+    """The plain tensors inside of some, and for each its levels of ``vmap`` and its layout.
 
-
-def _layout(t: Tensor) -> Any:
-    return t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
-
-
-def _bits(t: Tensor | None) -> Any:
-    return None if t is None else checksum(t)
+    ``None`` where there are others, or a tape at a level of a transform that would be recorded on.
+    """
+    given, layouts = [], []
+    for t in _torch.unwrap_dead(tensors):
+        levels: Levels = ()
+        while _torch.is_wrapped(t):
+            if not _torch.is_batched(t):
+                return None
+            levels += ((_torch.wrapper_level(t), _torch.batch_dim(t)),)
+            t = _torch.get_unwrapped(t)
+        if (
+            type(t) not in _PLAIN
+            or t.layout is not torch.strided
+            or (at_a_level and t.requires_grad)
+        ):
+            return None
+        given.append(t)
+        flags = t.is_conj(), t.is_neg()
+        layouts.append((levels, t.shape, t.stride(), t.dtype, t.device, *flags))
+    return given, tuple(layouts)

@@ -149,8 +149,11 @@ class Recorder(_torch.TorchDispatchMode):
         except (RuntimeError, NotImplementedError):  # sparse, say
             self._fits = False
             return None
-        bad = kind.opaque or kind.changes_view or (kind.writes and not kind.in_place)
-        if bad or not ((kind.skippable or _takes(kind.func, args)) and self._usual()):
+        if kind.changes_view and kind.view:  # for the code, it is another tensor
+            line.kind = kind_of(_torch_operators.out_of_place(kind.func))
+        elif kind.changes_view or kind.opaque or (kind.writes and not kind.in_place):
+            self._fits = False
+        if not (self._fits and (kind.skippable or _takes(kind.func, args)) and self._usual()):
             self._fits = False
             return None
         if kind.writes:
