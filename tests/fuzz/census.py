@@ -10,6 +10,7 @@ from .program import Program
 from .runner import Result
 
 KNOWN = "known from a run before"
+WITHOUT_REPLAY = "a pullback without a replay"
 FEATURES = {
     "operations": (
         *("view", "write", "write to a view", "random", "generator", "random in nested regions"),
@@ -22,7 +23,7 @@ FEATURES = {
         *("nested", "no arguments", "module region", "static argument", "pytree argument"),
         *("pytree result", "several results", "unused result", "integer or bool result"),
         *("result that is an input", "policy", "write to an argument", "escape"),
-        *("run before", KNOWN),
+        *("run before", KNOWN, WITHOUT_REPLAY),
     ),
     "closures": (
         *("closure", "closure of several levels", "closure of a leaf", "rebound"),
@@ -68,6 +69,7 @@ class Census:
         """A program that agreed."""
         self.holds(program)
         self.features.update([KNOWN] if ours.known else [])
+        self.features.update([WITHOUT_REPLAY] if ours.without_replay else [])
         self.reached += expected.reached
         self.forward += expected.markers
         self.again += ours.markers - expected.markers
