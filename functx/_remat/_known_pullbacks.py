@@ -63,11 +63,15 @@ class Known:
         assert self.code is not None
         with _torch.cleared_interpreter_stack(), below_autograd():
             gradients = self.code(given)
-        if self.levels:
-            for i, levels in enumerate(self.levels):
-                for level, dim in reversed(levels):
-                    gradients[i] = _torch.add_batch_dim(gradients[i], dim, level)
-        return gradients
+        if not self.levels:
+            return gradients
+        return [None if g is None else _batched(g, of) for g, of in zip(gradients, self.levels)]
+
+
+def _batched(t: Tensor, levels: Levels) -> Tensor:
+    for level, dim in reversed(levels):
+        t = _torch.add_batch_dim(t, dim, level)
+    return t
 
 
 def known_gradients(
