@@ -18,6 +18,20 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"remat.*call"):
             functx.remat(f)
 
+    @pytest.mark.parametrize("kind", ["generator", "coroutine", "asynchronous generator"])
+    def test_a_body_that_runs_after_the_call_saves_nothing_and_says_so(self, kind):
+        def generator(x):
+            yield x.sin()
+
+        async def coroutine(x):
+            return x.sin()
+
+        async def asynchronous_generator(x):
+            yield x.sin()
+
+        with pytest.warns(UserWarning, match="outside of any region"):
+            functx.remat(locals()[kind.replace(" ", "_")])
+
     @pytest.mark.parametrize("policy", ["everything", 3, object()])
     def test_unknown_policy(self, policy):
         with pytest.raises((TypeError, ValueError), match=r"unknown policy.*polic"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -17,6 +19,11 @@ from functx._validate import check_budget
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 _CHECKS = ("default", "values", "none")
 
 
@@ -185,6 +192,13 @@ def _rematted(f: Any, options: Options) -> Any:
             "an nn.Module; to set options only, use remat(option=...) as a decorator."
         )
     o = replace(options, name=name_of(f))
+    if any(runs_later(f) for runs_later in _RUN_LATER):
+        warnings.warn(
+            f"remat: {o.name} is a generator or coroutine function, whose body runs after "
+            "the call, outside of any region: nothing is computed again. Make a region of what "
+            "it does in between.",
+            stacklevel=3,
+        )
 
     def rematted(*args: Any, **kwargs: Any) -> Any:
         return _function.run(f, args, kwargs, o)
