@@ -19,10 +19,11 @@ from torch import Tensor
 
 from functx import _schedules, _tree
 from functx._errors import RematError, ReplayError
-from functx._remat._by_sight import batched, forget, physical, replaying
+from functx._remat._by_sight import forget, replaying
 from functx._remat._function import run
 from functx._remat._operator import differentiating
 from functx._remat._options import Options
+from functx._remat._tapes import batched, physical
 from functx._remat._tracker import SILENT, tracking
 from functx._remat._watch import watching
 from functx._torch_edges import requires_grad_anywhere

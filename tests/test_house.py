@@ -39,6 +39,7 @@ LAYERS = [
         "functx._remat._options",
         "functx._remat._slots",
         "functx._remat._alike",
+        "functx._remat._cond",
         "functx._remat._tapes",
     ),
     ("functx._remat._holders",),

@@ -76,14 +76,6 @@ class TestOperatorsThatRunFunctions:
 
         check(build, ways=["backward"], eps=32)
 
-    @pytest.mark.filterwarnings("ignore")
-    def test_cond_says_what_to_do_instead(self):
-        def body(x):
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-
-        with pytest.raises(functx.RematError, match="an if of Python"):
-            functx.remat(body)(X.clone().requires_grad_())
-
 
 def hook_on_a_result(remat, net, x):
     y = remat(net)(x)

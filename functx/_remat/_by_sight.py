@@ -150,19 +150,3 @@ def _leaf(t: Any, tracker: FirstRun) -> Any:
     (value,) = values
     tracker.remember(value)
     return value
-
-
-def physical(t: Tensor) -> Tensor:
-    """The plain tensor inside all wrappers."""
-    while _torch.is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-    return t
-
-
-def batched(t: Tensor) -> bool:
-    """Whether a ``vmap`` has different values of ``t`` for its examples."""
-    while _torch.is_wrapped(t):
-        if _torch.is_batched(t):
-            return True
-        t = _torch.get_unwrapped(t)
-    return False

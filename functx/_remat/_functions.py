@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from functx import _torch
+from functx._remat._cond import COND, branch
 from functx._remat._gradients import ABOUT_GRADIENTS
 from functx._remat._writes import only_reads
 
@@ -87,6 +88,7 @@ class Known:
         exports: whether it hands values, or memory, to what is no operation.
         differentiates: whether it is `torch.autograd.grad`.
         gradients: whether `_gradients` is about it.
+        instead: what runs in its place, seen by the region; ``None`` for nearly all.
         ordinary: whether it is none of these, and written in C.
         nothing: whether it is no operation, and none of these either.
     """
@@ -98,6 +100,7 @@ class Known:
             "draws",
             "exports",
             "gradients",
+            "instead",
             "label",
             "looks",
             "nothing",
@@ -110,7 +113,10 @@ class Known:
     def __init__(self, func: Any) -> None:
         name = getattr(func, "__name__", "")
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else None
-        self.python = name == "register_hook" or isinstance(func, _torch.HigherOrderOperator)
+        self.instead = branch if func is COND else None
+        self.python = name == "register_hook" or (
+            isinstance(func, _torch.HigherOrderOperator) and self.instead is None
+        )
         if name == "__get__":
             self.passive = attribute not in TENSOR_GETTERS
             self.python = attribute == "grad_fn"  # to hang a hook on, perhaps
@@ -121,7 +127,7 @@ class Known:
             self.passive = attribute == "_backward_hooks"
         else:
             # What asks torch for a device may make one the first time, and know it later.
-            self.passive = name in PASSIVE or func is torch.device
+            self.passive = name in PASSIVE or func in (torch.device, COND)
         self.looks = self.passive and (name in _LOOKS or attribute in _OWN)
         self.exports = (attribute or name) in _EXPORTS
         self.custom = isinstance(func, _torch.HigherOrderOperator) or (
@@ -137,7 +143,7 @@ class Known:
         special = (
             self.draws or self.gradients or self.python or self.exports or self.looks or self.label
         )
-        self.nothing = self.passive and not special
+        self.nothing = self.passive and not special and self.instead is None
         self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
 
 

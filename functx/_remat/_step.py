@@ -38,7 +38,7 @@ class Kind:
 
     Attributes:
         view: whether all that it gives are views of its arguments, or it looks only at shapes.
-        opaque: whether it runs functions (``torch.cond``, ``scan``): what they do, nobody sees.
+        opaque: whether it runs functions (``scan``, ``while_loop``): what they do, nobody sees.
         writes: whether it writes to an argument, by its schema or silently.
         in_place: whether all that it may do is to write to its first argument, shape as it was.
         draws: whether it moves a generator on. What operators of others do to them, nobody knows.

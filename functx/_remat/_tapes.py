@@ -98,6 +98,22 @@ def below(t: Tensor, depth: int) -> Tensor:
     return t
 
 
+def physical(t: Tensor) -> Tensor:
+    """The plain tensor inside all wrappers."""
+    while _torch.is_wrapped(t):
+        t = _torch.get_unwrapped(t)
+    return t
+
+
+def batched(t: Tensor) -> bool:
+    """Whether a ``vmap`` has different values of ``t`` for its examples."""
+    while _torch.is_wrapped(t):
+        if _torch.is_batched(t):
+            return True
+        t = _torch.get_unwrapped(t)
+    return False
+
+
 def rewrap(t: Tensor, depth: int, value: Tensor, *, with_grad: bool = False) -> Tensor:
     """``t``, a wrapper of levels above ``depth``, around ``value`` instead of what is `below`.
 

@@ -157,6 +157,9 @@ class Tracker:
         if known.gradients and self.about_gradients(func, args):
             return None
         if known.passive:
+            if known.instead is not None:
+                with tracking(self):
+                    return known.instead(*args, **kwargs)
             self.looks = self.looks or known.looks
             if known.exports:
                 tell_of_an_export(args[0])
@@ -229,13 +232,7 @@ class RegionMode(TorchFunctionMode):
     only_observes = True
 
     @_torch_compiler.uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Hand the operation to the tracker.
 
         Dispatch modes, and operators written in Python that the engine runs, come by here with

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_modes
-from functx._errors import RematError
 
 
 class Watcher(_torch.TorchDispatchMode):
@@ -64,11 +63,6 @@ class Watcher(_torch.TorchDispatchMode):
 
     def opaque(self, func: Any) -> None:
         """An operator is to run that runs functions: what they do, nobody sees."""
-        if func.name() == "cond":
-            raise RematError(
-                "remat: torch.cond is compiled before it runs, and nothing is compiled inside of a "
-                "region. Choose with an if of Python, or with torch.where."
-            )
         self.reliable = False
 
     def skipped(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
