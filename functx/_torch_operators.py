@@ -188,17 +188,23 @@ def takes_number(func: Any) -> bool:
     return func._overloadname == "Scalar" and not is_mutable(func)
 
 
+_NUMBERS = (int, float, bool, complex)
+
+
 def callable_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments that a dispatch mode was given, as it can call the operator with them.
 
     With one of forward mode's zeros without memory, operators of a tensor and a number crash the
-    process. A number that stands for a tensor comes as a number, which aten refuses in first place.
+    process, also where a tape that holds some is pulled back after forward mode has ended. A number
+    that stands for a tensor comes as a number, which aten refuses in first place.
     """
     first = args[0] if args else None
-    number = type(first) in (int, float, bool, complex)
-    if number and func.namespace == "aten" and takes_tensor_first(func):
+    if type(first) is torch.Tensor:
+        if not first._is_zerotensor() and _torch.forward_ad_level() < 0:
+            return args, kwargs
+    elif type(first) in _NUMBERS and func.namespace == "aten" and takes_tensor_first(func):
         args = (torch.tensor(first), *args[1:])
-    if _torch.forward_ad_level() < 0 or not takes_number(func):
+    if not takes_number(func):
         return args, kwargs
     return _real_zeros(args), _real_zeros(kwargs)
 

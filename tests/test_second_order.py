@@ -103,3 +103,27 @@ def test_a_result_that_holds_a_tangent_is_not_computed_for_it(name, forward_firs
     torch.testing.assert_close(second(functx.remat)(x), second(identity)(x))
     ours, plain = count(second(functx.remat), x), count(second(identity), x)
     assert ours[operation] - plain[operation] == again
+
+
+def newton(steps):
+    """The minimum of a function, by its Hessian: forward over reverse, differentiated again."""
+
+    def f(x, t):
+        return ((x - t).pow(2) + x.cos()).sum()
+
+    def solve(t):
+        x = torch.zeros_like(t)
+        for _ in range(steps):
+            x = x - torch.linalg.solve(functx.hessian(f)(x, t), functx.grad(f)(x, t))
+        return x
+
+    return solve
+
+
+@pytest.mark.parametrize("jacobian", [functx.jacrev, functx.jacfwd, torch.func.jacrev])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_newton_steps_in_a_region(jacobian, requires_grad):
+    """Forward mode has zeros without memory, which are on the tape when it has ended."""
+    t = numbers(4).requires_grad_(requires_grad)
+    found = jacobian(functx.remat(newton(3)))(t)
+    torch.testing.assert_close(found, jacobian(newton(3))(t), rtol=1e-10, atol=1e-12)
