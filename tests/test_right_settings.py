@@ -335,3 +335,24 @@ class TestModes:
                 return out, torch.autograd.grad(out, x, X)
 
         assert_same(program(functx.remat), program(identity))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_pulled_back_in_inference_mode(nested, way):
+    """A replay needs a tape there, too; without one no gradient came, and no error."""
+
+    def program(remat):
+        x, w = X.clone().requires_grad_(), X.cos().requires_grad_()
+        f = remat(lambda x: x.sin().exp() * w)
+        f = remat(lambda x, inner=f: inner(x).cos()) if nested else f
+        out = f(x)
+        with torch.inference_mode():
+            if way == "backward":
+                out.backward(X)
+            else:
+                x.grad, w.grad = torch.autograd.grad(out, (x, w), X)
+        return x.grad.clone(), w.grad.clone()
+
+    for _ in range(6):  # the last ones are of code that is known
+        assert_same(program(functx.remat), program(identity))

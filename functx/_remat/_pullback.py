@@ -23,12 +23,16 @@ from functx._torch_edges import gradient_edge
 
 
 class _recording:
-    """A tape, and no older vmap: one that runs now maps over cotangents."""
+    """A tape, also in inference mode, and no older vmap: one that runs maps over cotangents."""
 
     _grad_mode: Any = None
+    _inference: Any = None
     _outside: Any = None
 
     def __enter__(self) -> None:
+        if torch.is_inference_mode_enabled():  # no forward that has a derivative ran in it
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
         if not torch.is_grad_enabled():
             self._grad_mode = torch.set_grad_enabled(True)
         if _torch_vmap.legacy_vmap_level() > 0:
@@ -40,6 +44,8 @@ class _recording:
             self._outside.__exit__(*exc)
         if self._grad_mode is not None:
             self._grad_mode.__exit__(*exc)
+        if self._inference is not None:
+            self._inference.__exit__(*exc)
 
 
 def _bare(t: Tensor) -> Tensor:
