@@ -29,7 +29,7 @@ def iterators_reached(entries: Any) -> str:
         if getattr(region, "entries", None) is entries:
             body = getattr(region, "body", None)
         frame = frame.f_back
-    if not hasattr(body, "function"):  # of a pullback
+    if body is None or not hasattr(body, "function"):  # of a pullback
         return ""
     found = dict.fromkeys(_named(body.function, body.statics))
     if not found:
