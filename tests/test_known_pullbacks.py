@@ -150,11 +150,36 @@ def test_it_runs_what_a_pullback_runs(body, monkeypatch):
     inputs = [t.clone().requires_grad_() for t in inputs]
     out = calls.region(*inputs)
     ordinary = count(torch.autograd.grad, out, inputs, torch.ones_like(out))
-    names = Counter(line.kind.func.overloadpacket.__name__ for line in written[-1])
+    # Sums are in place, as the engine's are where no mode counts them.
+    packets = (line.kind.func.overloadpacket for line in written[-1])
+    names = Counter(packet.__name__.removesuffix("_") for packet in packets)
     assert Counter({k: n for k, n in names.items() if k not in VIEWS}) == Counter(
         {k: n for k, n in ordinary.items() if k not in VIEWS}
     )
     assert len(written) == 1
+
+
+def test_sums_are_in_place_where_nobody_reads_a_summand(monkeypatch):
+    """Not into what is read later, by whatever view, nor into what the caller has."""
+    written = []
+    original = _straight_line._written
+    monkeypatch.setattr(
+        _straight_line, "_written", lambda lines, *of: written.append(lines) or original(lines, *of)
+    )
+    bodies = {
+        lambda x: (x.exp() + x.sin()).tanh(): 1,  # and the sum of the two gradients, below
+        lambda x: ((h := x.exp()) + h.view(-1)[:4]).tanh() * h: 0,
+        lambda x: ((h := x.exp())[:1] + h[1:2]).tanh() * h.sum(): 0,
+        lambda x: (x + x.detach()).tanh(): 0,
+    }
+    for body, forward in bodies.items():
+        calls = known(body, X)
+        expected = pulled(body, X)
+        for _ in range(2):
+            assert_same(calls.replays(pulled, X)[1], expected)
+        names = [line.kind.func.overloadpacket.__name__ for line in written[-1]]
+        tanh = names.index("tanh")
+        assert names[:tanh].count("add_") == forward
 
 
 def test_each_tensor_goes_with_its_last_use():

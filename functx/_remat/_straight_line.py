@@ -25,6 +25,8 @@ from functx._torch_memory import Memories, storage_and_key
 
 FILE = "<functx: a pullback>"
 _INDEX = torch.ops.aten.index.Tensor
+_ADD, _ADD_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_CLONE = torch.ops.aten.clone.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _SHORT = 256  # entries of a tensor that is written out
 _INLINE = frozenset({int, bool, type(None)})
@@ -98,6 +100,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._usual = usual
         self._memories = Memories()  # so that no address is another one's later
         self._storages: list[int] = []
+        self._layouts: list[Any] = []
         self._cells: dict[Any, int] = {}
         self._lines: list[_Line] = []
         self._fits = True
@@ -110,8 +113,10 @@ class Recorder(_torch.TorchDispatchMode):
         memory, storage = storage_and_key(t)
         self._memories.add(memory, storage)
         number = len(self._storages)
+        place = _place(t, storage)
         self._storages.append(storage)
-        self._cells[_place(t, storage)] = number
+        self._layouts.append(place[2:])
+        self._cells[place] = number
         return number
 
     def _known(self, t: Tensor) -> int | None:
@@ -141,7 +146,7 @@ class Recorder(_torch.TorchDispatchMode):
             line = _Line(kind, self._template(args), self._template(kwargs))
         except _Unknown:
             if kind.func is _LIFT and args[0].numel() <= _SHORT:
-                return _Line(kind, [_Literal(args[0])], {})
+                return _Line(kind_of(_CLONE), [_Literal(args[0])], {})
             if not kind.opaque and kind.writes:
                 for t in _torch_operators.arguments_written(kind.func, args, kwargs):
                     self._lost(t)
@@ -210,7 +215,25 @@ class Recorder(_torch.TorchDispatchMode):
             if t is not None and (number is None or self._storages[number] in self._of_kept):
                 return None
             numbers.append(number)
-        return _written(self._live(numbers), self._given, numbers) if self._fits else None
+        if not self._fits:
+            return None
+        lines = self._live(numbers)
+        self._add_in_place(lines, numbers)
+        return _written(lines, self._given, numbers)
+
+    def _add_in_place(self, lines: Sequence[_Line], results: Iterable[int | None]) -> None:
+        """Sums go where torch's engine has them: into one of two, if nobody reads that any more."""
+        there = {n for n in results if n is not None}
+        for line in reversed(lines):
+            args = line.args
+            if line.kind.func is _ADD and not line.kwargs and all(type(a) is _Cell for a in args):
+                taken = self._foreign | {self._storages[n] for n in there.difference(line.cells)}
+                for a, b in (args, args[::-1]):
+                    goes = self._storages[a.number] not in taken | {self._storages[b.number]}
+                    if goes and self._layouts[a.number] == self._layouts[line.cells[0] or 0]:
+                        line.kind, line.args = kind_of(_ADD_), [a, b]
+                        break
+            there.update(line.reads())
 
     def _live(self, results: Iterable[int | None]) -> list[_Line]:
         """The operations that results come from."""
