@@ -120,7 +120,7 @@ class Writer(Families):
         twice = self.chance(6) or self.twice
         if twice:
             self.features.add("pulled back twice")
-        before = self.pick(BEFORE) if self.chance(3) else ""
+        before = "" if self.chance(3) else self.pick(BEFORE)
         self.features |= {f"depth {depth}", *self.stack, *["run before"][: len(before)]}
         return Program(
             "",
