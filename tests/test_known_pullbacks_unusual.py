@@ -38,6 +38,7 @@ def deterministic():
 
 AROUND = {
     "a dispatch mode": Operators,
+    "inference mode": torch.inference_mode,
     "anomaly mode": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "autocast": lambda: torch.autocast("cpu"),
     "another setting": deterministic,

@@ -188,6 +188,7 @@ def _is_usual(payload: Any) -> bool:
         or _torch.forward_ad_level() >= 0
         or _torch_vmap.legacy_vmap_level()
         or torch.is_anomaly_enabled()
+        or torch.is_inference_mode_enabled()
         or running.keeping
         or _torch.tracing()
     )
