@@ -26,6 +26,9 @@ is_zero_tensor = torch.Tensor._is_zerotensor
 # What autograd and vmap write for a reshape of what they have just made.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
+# The derivative of a softmax, in a backward pass.
+softmax_backward = torch.ops.aten._softmax_backward_data.default
+
 # What forward mode asks before it gives a tensor a tangent: no value is read.
 same_storage_numel = torch.ops.aten._has_same_storage_numel
 

@@ -80,7 +80,7 @@ LAYERS = [
         "functx._remat._saving",
         "functx._remat._step",
     ),
-    ("functx._remat._live", "functx._remat._tangents"),
+    ("functx._remat._asked", "functx._remat._live", "functx._remat._tangents"),
     ("functx._remat._computed", "functx._remat._read_by"),
     ("functx._remat._record",),
     ("functx._remat._ledger", "functx._remat._known_runs"),

@@ -33,9 +33,9 @@ def ledgers(monkeypatch):
     """How many ledgers have decided."""
     settle, found = Ledger.settle, []
 
-    def counting(ledger, results):
+    def counting(ledger, *args):
         found.append(ledger)
-        return settle(ledger, results)
+        return settle(ledger, *args)
 
     monkeypatch.setattr(Ledger, "settle", counting)
     monkeypatch.setattr(_known_runs, "_sightings", {})

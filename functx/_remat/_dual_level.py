@@ -93,11 +93,11 @@ class Duals:
         """
         results = [r for p in places if (r := self._results[p]) is not None]
 
-        def want(wanted: Sequence[int], kept: Sequence[Tensor], _: Sequence[int]) -> list[int]:
+        def want(wanted: Sequence[int], kept: Sequence[Tensor], *_: Any) -> list[int]:
             own = chosen = [results[i] for i in wanted]
             for frame in self._frames:
                 own = frame.wanted_above(own)
-            region.want(own, kept)
+            region.want((*own,), kept, (), None)
             return chosen
 
         fn = self._fn

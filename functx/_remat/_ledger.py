@@ -22,6 +22,7 @@ from torch import Tensor
 from functx import _torch
 from functx._offload import Fetcher
 from functx._policies import Everything
+from functx._remat._asked import Asked, read_for
 from functx._remat._holders import (
     Holders,
     base_of,
@@ -65,6 +66,7 @@ class Ledger(Record):
     fetcher: Fetcher | None = None
     kept: Sequence[int] = ()
     pullbacks: dict[Any, Any] | None = None
+    _given: Sequence[int | None] | None = None  # memory of the inputs
     _in_sections = 0
     _live: Set[int] = frozenset()  # keys of what a tape holds
     _runs: Sequence[bool] = ()
@@ -149,11 +151,14 @@ class Ledger(Record):
             self.saver.named(t, storage, name, layout)
         return True
 
-    def settle(self, results: Sequence[Tensor | None]) -> bool:
+    def settle(
+        self, results: Sequence[Tensor | None], holders: Sequence[Holders] | None = None
+    ) -> bool:
         """Decide which steps are live.
 
         Args:
             results: of the body; the engine holds them, which makes them alive, but not live.
+            holders: of its inputs.
 
         Returns:
             Whether that could be decided.
@@ -161,6 +166,7 @@ class Ledger(Record):
         if self.reliable:
             try:
                 self._decide(results)
+                self._given = None if holders is None else [h.storage for h in holders]
             except (RuntimeError, NotImplementedError):  # a result without storage
                 self.reliable = False
         return self.reliable
@@ -265,15 +271,17 @@ class Ledger(Record):
         return needed(self.steps, live, kept, draws=draws, drawn=self.holds_regions)
 
     def replay_of(
-        self, wanted: Sequence[int] | None, have_kept: bool
+        self, wanted: Sequence[int] | None, have_kept: bool, asked: Asked | None = None
     ) -> tuple[Sequence[bool], set[int]]:
         """Which steps a replay runs, and which kept results it hands out.
 
         Args:
             wanted: the results that are pulled back; ``None`` for all.
             have_kept: whether the kept values are at hand.
+            asked: what for; ``None`` for the gradients of all inputs.
         """
         kept = self.kept if have_kept else []
+        read = None if asked is None else self._read_for(asked)
         known = len(self._sources)  # tensors that left otherwise than by return come after
         some = wanted is not None and len(wanted) < known and all(i < known for i in wanted)
         if some and not self.python_on_tape:
@@ -287,10 +295,30 @@ class Ledger(Record):
             places = sum(1 << i for i in wanted or ())
             if not self._untold & places:  # NOTE [read by]
                 live = {k for k in live if self._readers.get(k, places) & places}
+            if read is not None:
+                live &= read
             return self._needed(self._roots | live, kept)
+        if read is not None:
+            return self._needed(self._roots | read, kept)
         if len(kept) == len(self.kept):
             return self._runs, {*kept}
         return self._needed(self._live)
+
+    def _read_for(self, asked: Asked) -> set[int] | None:
+        """What tapes hold that is read for some gradients; ``None`` if it can't be told."""
+        given, external = self._given, self._external
+        if given is None or self.python_on_tape or self.packed or self.holds_regions:
+            return None
+        if any(step.handed_out for step in self.steps):  # its history does not show
+            return None
+        storages = set()
+        for i in asked.inputs:
+            if (storage := given[i]) is None:
+                return None
+            storages.add(external.get(storage, storage))
+        if self.writes:  # what autograd copies before belongs to the operation
+            asked = asked._replace(plainly=False)
+        return read_for(asked, storages, self.steps, self._live)
 
     def needs(self, given: Holders) -> bool:
         """Whether a live step reads what the body was given, or what is copied there.

@@ -40,6 +40,8 @@ class _Payload:
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
+    plainly = True  # whether all levels do only that
+    levels = 1  # that differentiate; none if an input here may be several of the body
     read: Mapping[Any, bool] = NOTHING  # NOTE [read results]
     rest: Rest | None = None  # NOTE [one by one]
     versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
@@ -68,6 +70,9 @@ class _Payload:
         if len(frames) > 1:
             self.frames = frames[frames.index(frame) + 1 :]
             dual = dual_frame(frames) if self.level == 0 else None
+            several = any(f.dual() for f in frames)
+            self.levels = 0 if several else sum(f.differentiates() for f in frames)
+            self.plainly = all(f.transparent() for f in frames)
         if dual is not None:
             self.duals = Duals(region, dual)
         # Where each input here is one input there.
@@ -96,11 +101,11 @@ class _Payload:
         return None if self.watched or _torch.tracing() else hand_over(self, cotangents)
 
     def want(
-        self, wanted: Sequence[int], kept: Sequence[Tensor], passing: Sequence[int] = ()
+        self, wanted: Sequence[int], kept: Sequence[Tensor], passing: Sequence[int], asked: Any
     ) -> list[int]:
         """Results of the function for results of the node; the region is told."""
         places = [self.places[i] for i in wanted]
-        self.region.want(of_the_body(self.frames, places), kept, passing)
+        self.region.want((*of_the_body(self.frames, places),), kept, passing, asked)
         return places
 
 

@@ -12,6 +12,7 @@ from functx import _torch, _torch_operators
 from functx._offload import Fetcher
 from functx._places import describe_place, where
 from functx._remat._alike import UNREAD, alike, is_marked
+from functx._remat._asked import Asked
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
@@ -35,6 +36,7 @@ class Plan:
         ledger: of the forward.
         wanted: the results that are pulled back; ``None`` for all.
         have_kept: whether what the region kept is at hand.
+        asked: what for, if not for the gradients of all inputs.
 
     Attributes:
         dead: the functions and layouts of steps that give one tensor, which nobody reads.
@@ -43,9 +45,11 @@ class Plan:
             if some belong to none.
     """
 
-    def __init__(self, ledger: Ledger, wanted: Sequence[int] | None, have_kept: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, wanted: Sequence[int] | None, have_kept: bool, asked: Asked | None
+    ) -> None:
         self.steps: Sequence[Step] = ledger.steps
-        self._runs, self.given = ledger.replay_of(wanted, have_kept)
+        self._runs, self.given = ledger.replay_of(wanted, have_kept, asked)
         self._giving = {key >> 6 for key in self.given}
         sections = None if ledger.fetcher is not None else ledger.sections()
         self.sections = None if sections is None else self._incomplete(sections)
@@ -228,15 +232,21 @@ class Pruned(Watcher):
         return value.clone() if step.rewritten else value.detach()
 
 
-def planned(ledger: Ledger, wanted: Sequence[int] | None, kept: Sequence[Tensor]) -> Pruned:
+def planned(
+    ledger: Ledger,
+    wanted: Sequence[int] | None,
+    kept: Sequence[Tensor],
+    asked: Asked | None = None,
+) -> Pruned:
     """What a replay runs under.
 
     Args:
         ledger: of the forward.
         wanted: the results that are pulled back; ``None`` for all.
         kept: the values that the region kept, if they are at hand.
+        asked: what for, if not for the gradients of all inputs.
     """
-    which = wanted, len(kept) == len(ledger.kept)
+    which = wanted, len(kept) == len(ledger.kept), asked
     plan = ledger.plans.get(which)
     if plan is None:
         plan = ledger.plans[which] = Plan(ledger, *which)

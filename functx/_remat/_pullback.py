@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from functx import _torch, _torch_vmap
 from functx._remat._alike import alike
+from functx._remat._asked import Asked
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._other_names import OtherNames
@@ -83,12 +84,14 @@ class Pullback:
         passing: inputs that are such aliases, too.
         marked: whether an input has a class of its own, or attributes. `_alike`.
         cut: where the tape of the replay is cut, if somewhere. ``NOTE [read results]``.
+        plainly: of `Asked`, where something may be left out by that.
         names: the stand-ins on the tape, and what they stand for, if that may make a difference.
     """
 
     cut: Cut | None = None
     marked = False
     names: OtherNames | None = None
+    plainly: bool | None = None
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class Pullback:
         cut: Sequence[bool],
         wanted: Sequence[int],
         level: int,
-        want: Callable[[Sequence[int], Sequence[Tensor], Sequence[int]], list[int]],
+        want: Callable[[Sequence[int], Sequence[Tensor], Sequence[int], Any], list[int]],
         n_kept: int = 0,
     ) -> None:
         self.n_kept = n_kept
@@ -109,6 +112,13 @@ class Pullback:
         self.level = level
         self.by_name = self.lends = False
         self.passing: Sequence[int] = ()
+
+    def asked(self, recorded: bool) -> Asked | None:
+        """What the replay is for, if something may be left out by that."""
+        if _torch.forward_ad_level() >= 0 or self.plainly is None:
+            return None
+        inputs = tuple(i for i, need in enumerate(self.needs) if need)
+        return Asked(inputs, recorded, self.plainly)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Gradients of the inputs that need one, in their order."""
@@ -172,7 +182,8 @@ def _plain(
     if pullback.by_name and not (recording or _torch.tracing()):
         own = [(t, p) for t, p in zip(inputs, primals) if t is not p]
         pullback.names = OtherNames(own) if own else None
-    wanted = pullback.want(pullback.wanted, kept, pullback.passing)
+    asked = None if pullback.plainly is None else pullback.asked(recording)
+    wanted = pullback.want(pullback.wanted, kept, pullback.passing, asked)
     outs = pullback.fn(*inputs)
     for t, attributes in looks:
         alike(t, t.__class__, attributes)
@@ -211,7 +222,8 @@ def _fresh_level(
         for t, require in zip(inputs, pullback.requires):
             if require:
                 _torch.require_grad(t)
-        wanted = pullback.want(pullback.wanted, kept, pullback.passing)
+        asked = None if pullback.plainly is None else pullback.asked(recording)
+        wanted = pullback.want(pullback.wanted, kept, pullback.passing, asked)
         return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
     finally:
         _torch.exit_grad_level()

@@ -22,6 +22,13 @@ from functx._remat._region import Region
 from functx._remat._tracker import SILENT, active_tracker, tracking
 
 
+def hides_history(region: Region) -> bool:
+    """As what was kept, or written to, does, and a body that forgets what it computed from."""
+    return bool(
+        region.connected or region.rewritten or region.overwritten or region.options.by_sight
+    )
+
+
 def gradients_of(
     payload: Any,
     saved: list[Tensor],
@@ -63,6 +70,9 @@ def _replayed(
     if beside is not None or (torch.is_grad_enabled() and not _torch.tracing()):
         fn = Replayed(fn, region, payload.level, beside)
     pullback = Pullback(fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
+    some = pullback.needs != pullback.requires or payload.levels > 1
+    if some and payload.levels and not hides_history(region):
+        pullback.plainly = payload.plainly
     if beside is not None:
         pullback.cut = beside
     if region.marked:

@@ -235,18 +235,17 @@ class Region:
         """A checksum of everything that the first run gave, if that is recorded."""
         return hash(tuple(result.bits for entry in self.entries for result in entry.results or ()))
 
-    def want(
-        self, wanted: Sequence[int], kept: Sequence[Tensor], passing: Sequence[int] = ()
-    ) -> None:
-        """For the next replay: results that are read, kept values, inputs that it may let go of."""
-        _wanted.of = (self, tuple(wanted), kept, passing)
+    def want(self, *of: Any) -> None:
+        """For the next replay: results that are read, kept values, inputs that go, `Asked`."""
+        _wanted.of = self, *of
 
     def _pruned(self) -> tuple[Pruned | None, Sequence[int]]:
         of, _wanted.of = _wanted.of, None
-        wanted, kept, passing = of[1:] if of is not None and of[0] is self else (None, (), ())
+        ours = of is not None and of[0] is self
+        wanted, kept, passing, asked = of[1:] if ours else (None, (), (), None)
         if (ledger := self.ledger) is None:
             return None, ()
-        return planned(ledger, wanted, kept), passing
+        return planned(ledger, wanted, kept, asked), passing
 
     def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         first = self.first_run
@@ -280,7 +279,7 @@ class Region:
             self.ledger, self.sightings = known.ledger, first.sightings
             self.needed, self.passing = [*known.needed], known.passing
             self.unread = known.unread
-        elif ledger is not None and ledger.settle(outs):
+        elif ledger is not None and ledger.settle(outs, first.holders):
             self.ledger, needs = ledger, [ledger.needs(holders) for holders in first.holders]
             if not (lenient or keeps_deep_inside(first.entry)):
                 may_go = may_pass(ledger, self.environment, first) and not self.options.records

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._levels import at_level
+from functx._remat._pulled_back import hides_history
 from functx._remat._region import Flat, Region
 
 
@@ -84,13 +85,9 @@ class Frame(ABC):
         return False
 
     def reached(self) -> list[bool]:
-        """Whether some result depends on an input, of those that require grad at this level.
-
-        A value that was kept, or written to, hides what it was computed from, and so does a body
-        that forgets its history.
-        """
+        """Whether some result depends on an input, of those that require grad at this level."""
         region = self.region
-        if region.connected or region.rewritten or region.overwritten or region.options.by_sight:
+        if hides_history(region):
             return [True] * len(self.leaves)
         reached = [*map(region.reached.__contains__, self.leaves)]
         return reached if True in reached else [True] * len(reached)
@@ -98,6 +95,10 @@ class Frame(ABC):
     def cut(self, t: Tensor) -> Tensor:
         """``t`` off the tape of this level."""
         raise NotImplementedError
+
+    def transparent(self) -> bool:
+        """Whether an operation at this level is the same one at the level below."""
+        return False
 
     def dual(self) -> bool:
         """Whether this is a level of forward mode; then a true slot is an input with a tangent."""

@@ -58,6 +58,10 @@ class EagerFrame(Frame):
         self.slots += [t.requires_grad for t in tensors]
         return _torch.unwrap_dead(tensors)
 
+    def transparent(self) -> bool:
+        """It only records."""
+        return True
+
     def differentiates(self) -> bool:
         """Whether an input requires grad here."""
         return any(self.slots)

@@ -36,6 +36,10 @@ class GradFrame(Frame):
         self.slots.append(value is not t and t.requires_grad)
         return [value]
 
+    def transparent(self) -> bool:
+        """It only records."""
+        return True
+
     def differentiates(self) -> bool:
         """Whether an input requires grad here."""
         return any(self.slots)
