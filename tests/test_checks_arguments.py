@@ -165,3 +165,29 @@ def test_where_there_is_no_iterator_none_is_named():
     with pytest.raises(functx.ReplayError) as error:
         y.sum().backward()
     assert "reaches an iterator" not in str(error.value)
+
+
+def test_an_iterator_that_has_ended_does_not_end_what_takes_backward_passes():
+    """As a loop over ``map`` would, silently."""
+    x, factors = torch.ones(3, requires_grad=True), iter([2.0])
+    y = functx.remat(lambda x: x * next(factors))(x)
+    with pytest.raises(functx.ReplayError, match=r"has ended\. It reaches an iterator, 'factors'"):
+        list(map(torch.Tensor.backward, [y.sum()]))
+
+
+def test_other_errors_of_a_replay_are_what_they_are():
+    runs, x = [], torch.ones(3, requires_grad=True)
+
+    def body(x):
+        runs.append(1)
+        if len(runs) > 1:
+            raise KeyError("mine") from OSError("cause")
+        return x * 2
+
+    for around in (lambda f: f, lambda f: functx.remat(lambda x: functx.remat(f)(x).sin())):
+        runs.clear()
+        y = functx.remat(around(body))(x)
+        with pytest.raises(KeyError, match="mine") as caught:
+            y.sum().backward()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert any("ran again for a derivative" in note for note in caught.value.__notes__)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from functx._errors import ReplayError
 from functx._remat._code_names import names_in
 from functx._torch_modules import frame_above
 
@@ -39,6 +40,21 @@ def iterators_reached(entries: Any) -> str:
         f" It reaches an iterator, {names}: what a run takes from that, the next run does not get. "
         "Make the iterator inside of the region, or take from it outside, and pass what it gave."
     )
+
+
+def interrupted(error: Exception, name: str, entries: Any) -> None:
+    """A replay has raised an error: it says so.
+
+    Raises:
+        ReplayError: an iterator has ended, which would end whatever takes backward passes from one.
+    """
+    if isinstance(error, StopIteration):
+        raise ReplayError(
+            f"remat: the replay of the region {name!r} departed from its forward: an iterator that "
+            f"it takes from has ended.{iterators_reached(entries)}"
+        ) from error
+    if not isinstance(error, ReplayError):
+        error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
 
 
 def _named(f: Any, arguments: Iterable[Any]) -> Iterator[str]:

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_globals
-from functx._errors import ReplayError
 from functx._remat import _escape
 from functx._remat._aliases import PassedOn
 from functx._remat._constant import Constant, let_go
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
+from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
 from functx._remat._leaving import can_leave, leaves_of
 from functx._remat._ledger import Ledger
@@ -195,10 +195,8 @@ class Region:
             replay.complete()
             if pruned is not None:
                 pruned.check(outs)
-        except ReplayError:
-            raise
         except Exception as error:
-            error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
+            interrupted(error, name, self.entries)
             raise
         if self.overwritten:
             outs = [*outs, *(self._external(p, tensors, externals) for p in self.overwritten)]
