@@ -14,6 +14,9 @@ import torch
 # The one base class of what normalises over the batch: lazy, synchronised and of any rank.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
+# Hooks of all modules: of FlopCounterMode, which hangs further ones on what modules are given.
+global_hooks = torch.nn.modules.module._global_forward_pre_hooks
+
 _MANY = 4096
 
 # A frame further up than that of the caller; `inspect` has it by way of the caller's own.

@@ -2,10 +2,11 @@
 
 import weakref
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functx import _torch, _torch_nodes
+from functx import _torch, _torch_modules, _torch_nodes
 from functx._remat._tapes import held_by_python
 
 
@@ -286,3 +287,18 @@ def test_a_hook_before_a_node_can_take_what_comes_there():
     assert gradient.tolist() == [1, 1, 1]
     assert not _torch_nodes.is_of_python(y.grad_fn)
     assert _torch_nodes.is_of_python(an_alias_function().apply(x).grad_fn)
+
+
+def test_hooks_of_all_modules():
+    """Where they are; and that torch refuses to say of a leaf whether it will be reached."""
+    assert not _torch_modules.global_hooks
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        assert _torch_modules.global_hooks
+    finally:
+        hook.remove()
+    assert not _torch_modules.global_hooks
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.graph.register_multi_grad_hook([x], lambda gradients: None)
+    with pytest.raises(RuntimeError, match="leaf node"):
+        torch.autograd.grad(x.sum(), x)

@@ -12,6 +12,7 @@ from right import X
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import functx
 
@@ -224,6 +225,24 @@ class TestOtherWays:
             return out, gradient
 
         both(program)
+
+    @pytest.mark.parametrize("nested", [True, False])
+    def test_floating_point_operations_are_counted(self, nested):
+        """Its hooks on what modules are given are those of a replay, too."""
+        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(X)
+
+        def program(remat):
+            f = remat(block)
+            f = remat(lambda x, inner=f: inner(x).sin()) if nested else f
+            for _ in range(6):
+                x = X.clone().requires_grad_()
+                block.zero_grad()
+                with FlopCounterMode(display=False) as counter:
+                    f(x).sum().backward()
+            assert counter.get_total_flops() > 0
+            return x.grad, [p.grad for p in block.parameters()]
+
+        both(program, eps=8)
 
     def test_graph_surgery(self):
         """``multi_grad_hook``, ``prehook`` of the node, and gradients of an edge."""

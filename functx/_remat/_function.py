@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from functx import _torch, _torch_compiler, _torch_operators, _tree
+from functx import _torch, _torch_compiler, _torch_modules, _torch_operators, _tree
 from functx._arrays import backend_of
 from functx._errors import RematError
 from functx._remat._containers import MUTABLE, Copies, copied, reached
@@ -45,7 +45,7 @@ from functx._remat._region import Region
 from functx._remat._replay import NOTHING
 from functx._remat._rules.proxy import keeping
 from functx._remat._stored import Kept, Stored
-from functx._remat._tapes import PLAIN
+from functx._remat._tapes import PLAIN, with_no_leaves
 from functx._remat._tracker import active_tracker
 
 _EMPTY = object()
@@ -77,6 +77,7 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         return _ON_BUDGET[0](f, args, kwargs, o)
     if _torch_operators.hooks_modules():  # so replays run other operations than the forward
         o = replace(o, determinism_check="none", prune=False)
+    f = functools.partial(with_no_leaves, f) if _torch_modules.global_hooks else f
     leaves, spec = _flat(args) if not kwargs else _tree.flatten((args, kwargs))
     inputs: list[Tensor] = []
     places: dict[int, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -112,6 +112,16 @@ def batched(t: Tensor) -> bool:
             return True
         t = _torch.get_unwrapped(t)
     return False
+
+
+def with_no_leaves(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """``f`` of tensors that are no leaves.
+
+    A hook on several tensors asks which of them a backward pass reaches; in that of a replay, which
+    is for the leaves, torch refuses to say it of those.
+    """
+    given = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in args]
+    return f(*given, **kwargs)
 
 
 def rewrap(t: Tensor, depth: int, value: Tensor, *, with_grad: bool = False) -> Tensor:
