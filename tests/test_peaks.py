@@ -203,3 +203,92 @@ def test_a_chain_in_segments_peaks_as_torchs(length, segments):
 
     assert ours <= peak(run, by_hand)
     assert ours <= peak(run, torchs)
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and a trained difference of low rank."""
+
+    def __init__(self, width=64, rank=2):
+        super().__init__()
+        self.base = nn.Linear(width, 2 * width).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, 2 * width, bias=False)
+        self.out = nn.Linear(2 * width, width).requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.out(F.gelu(self.base(x) + self.up(self.down(x))))
+
+
+class Wide(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.outer(F.gelu(self.inner(x)))
+
+
+def tied():
+    """All blocks share a weight."""
+    chain = Chain(Wide)
+    for block in chain.blocks:
+        block.inner.weight = chain.blocks[0].inner.weight
+    return chain
+
+
+def half_frozen():
+    chain = Chain(Wide)
+    for block in chain.blocks[:2]:
+        block.requires_grad_(False)
+    return chain
+
+
+TRAINED = {
+    "adapted": lambda: Chain(Adapted),
+    "tied": tied,
+    "half frozen": half_frozen,
+    "experts": lambda: Chain(lambda: Experts(64)),
+}
+
+
+def own(block):
+    """The bytes of the gradients of a block's parameters."""
+    return sum(p.nbytes for p in block.parameters() if p.requires_grad)
+
+
+def bound(model, x, accumulated):
+    """Boundaries, what one block takes by itself, and other gradients, at the worst moment."""
+    blocks = [*model.blocks]
+    trained = [own(block) > 0 for block in blocks]
+    first, worst = trained.index(True), 0
+    total = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    for k in range(first, len(blocks)):
+        h = x.clone().requires_grad_()
+        saved = functx.memory.profile(blocks[k], h)
+        forward = peak(blocks[k], h)  # with what goes at once; in a replay, beside a cotangent
+        one = max(saved.kept + saved.returned + own(blocks[k]), forward) + x.nbytes
+        others = total if accumulated else sum(map(own, blocks[k + 1 :]))
+        boundaries = max(k - first + (first > 0), 0) * x.nbytes
+        worst = max(worst, boundaries + one + others)
+    return worst
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["once", "accumulated"])
+@pytest.mark.parametrize("network", TRAINED)
+def test_within_a_tenth_of_the_bound(network, accumulated):
+    """And frozen parameters, and what comes before trained ones, cost nothing."""
+    torch.manual_seed(0)
+    model, x = TRAINED[network](), torch.randn(128, 64)
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def run(region):
+        if not accumulated:
+            return torch.autograd.grad(model(x, region).square().mean(), trained)
+        for _ in range(2):
+            model(x, region).square().mean().backward()
+        for p in trained:
+            p.grad = None
+        return None
+
+    assert peak(run, functx.remat) <= 1.1 * bound(model, x, accumulated)
+    assert peak(run, functx.remat) < peak(run, lambda f: f)
