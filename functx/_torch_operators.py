@@ -188,7 +188,7 @@ def callable_of(func: Any) -> Any:
 
 def takes_number(func: Any) -> bool:
     """Whether an operator is one of a tensor and a number that gives a new tensor."""
-    return func._overloadname == "Scalar" and not is_mutable(func)
+    return getattr(func, "_overloadname", None) == "Scalar" and not is_mutable(func)
 
 
 _NUMBERS = (int, float, bool, complex)
