@@ -3,7 +3,7 @@
 import io
 
 import torch
-from cases import numbers
+from cases import DTYPE, numbers
 from torch import nn
 from torch.nn import functional as F
 
@@ -110,6 +110,8 @@ BODIES = {
     ),
     "stacked": (lambda x: torch.stack([x, x.exp(), x * 2]).cumsum(0).unbind()[1], X),
     "indexed": (lambda x: x[torch.tensor([2, 0, 2])].exp() * x[:, [1]], X),
+    "a sum with numbers": (lambda x: (torch.tensor([[2.0, 1, 0, 1]] * 3).double() + x).tanh(), X),
+    "a sum with a row": (lambda x: (torch.tensor([2, 1, 0, 1], dtype=DTYPE) + x.sum(0)).tanh(), X),
     "chosen": (lambda x: torch.where(x > 0.5, x.exp(), 2.0) * x.amax(0), X),
     "a linear map": (lambda x: x * 3 - 1, X),
     "complex": (lambda x: torch.view_as_real(torch.fft.fft(x) * torch.polar(x, x)).sum(-1), X),

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from functx import _torch, _torch_vmap
 from functx._remat._checksum import checksum
-from functx._remat._custom import running
 from functx._remat._profile import shown
 from functx._remat._straight_line import Code, Recorder
 from functx._remat._tapes import PLAIN
@@ -172,16 +171,8 @@ def _are_apart(given: Sequence[Tensor], kept: int) -> bool:
 
 def _is_usual(payload: Any) -> bool:
     """Whether nothing is there that an ordinary pullback would take note of."""
-    region = payload.region
     return not (
-        payload.n_kept
-        or payload.duals is not None
-        or payload.apart
-        or region.connected
-        or region.left
-        or region.retained
-        or region.overwritten
-        or (payload.level == 0 and torch.is_grad_enabled())
+        (payload.level == 0 and torch.is_grad_enabled())
         or _torch.function_mode_depth()
         or _torch.dispatch_mode_depth()
         or any(i.key() != _VMAP for i in _torch.interpreters())
@@ -189,8 +180,6 @@ def _is_usual(payload: Any) -> bool:
         or _torch_vmap.legacy_vmap_level()
         or torch.is_anomaly_enabled()
         or torch.is_inference_mode_enabled()
-        or running.keeping
-        or _torch.tracing()
     )
 
 
