@@ -233,3 +233,11 @@ def test_hooks_of_the_users_are_called():
     out.backward(torch.ones_like(out))
     assert calls.n == before
     assert_same([x.grad, *seen], [3 * X.cos()] * 2)
+
+
+def test_it_shows_in_a_profile_as_a_replay():
+    calls = known(torch.sin, X)
+    with torch.profiler.profile() as profile:
+        assert calls.replays(pulled, X)[0] == 0
+    names = [event.key for event in profile.key_averages() if event.key.startswith("remat: ")]
+    assert sum("replay of" in name for name in names) == 1

@@ -126,6 +126,24 @@ def test_shapes_that_values_decide_are_not_written_down():
     assert_same(recorder.code([y])([X]), [y])
 
 
+def test_nothing_waits_for_a_device_whose_stream_is_captured(monkeypatch):
+    """Bits are compared before, or afterwards; what is known runs."""
+    calls, expected = Calls(torch.sin), pulled(torch.sin, X)
+
+    def replays(captured):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: captured)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+            patch.setattr(torch.cuda, "default_generators", ())
+            n, found = calls.replays(pulled, X)
+        assert_same(found, expected)
+        return n
+
+    assert [replays(True) for _ in range(KNOWN + 1)] == [1] * (KNOWN + 1)
+    assert [replays(False) for _ in range(3)] == [2, 1, 0]
+    assert replays(True) == 0
+
+
 def test_a_cotangent_that_is_an_input_is_not_taken_for_one():
     """What is told by its memory must not be one thing by chance."""
 
