@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ def find(api: str, args: Any, kwargs: Any) -> JaxTransforms | None:
         TypeError: arrays of both kinds are among the arguments. Typed random keys do not count.
     """
     try:
-        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        leaves = jax.tree_util.tree_leaves((args, kwargs), lambda x: isinstance(x, Iterator))
     except (TypeError, ValueError):  # a dict whose keys can't be sorted is no pytree of JAX
         leaves = _tree.leaves((args, kwargs))
     found = {_kinds.get(cls, cls) for cls in set(map(type, leaves))}

@@ -5,6 +5,7 @@ import torch
 from programs import identity
 from references import assert_same
 from right import X, weighted
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import functx
 
@@ -135,3 +136,13 @@ def test_attributes_that_a_custom_function_reads_and_sets(given):
 
     for _ in range(RUNS):
         assert_same(program(functx.remat), program(identity))
+
+
+def test_fake_tensors_stay_what_they_are():
+    """They know what they are by attributes of their own."""
+    w = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(w)
+        y = functx.remat(lambda w, x: (w * x).sin())(fake, torch.ones(3).requires_grad_())
+        (g,) = torch.autograd.grad(y.sum(), fake)
+    assert (type(g), type(fake), g.shape) == (FakeTensor, FakeTensor, (3,))

@@ -19,6 +19,10 @@ UNREAD = "_functx_unread"
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
+def _is_plain(kind: type[Tensor]) -> bool:
+    return kind is Tensor or kind.__torch_dispatch__ is _PLAIN_DISPATCH
+
+
 def is_marked(t: Tensor) -> bool:
     """Whether a tensor has a class of its own, or attributes."""
     return t.__class__ is not Tensor or bool(t.__dict__)
@@ -27,9 +31,10 @@ def is_marked(t: Tensor) -> bool:
 def alike(t: Tensor, kind: type[Tensor], attributes: dict[str, Any]) -> Tensor:
     """``t`` as a tensor of some class, with these very attributes.
 
-    One that has a dispatch of its own is such a tensor already: it knows what is in it.
+    One that has a dispatch of its own is such a tensor already, or a fake one: it knows what is in
+    it.
     """
-    if kind is not Tensor and kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+    if not (_is_plain(kind) and _is_plain(t.__class__)):
         return t
     if t.__class__ is not kind:
         t = tensor_over(t, t.requires_grad, kind)

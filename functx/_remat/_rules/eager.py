@@ -75,7 +75,7 @@ class EagerFrame(Frame):
             if attributes or value.__class__ is not Tensor:
                 self.region.marked = True
                 leaf = alike(leaf, value.__class__, attributes)
-            else:
+            elif leaf.__class__ is Tensor:  # else it is a fake one, while a graph is traced
                 leaf.__dict__ = attributes
         first = self.region.first_run
         if first is not None:  # else it is traced, after its first run
