@@ -126,6 +126,32 @@ def test_shapes_that_values_decide_are_not_written_down():
     assert_same(recorder.code([y])([X]), [y])
 
 
+@pytest.mark.parametrize("written", [[0, 1], [2, 0], [0, 2]])
+def test_writes_to_several_tensors_are_not_written_down(written):
+    """Nor is it forgotten, where one of them is not the body's."""
+    given = X.clone()
+    recorder = _straight_line.Recorder([given], 1, lambda: True)
+    with recorder:
+        there = [given.exp(), given.sin(), given]
+        torch._foreach_mul_([there[i] for i in written], 2.0)
+        torch._foreach_mul_([there[i] for i in written], torch.ones(2).unbind())
+        y = there[0] + there[1]
+    assert recorder.code([y]) is None
+
+
+def test_writes_to_one_tensor_are_done_again():
+    recorder = _straight_line.Recorder([X], 1, lambda: True)
+    with recorder:
+        h = X.exp()
+        v = h.view(-1)
+        h.mul_(2)
+        h.t_().add_(1)
+        y = v.sin()
+    code = recorder.code([y])
+    for _ in range(2):
+        assert_same(code([X]), [(X.exp() * 2 + 1).view(-1).sin()])
+
+
 def test_nothing_waits_for_a_device_whose_stream_is_captured(monkeypatch):
     """Bits are compared before, or afterwards; what is known runs."""
     calls, expected = Calls(torch.sin), pulled(torch.sin, X)

@@ -156,7 +156,11 @@ class Recorder(_torch.TorchDispatchMode):
             return None
         if kind.changes_view and kind.view:  # for the code, it is another tensor
             line.kind = kind_of(_torch_operators.out_of_place(kind.func))
-        elif kind.changes_view or kind.opaque or (kind.writes and not kind.in_place):
+        elif (
+            kind.changes_view
+            or kind.opaque
+            or (kind.writes and not _writes_first(kind, args, kwargs))
+        ):
             self._fits = False
         if not (self._fits and (kind.skippable or _takes(kind.func, args)) and self._usual()):
             self._fits = False
@@ -170,7 +174,7 @@ class Recorder(_torch.TorchDispatchMode):
         """Something unknown is written there."""
         if isinstance(t, Tensor) and (number := self._known(t)) is not None:
             storage = self._storages[number]
-            self._fits = storage not in self._foreign
+            self._fits = self._fits and storage not in self._foreign
             gone = [place for place, n in self._cells.items() if self._storages[n] == storage]
             for place in gone:
                 del self._cells[place]
@@ -247,6 +251,17 @@ class Recorder(_torch.TorchDispatchMode):
                     cells.add(n)
                     storages.add(self._storages[n])
         return live[::-1]
+
+
+def _writes_first(kind: Kind, args: Any, kwargs: Any) -> bool:
+    """Whether all that it writes to is its first argument, a tensor."""
+    written = _torch_operators.arguments_written(kind.func, args, kwargs)
+    return (
+        kind.in_place
+        and len(written) == 1
+        and written[0] is args[0]
+        and isinstance(args[0], Tensor)
+    )
 
 
 def _takes(func: Any, args: Any) -> bool:
