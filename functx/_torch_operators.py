@@ -84,6 +84,8 @@ def is_view(func: Any) -> bool:
 
 
 _aten = torch.ops.aten
+# Whose derivatives are others where a mode is active, for some values of what they are given.
+OTHERWISE_UNDER_MODES = {_aten.prod, _aten.cumprod, _aten.cumprod_, _aten._linalg_det}
 _WRITES_STATISTICS = {
     *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
     *(_aten.batch_norm_update_stats, _aten.batch_norm_gather_stats),

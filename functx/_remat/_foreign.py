@@ -63,7 +63,6 @@ class Standins(AboutGradients):
     # Who watches what runs below; then it is asked who holds inputs and captures.
     ledger: Ledger | None = None
     # Whether something was met that runs are not compared by.
-    odd = False
     # Whether leaves of plain autograd that are met are captured without further questions, while no
     # transform is active.
     _captures_leaves = False

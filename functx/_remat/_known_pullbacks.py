@@ -16,6 +16,7 @@ computes with is what is inside of batched tensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +24,15 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _torch_vmap
+from functx._remat._arguments import LIST
 from functx._remat._checksum import checksum
+from functx._remat._entry import Entry
 from functx._remat._profile import shown
 from functx._remat._straight_line import Code, Recorder
 from functx._remat._tapes import PLAIN
 from functx._torch_memory import storage_keys
 from functx._torch_modes import below_autograd
+from functx._torch_operators import OTHERWISE_UNDER_MODES
 
 PullBack = Callable[[list[Tensor], list[Tensor]], "list[Tensor | None]"]
 """An ordinary pullback, of what a node has saved and of cotangents; it empties both lists."""
@@ -38,6 +42,8 @@ Levels = tuple[tuple[int, int], ...]
 
 _VMAP = _torch.TransformType.Vmap
 _MANY = 16
+# How many tensors those read that make tensors of numbers, if these are all that they make them of.
+_READS = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _PLAIN = frozenset(PLAIN)
 
 
@@ -48,20 +54,23 @@ class Known:
         code: what does the same; ``None`` where there is none.
         levels: for each gradient, those of ``vmap`` at which it is batched, see `_taken_apart`.
         seen: whether it has run, and was compared with a replay.
+        shared: which inputs and constants share memory, and where each begins; ``None`` if none do.
+        size: how many operations it runs.
     """
 
-    __slots__ = ("code", "levels", "seen")
+    __slots__ = ("code", "levels", "seen", "shared", "size")
 
-    def __init__(self, code: Code | None) -> None:
-        self.code = code
+    def __init__(self, shared: Any = None) -> None:
+        self.code: Code | None = None
         self.levels: Sequence[Levels] = ()
         self.seen = False
+        self.shared = shared
+        self.size = 0
 
-    def __call__(self, given: list[Tensor]) -> list[Tensor | None]:
+    def __call__(self, code: Code, given: list[Tensor]) -> list[Tensor | None]:
         """The gradients, from what `_taken_apart` gives; the list is emptied."""
-        assert self.code is not None
         with _torch.cleared_interpreter_stack(), below_autograd():
-            gradients = self.code(given)
+            gradients = code(given)
         if not self.levels:
             return gradients
         return [None if g is None else _batched(g, of) for g, of in zip(gradients, self.levels)]
@@ -105,27 +114,30 @@ def known_gradients(
     del apart, constants
     pullbacks, key = region.ledger.pullbacks, (asked, layouts)
     known = pullbacks.get(key)
-    if known is not None and known.seen:
+    code = None if known is None else known.code
+    if known is not None and (code is None or known.shared != _shared(given, kept, known.shared)):
+        return None
+    if known is not None and code is not None and known.seen:
         saved.clear()
         cotangents.clear()
         with shown(region.options, replay=True):
-            return known(given)
+            return known(code, given)
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return None  # what compares bits waits for the device, which a capture does not allow
     if known is None:
         if len(pullbacks) >= _MANY or not _are_apart(given, kept):
             return None
-        known, bits = _written_down(region, given, kept, pull_back, [*saved], [*cotangents])
-    elif known.code is not None:
-        bits = _bits_of(known, [*given])
+        new, bits = _written_down(region, given, kept, pull_back, [*saved], [*cotangents])
     else:
-        return None
+        new, bits = known, _bits_of(functools.partial(known, code), [*given])
     del given
     gradients = pull_back(saved, cotangents)
-    known.seen = key in pullbacks
+    # In this order: other threads may be here as well.
     if bits is None or bits != _bits_of(lambda _: gradients, []):
-        known.code, known.seen = None, False
-    pullbacks[key] = known
+        new.code = None
+    elif known is not None:
+        known.seen = True
+    pullbacks.setdefault(key, new)
     return gradients
 
 
@@ -134,8 +146,11 @@ def _written_down(
 ) -> tuple[Known, Any]:
     """A pullback that is not known yet, and the bits of its gradients."""
     environment = region.environment
-    recorder = Recorder(given, kept, lambda: environment.restored() is None)
-    known = Known(None)
+    literals = not any(map(_makes_of_tensors, region.entries))
+    recorder = Recorder(given, kept, lambda: environment.restored() is None, literals)
+    known = Known(_shared(given, kept))
+    if any(step.kind.func.overloadpacket in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
+        return known, None
 
     def code(_: Any) -> Sequence[Tensor | None]:
         with recorder:
@@ -145,6 +160,7 @@ def _written_down(
             return ()
         plain, layouts = map(iter, found)
         known.code = recorder.code([None if g is None else next(plain) for g in results])
+        known.size = recorder.size
         levels = [() if g is None else next(layouts)[0] for g in results]
         known.levels = levels if any(levels) else ()
         return results if known.code is not None else ()
@@ -158,6 +174,25 @@ def _bits_of(code: Callable[[list[Tensor]], Sequence[Tensor | None]], given: lis
         return [None if g is None else checksum(g) for g in code(given)]
     except Exception:
         return None
+
+
+def _makes_of_tensors(entry: Entry) -> bool:
+    """Whether an operation makes a tensor of the values of others, which nobody sees it read."""
+    if entry.func == Tensor.__getitem__:
+        return LIST in entry.scalars and len(entry.sources) > 1
+    try:
+        return len(entry.sources) > _READS.get(entry.func, len(entry.sources))
+    except TypeError:  # not hashable
+        return False
+
+
+def _shared(given: Sequence[Tensor], kept: int, before: Any = ()) -> Any:
+    if before is None:  # where none of them did, it is no matter whether some do
+        return None
+    keys = storage_keys(given[:kept])
+    if len({*keys}) == kept:
+        return None
+    return [(keys.index(key), t.storage_offset()) for key, t in zip(keys, given)]
 
 
 def _are_apart(given: Sequence[Tensor], kept: int) -> bool:

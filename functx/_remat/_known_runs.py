@@ -163,7 +163,10 @@ class Sightings:
     def operations(self) -> int:
         """How much is remembered."""
         known = self._run
-        return 0 if known is None else len(known.entries)
+        if known is None:
+            return 0
+        pullbacks = [*(known.ledger.pullbacks or {}).values()]
+        return len(known.entries) + sum(pullback.size for pullback in pullbacks)
 
 
 def comparable(first: Compared, ledger: Ledger) -> bool:

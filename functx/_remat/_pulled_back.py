@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat._custom import running
 from functx._remat._depth import nested
+from functx._remat._holders import base_of
 from functx._remat._known_pullbacks import known_gradients
 from functx._remat._letting_go import can_go, lent, nobody_differentiates
 from functx._remat._operator import call
@@ -50,7 +52,8 @@ def gradients_of(
         def replayed(saved: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
             return _replayed(payload, saved, needs, wanted, cotangents, cut)
 
-        asked = (*needs,), (*wanted,), (*cut,)
+        places = (*(payload.places[i] for i in wanted),)
+        asked = payload.level, places, (*needs,), (*cut,)
         found = known_gradients(payload, saved, cotangents, asked, replayed)
         if found is not None:
             return found
@@ -151,22 +154,49 @@ def _pull_back(
         # Its own level has ended when it is pulled back: what is recorded is what it reads beside
         # these tensors (in a hook), by those whose it is.
         alone = active_tracker() is None and _mapped_at_most()
+    theirs: list[tuple[Any, Any]] = []
     if lends and unread:
         pullback.lends = True
         first = len(pullback.needs) + pullback.n_kept
+        theirs = [(weakref.ref(c), _place(c)) for c in tensors[first:] if can_go(c)]
         tensors[first:] = [lent(c) if can_go(c) else c for c in tensors[first:]]
         pullback.passing = [i for i in passing if can_go(tensors[i])]
         for i in pullback.passing:
             tensors[i] = lent(tensors[i])
     if alone:
         with nested(region.options.name):
-            return pullback(*tensors)
+            return _not_lent(pullback(*tensors), theirs)
     options = Options(
         name=f"pullback of {region.options.name}",
         determinism_check=region.options.determinism_check,
         replay=True,
     )
     return call(Region(pullback, tensors, options, connected=connected), made_here=True)
+
+
+def _not_lent(
+    gradients: list[Tensor | None], theirs: Sequence[tuple[Any, Any]]
+) -> list[Tensor | None]:
+    """Gradients that are cotangents, as those and not as aliases of ours.
+
+    Torch takes what nobody else holds for the ``grad`` of a leaf, and adds to that in place.
+
+    Args:
+        gradients: what a pullback gave.
+        theirs: the cotangents, weakly, with their places in memory.
+    """
+    for ref, place in theirs:
+        for i, g in enumerate(gradients):
+            if g is not None and _place(g) == place and (own := ref()) is not None:
+                gradients[i] = own
+    return gradients
+
+
+def _place(t: Tensor) -> Any:
+    base = base_of(t)
+    if base.layout is not torch.strided:
+        return None
+    return _torch.storage_key(base), base.storage_offset(), base.shape, base.stride()
 
 
 def _mapped_at_most() -> bool:

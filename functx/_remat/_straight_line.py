@@ -91,10 +91,23 @@ class Recorder(_torch.TorchDispatchMode):
         given: the tensors that are known, none of which may be written to.
         kept: how many of them, the first ones, somebody keeps: they may be no results.
         usual: whether surroundings are those in which the code is going to run.
+        literals: whether tensors that Python makes are made of numbers, which have been compared.
+
+    Attributes:
+        size: how many operations the code has.
     """
 
-    def __init__(self, given: Sequence[Tensor], kept: int, usual: Callable[[], bool]) -> None:
+    size = 0
+
+    def __init__(
+        self,
+        given: Sequence[Tensor],
+        kept: int,
+        usual: Callable[[], bool],
+        literals: bool = True,
+    ) -> None:
         super().__init__()
+        self._literals = literals
         self._given = len(given)
         self._kept = kept
         self._usual = usual
@@ -115,7 +128,7 @@ class Recorder(_torch.TorchDispatchMode):
         number = len(self._storages)
         place = _place(t, storage)
         self._storages.append(storage)
-        self._layouts.append(place[2:])
+        self._layouts.append((memory.nbytes() == t.nbytes, *place[2:]))
         self._cells[place] = number
         return number
 
@@ -145,7 +158,7 @@ class Recorder(_torch.TorchDispatchMode):
         try:
             line = _Line(kind, self._template(args), self._template(kwargs))
         except _Unknown:
-            if kind.func is _LIFT and args[0].numel() <= _SHORT:
+            if self._literals and kind.func is _LIFT and args[0].numel() <= _SHORT:
                 return _Line(kind_of(_CLONE), [_Literal(args[0])], {})
             if not kind.opaque and kind.writes:
                 for t in _torch_operators.arguments_written(kind.func, args, kwargs):
@@ -172,8 +185,8 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _lost(self, t: Any) -> None:
         """Something unknown is written there."""
-        if isinstance(t, Tensor) and (number := self._known(t)) is not None:
-            storage = self._storages[number]
+        if isinstance(t, Tensor):
+            storage = storage_and_key(t)[1]
             self._fits = self._fits and storage not in self._foreign
             gone = [place for place, n in self._cells.items() if self._storages[n] == storage]
             for place in gone:
@@ -223,6 +236,7 @@ class Recorder(_torch.TorchDispatchMode):
             return None
         lines = self._live(numbers)
         self._add_in_place(lines, numbers)
+        self.size = len(lines)
         return _written(lines, self._given, numbers)
 
     def _add_in_place(self, lines: Sequence[_Line], results: Iterable[int | None]) -> None:
@@ -234,6 +248,8 @@ class Recorder(_torch.TorchDispatchMode):
                 taken = self._foreign | {self._storages[n] for n in there.difference(line.cells)}
                 for a, b in (args, args[::-1]):
                     goes = self._storages[a.number] not in taken | {self._storages[b.number]}
+                    # All of its memory, or what is left of it would stay.
+                    goes = goes and self._layouts[a.number][0]
                     if goes and self._layouts[a.number] == self._layouts[line.cells[0] or 0]:
                         line.kind, line.args = kind_of(_ADD_), [a, b]
                         break

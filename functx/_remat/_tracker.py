@@ -1,9 +1,8 @@
 """What torch operations of a running region are shown to: the mode and its trackers.
 
 While a body runs, a torch-function mode shows every operation to the *tracker* of the region: a
-`_capture.FirstRun` or a `_replay.Replay`. One mode serves a whole nest of regions: an inner
-region's tracker takes the outer one's place until it ends, and the outer sees the inner region as
-a single operation.
+`_capture.FirstRun` or a `_replay.Replay`. One mode serves a whole nest: an inner region's tracker
+takes the outer one's place until it ends; the outer sees the inner region as a single operation.
 
 NOTE [transforms of torch.func]
 Those wrap their arguments in C++. While a region runs, the one function that they do it with asks
@@ -33,6 +32,7 @@ from functx._remat._entry import custom_function, custom_state, nested_transform
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._gradients import RETAIN_GRAD, on_the_tape
+from functx._remat._tapes import tensors_of
 from functx._remat._watch import python_on_tape, tell_of_an_export, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
@@ -44,13 +44,10 @@ class Tracker:
     # Fewer dispatch modes than where the body began: this is the inside of one of them.
     modes = 0
     seed = 0  # of the generator when the body began
-    # Whether a node's tape is pulled back, for none of the functions that users wrote.
-    pulls_back = False
-    # Whether the body asked how a tensor lies in memory, or wrapped one in a transform.
-    looks = False
-
-    # ``NOTE [aliases]`` in `_aliases`.
-    aliases: Aliases = MappingProxyType({})
+    pulls_back = False  # whether a node's tape is, for none of the functions that users wrote
+    looks = False  # whether the body asked how a tensor lies in memory, or wrapped one
+    odd = False  # whether it took something whose contents are not compared
+    aliases: Aliases = MappingProxyType({})  # NOTE [aliases] in `_aliases`
 
     def __init__(self) -> None:
         self._sources: list[int] = []
@@ -115,6 +112,9 @@ class Tracker:
         if isinstance(a, slice):
             self._scalars.append(SLICE)
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
+        if isinstance(a, list):  # of a class of the user's, which nobody knows how to make
+            parts = [self.swap(x) for x in [LIST, *a]][1:]
+            return a if all(map(is_, parts, a)) else parts
         if isinstance(a, tuple):  # a named tuple, or torch.Size, which can't be made of stand-ins
             parts = [self.swap(x) for x in a]
             new = hasattr(a, "_fields") and any(p is not x for p, x in zip(parts, a))
@@ -122,6 +122,8 @@ class Tracker:
         held = token(a)
         if held is not None:
             self._scalars.append(held)
+        else:
+            self.odd = True
         return a
 
     def operands(self, func: Any, values: Sequence[Any]) -> Any:
@@ -176,7 +178,8 @@ class Tracker:
         if kwargs or known.writes:
             self.before(func, args, kwargs)
         if known.exports:
-            tell_of_an_export(args[0])
+            for t in tensors_of(args, kwargs):
+                tell_of_an_export(t)
         if known.differentiates:
             args, kwargs, func = on_the_tape(given, args, kwargs)
         out = self.execute(func, args, kwargs)
