@@ -85,7 +85,11 @@ def is_view(func: Any) -> bool:
 
 _aten = torch.ops.aten
 # Whose derivatives are others where a mode is active, for some values of what they are given.
-OTHERWISE_UNDER_MODES = {_aten.prod, _aten.cumprod, _aten.cumprod_, _aten._linalg_det}
+OTHERWISE_UNDER_MODES = {
+    *(_aten.prod.default, _aten.prod.dim_int, _aten.cumprod.default, _aten._linalg_det.default),
+    *(_aten.max.default, _aten.min.default, _aten.median.default, _aten.nanmedian.default),
+    *(_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor, _aten.cumprod_.default),
+}
 _WRITES_STATISTICS = {
     *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
     *(_aten.batch_norm_update_stats, _aten.batch_norm_gather_stats),

@@ -149,7 +149,7 @@ def _written_down(
     literals = not any(map(_makes_of_tensors, region.entries))
     recorder = Recorder(given, kept, lambda: environment.restored() is None, literals)
     known = Known(_shared(given, kept))
-    if any(step.kind.func.overloadpacket in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
+    if any(step.kind.func in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
         return known, None
 
     def code(_: Any) -> Sequence[Tensor | None]:
