@@ -24,6 +24,12 @@ def storage_and_key(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
     return memory, key_of_storage(memory)
 
 
+def place_of(t: torch.Tensor) -> Any:
+    """Where and how a plain tensor lies in memory: the same for all aliases of it."""
+    storage = key_of_storage(t.untyped_storage())
+    return storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
+
+
 class Memories:
     """Weak references to pieces of memory: `_torch.StorageWeakRef`, many at a time."""
 

@@ -21,9 +21,10 @@ from functx import _schedules, _tree
 from functx._errors import RematError, ReplayError
 from functx._remat._by_sight import forget, replaying
 from functx._remat._function import run
+from functx._remat._holders import base_of
 from functx._remat._operator import differentiating
 from functx._remat._options import Options
-from functx._remat._tapes import batched, physical
+from functx._remat._tapes import batched
 from functx._remat._tracker import SILENT, tracking
 from functx._remat._watch import watching
 from functx._torch_edges import requires_grad_anywhere
@@ -162,7 +163,7 @@ def _goes_on(verdict: Any, length: Length) -> bool:
     length.masked |= batched(verdict)
     # Not shown to the region's record of tensors, but to that of what its replays must compute.
     with tracking(SILENT), watching(True):
-        return bool(physical(verdict).any())
+        return bool(base_of(verdict).any())
 
 
 def _next(body: Any, verdict: Any, length: Length, state: Any) -> Any:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from known import KNOWN, Calls, W, X, known, pulled
+from known import KNOWN, Calls, W, X, known, pulled, wrong
 from references import assert_same
 
 import functx
@@ -109,10 +109,6 @@ def test_formulas_that_values_choose_are_not_written_down():
         assert_same(pulled(region, x), pulled(body, x))
 
 
-def wrong(code):
-    return lambda given: [g + 1 for g in code(given)]
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -141,10 +137,17 @@ def elsewhere(region, expected):
     assert_same(found, [expected])
 
 
+@pytest.fixture
+def wrong_code(monkeypatch):
+    """What is written down gives other gradients."""
+    code = _straight_line.Recorder.code
+    monkeypatch.setattr(_straight_line.Recorder, "code", lambda s, results: wrong(code(s, results)))
+
+
+@pytest.mark.usefixtures("wrong_code")
 def test_another_thread_that_writes_it_down_as_well(monkeypatch):
     """What is in its place has not run yet, whoever has written it."""
-    code, written = _straight_line.Recorder.code, _known_pullbacks._written_down
-    monkeypatch.setattr(_straight_line.Recorder, "code", lambda s, results: wrong(code(s, results)))
+    written = _known_pullbacks._written_down
     region, expected, others = functx.remat(torch.sin), pulled(torch.sin, X), []
 
     def met(*args):
@@ -159,10 +162,10 @@ def test_another_thread_that_writes_it_down_as_well(monkeypatch):
     assert others
 
 
+@pytest.mark.usefixtures("wrong_code")
 def test_another_thread_that_comes_by_while_it_is_compared(monkeypatch):
     """It must not run what is being compared."""
-    code, bits = _straight_line.Recorder.code, _known_pullbacks._bits_of
-    monkeypatch.setattr(_straight_line.Recorder, "code", lambda s, results: wrong(code(s, results)))
+    bits = _known_pullbacks._bits_of
     region, expected, busy = functx.remat(torch.sin), pulled(torch.sin, X), []
 
     def met(*args):

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from known import KNOWN, Calls, W, X, known, pulled
+from known import KNOWN, Calls, W, X, known, pulled, wrong
 from references import assert_same
 from torch import nn
 from torch.nn import functional as F
@@ -15,6 +15,14 @@ import functx
 from functx._remat import _known_pullbacks, _straight_line
 
 pytestmark = pytest.mark.usefixtures("forgotten")
+
+
+def a_forward():
+    """A region whose pullback is known, its input, its result, how often the body has run."""
+    calls = known(torch.sin, X)
+    x = X.clone().requires_grad_()
+    out = calls.region(x)
+    return calls, x, out, calls.n
 
 
 class Functions(TorchFunctionMode):
@@ -49,10 +57,7 @@ AROUND = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("around", AROUND)
 def test_where_something_is_unusual_there_is_a_replay(around):
-    calls = known(torch.sin, X)
-    x = X.clone().requires_grad_()
-    out = calls.region(x)
-    before = calls.n
+    calls, x, out, before = a_forward()
     with AROUND[around]():
         (g,) = torch.autograd.grad(out, x, torch.ones_like(out))
     assert calls.n == before + 1
@@ -62,20 +67,14 @@ def test_where_something_is_unusual_there_is_a_replay(around):
 
 def test_under_a_function_mode_there_is_a_replay():
     """One that is active while the engine runs, and not suspended by what has begun that."""
-    calls = known(torch.sin, X)
-    x = X.clone().requires_grad_()
-    out = calls.region(x)
-    before = calls.n
+    calls, _, out, before = a_forward()
     out.register_hook(lambda g: Functions().__enter__() and None)  # the engine leaves it
     out.backward(torch.ones_like(out))
     assert calls.n == before + 1
 
 
 def test_second_derivatives_and_batches_of_cotangents_are_replays():
-    calls = known(torch.sin, X)
-    x = X.clone().requires_grad_()
-    out = calls.region(x)
-    before = calls.n
+    calls, x, out, before = a_forward()
     (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     assert_same(torch.autograd.grad(g.sum(), x)[0], -X.sin())
     out = calls.region(x)
@@ -85,10 +84,7 @@ def test_second_derivatives_and_batches_of_cotangents_are_replays():
 
 
 def test_inside_of_another_level_there_is_a_replay():
-    calls = known(torch.sin, X)
-    x = X.clone().requires_grad_()
-    out = calls.region(x)
-    before = calls.n
+    calls, x, out, before = a_forward()
 
     def inside(s):
         return torch.autograd.grad(out, x, torch.ones_like(out))[0].sum() * s
@@ -261,10 +257,6 @@ def test_formulas_that_are_others_under_modes_are_found():
     for _ in range(KNOWN + 2):
         _, found = calls.replays(pulled, x)
         assert_same(found, expected)
-
-
-def wrong(code):
-    return lambda given: [None if g is None else g + 1 for g in code(given)]
 
 
 def failing(code):

@@ -123,6 +123,13 @@ def hooked(t: Tensor, outer: Any) -> bool:
     return any(hooked(one, outer.around()) for one in outer.given())
 
 
+def hides_history(region: Any) -> bool:
+    """As what was kept, or written to, does, and a body that forgets what it computed from."""
+    return bool(
+        region.connected or region.rewritten or region.overwritten or region.options.by_sight
+    )
+
+
 def nodes_apart(
     frame: Any, tensors: Sequence[Tensor], places: Sequence[int]
 ) -> list[tuple[list[int], set[int]]]:
@@ -140,8 +147,7 @@ def nodes_apart(
         return [([*places], set())]
     region = frame.region
     by = getattr(region.reached, "by", ())
-    unknown = region.connected or region.rewritten or region.overwritten or region.options.by_sight
-    if not by or unknown or any(f.holds_duals() for f in region.frames):
+    if not by or hides_history(region) or any(f.holds_duals() for f in region.frames):
         return [([*places], set())]
     inside = region.frames[region.frames.index(frame) + 1 :]
     those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i], region.outer)}

@@ -27,6 +27,7 @@ from functx import _torch, _torch_vmap
 from functx._remat._arguments import LIST
 from functx._remat._checksum import checksum
 from functx._remat._entry import Entry
+from functx._remat._known_runs import sharing
 from functx._remat._profile import shown
 from functx._remat._straight_line import Code, Recorder
 from functx._remat._tapes import PLAIN
@@ -189,10 +190,8 @@ def _makes_of_tensors(entry: Entry) -> bool:
 def _shared(given: Sequence[Tensor], kept: int, before: Any = ()) -> Any:
     if before is None:  # where none of them did, it is no matter whether some do
         return None
-    keys = storage_keys(given[:kept])
-    if len({*keys}) == kept:
-        return None
-    return [(keys.index(key), t.storage_offset()) for key, t in zip(keys, given)]
+    found = sharing(given[:kept])
+    return None if found is None else (found, [t.storage_offset() for t in given[:kept]])
 
 
 def _are_apart(given: Sequence[Tensor], kept: int) -> bool:

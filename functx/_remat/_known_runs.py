@@ -32,7 +32,7 @@ from functx._remat._functions import IN_C
 from functx._remat._holders import base_of
 from functx._remat._tapes import PLAIN
 from functx._torch import get_unwrapped, is_wrapped, sequence_number
-from functx._torch_memory import key_of_storage
+from functx._torch_memory import storage_keys
 
 if TYPE_CHECKING:
     from functx._remat._compared import Compared
@@ -77,7 +77,7 @@ class KnownRun:
         self.looks = first.looks
         self.settings = first.settings
         self.externals = [*map(_signature, first.externals())]
-        self.shared = _shared(first.externals())
+        self.shared = sharing(first.externals())
         self.nodes = first.nodes
         self.tape, self.ends, self.groups = first.tape, first.ends, first.groups
         self.relations = first.relations()
@@ -96,7 +96,7 @@ class KnownRun:
             and first.nodes == self.nodes
             and first.settings == self.settings
             and [*map(_signature, first.externals())] == self.externals
-            and _shared(first.externals()) == self.shared
+            and sharing(first.externals()) == self.shared
         )
 
     def agrees(self, other: KnownRun, first: Compared) -> bool:
@@ -215,9 +215,9 @@ def _signature(t: Tensor) -> Any:
     )
 
 
-def _shared(tensors: Sequence[Tensor]) -> Any:
+def sharing(tensors: Sequence[Tensor]) -> Any:
     """Which of some tensors share their memory; ``None`` where none do."""
-    keys = [key_of_storage(base_of(t).untyped_storage()) for t in tensors]
+    keys = storage_keys(map(base_of, tensors))
     if len({*keys}) == len(keys):
         return None
     return [*map(keys.index, keys)]

@@ -113,12 +113,13 @@ class Pullback:
         self.by_name = self.lends = False
         self.passing: Sequence[int] = ()
 
-    def asked(self, recorded: bool) -> Asked | None:
-        """What the replay is for, if something may be left out by that."""
-        if _torch.forward_ad_level() >= 0 or self.plainly is None:
-            return None
-        inputs = tuple(i for i, need in enumerate(self.needs) if need)
-        return Asked(inputs, recorded, self.plainly)
+    def told(self, kept: Sequence[Tensor], recorded: bool) -> list[int]:
+        """The results of ``fn`` that are pulled back; the region is told what its replay is for."""
+        asked = None
+        if self.plainly is not None and _torch.forward_ad_level() < 0:
+            inputs = tuple(i for i, need in enumerate(self.needs) if need)
+            asked = Asked(inputs, recorded, self.plainly)
+        return self.want(self.wanted, kept, self.passing, asked)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor | None]:
         """Gradients of the inputs that need one, in their order."""
@@ -182,8 +183,7 @@ def _plain(
     if pullback.by_name and not (recording or _torch.tracing()):
         own = [(t, p) for t, p in zip(inputs, primals) if t is not p]
         pullback.names = OtherNames(own) if own else None
-    asked = None if pullback.plainly is None else pullback.asked(recording)
-    wanted = pullback.want(pullback.wanted, kept, pullback.passing, asked)
+    wanted = pullback.told(kept, recording)
     outs = pullback.fn(*inputs)
     for t, attributes in looks:
         alike(t, t.__class__, attributes)
@@ -222,8 +222,7 @@ def _fresh_level(
         for t, require in zip(inputs, pullback.requires):
             if require:
                 _torch.require_grad(t)
-        asked = None if pullback.plainly is None else pullback.asked(recording)
-        wanted = pullback.want(pullback.wanted, kept, pullback.passing, asked)
+        wanted = pullback.told(kept, recording)
         return _tape(pullback, inputs, pullback.fn(*inputs), wanted)
     finally:
         _torch.exit_grad_level()

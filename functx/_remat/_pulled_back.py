@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat._apart import hides_history
 from functx._remat._custom import running
 from functx._remat._depth import nested
 from functx._remat._holders import base_of
@@ -22,13 +24,7 @@ from functx._remat._pullback import Pullback
 from functx._remat._read_results import Cut, Replayed
 from functx._remat._region import Region
 from functx._remat._tracker import SILENT, active_tracker, tracking
-
-
-def hides_history(region: Region) -> bool:
-    """As what was kept, or written to, does, and a body that forgets what it computed from."""
-    return bool(
-        region.connected or region.rewritten or region.overwritten or region.options.by_sight
-    )
+from functx._torch_memory import place_of
 
 
 def gradients_of(
@@ -46,30 +42,25 @@ def gradients_of(
     """
     if not any(needs):
         return [None] * len(needs)
+    pull_back = functools.partial(_replayed, payload, (needs, wanted, cut), beside)
     ledger = payload.region.ledger
     if beside is None and ledger is not None and ledger.pullbacks is not None:
-
-        def replayed(saved: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
-            return _replayed(payload, saved, needs, wanted, cotangents, cut)
-
         places = (*(payload.places[i] for i in wanted),)
         asked = payload.level, places, (*needs,), (*cut,)
-        found = known_gradients(payload, saved, cotangents, asked, replayed)
+        found = known_gradients(payload, saved, cotangents, asked, pull_back)
         if found is not None:
             return found
-    return _replayed(payload, saved, needs, wanted, cotangents, cut, beside)
+    return pull_back(saved, cotangents)
 
 
 def _replayed(
     payload: Any,
+    of: tuple[Sequence[bool], Sequence[int], Sequence[bool]],
+    beside: Cut | None,
     saved: list[Tensor],
-    needs: Sequence[bool],
-    wanted: Sequence[int],
     cotangents: list[Tensor],
-    cut: Sequence[bool],
-    beside: Cut | None = None,
 ) -> list[Tensor | None]:
-    fn, region = payload.fn, payload.region
+    fn, region, (needs, wanted, cut) = payload.fn, payload.region, of
     if beside is not None or (torch.is_grad_enabled() and not _torch.tracing()):
         fn = Replayed(fn, region, payload.level, beside)
     pullback = Pullback(fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
@@ -158,7 +149,8 @@ def _pull_back(
     if lends and unread:
         pullback.lends = True
         first = len(pullback.needs) + pullback.n_kept
-        theirs = [(weakref.ref(c), _place(c)) for c in tensors[first:] if can_go(c)]
+        if alone:
+            theirs = [(place_of(base_of(c)), weakref.ref(c)) for c in tensors[first:] if can_go(c)]
         tensors[first:] = [lent(c) if can_go(c) else c for c in tensors[first:]]
         pullback.passing = [i for i in passing if can_go(tensors[i])]
         for i in pullback.passing:
@@ -183,20 +175,15 @@ def _not_lent(
 
     Args:
         gradients: what a pullback gave.
-        theirs: the cotangents, weakly, with their places in memory.
+        theirs: the places of cotangents in memory, and these, weakly.
     """
-    for ref, place in theirs:
-        for i, g in enumerate(gradients):
-            if g is not None and _place(g) == place and (own := ref()) is not None:
-                gradients[i] = own
+    for i, g in enumerate(gradients if theirs else ()):
+        if g is not None and (base := base_of(g)).layout is torch.strided:
+            found = place_of(base)
+            for place, ref in theirs:
+                if place == found and (own := ref()) is not None:
+                    gradients[i] = own
     return gradients
-
-
-def _place(t: Tensor) -> Any:
-    base = base_of(t)
-    if base.layout is not torch.strided:
-        return None
-    return _torch.storage_key(base), base.storage_offset(), base.shape, base.stride()
 
 
 def _mapped_at_most() -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from functx import _torch, _torch_operators
 from functx._remat._arguments import SIMPLE
 from functx._remat._step import Kind, kind_of
-from functx._torch_memory import Memories, storage_and_key
+from functx._torch_memory import Memories, place_of, storage_and_key
 
 FILE = "<functx: a pullback>"
 _INDEX = torch.ops.aten.index.Tensor
@@ -109,7 +109,6 @@ class Recorder(_torch.TorchDispatchMode):
         super().__init__()
         self._literals = literals
         self._given = len(given)
-        self._kept = kept
         self._usual = usual
         self._memories = Memories()  # so that no address is another one's later
         self._storages: list[int] = []
@@ -126,14 +125,14 @@ class Recorder(_torch.TorchDispatchMode):
         memory, storage = storage_and_key(t)
         self._memories.add(memory, storage)
         number = len(self._storages)
-        place = _place(t, storage)
+        place = place_of(t)
         self._storages.append(storage)
         self._layouts.append((memory.nbytes() == t.nbytes, *place[2:]))
         self._cells[place] = number
         return number
 
     def _known(self, t: Tensor) -> int | None:
-        return self._cells.get(_place(t, storage_and_key(t)[1]))
+        return self._cells.get(place_of(t))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
@@ -290,10 +289,6 @@ def _states() -> list[Tensor]:
     """Of all generators that an operation may draw from without being given one."""
     on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [generator.get_state() for generator in (torch.default_generator, *on_gpu)]
-
-
-def _place(t: Tensor, storage: int) -> Any:
-    return storage, t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def _cells_in(tree: Any) -> Iterator[int]:

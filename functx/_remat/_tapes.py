@@ -98,13 +98,6 @@ def below(t: Tensor, depth: int) -> Tensor:
     return t
 
 
-def physical(t: Tensor) -> Tensor:
-    """The plain tensor inside all wrappers."""
-    while _torch.is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-    return t
-
-
 def batched(t: Tensor) -> bool:
     """Whether a ``vmap`` has different values of ``t`` for its examples."""
     while _torch.is_wrapped(t):

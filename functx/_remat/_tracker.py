@@ -92,12 +92,13 @@ class Tracker:
                 self._scalars.append(TENSOR)
             return self.resolve(a)
         cls = type(a)
-        if cls is tuple or cls is list:
+        if cls is tuple or isinstance(a, list):
             parts = [self.swap(x) for x in a]
-            if cls is list:
+            if cls is not tuple:
                 self._scalars.append(LIST)
-            # A custom Function may keep a list, and change it.
-            return a if all(map(is_, parts, a)) else cls(parts)
+            # A custom Function may keep a list, and change it. (Others' classes of lists nobody
+            # knows how to make.)
+            return a if all(map(is_, parts, a)) else tuple(parts) if cls is tuple else parts
         if isinstance(a, SCALARS):
             self._scalars.append(a)
             return a
@@ -112,9 +113,6 @@ class Tracker:
         if isinstance(a, slice):
             self._scalars.append(SLICE)
             return slice(self.swap(a.start), self.swap(a.stop), self.swap(a.step))
-        if isinstance(a, list):  # of a class of the user's, which nobody knows how to make
-            parts = [self.swap(x) for x in [LIST, *a]][1:]
-            return a if all(map(is_, parts, a)) else parts
         if isinstance(a, tuple):  # a named tuple, or torch.Size, which can't be made of stand-ins
             parts = [self.swap(x) for x in a]
             new = hasattr(a, "_fields") and any(p is not x for p, x in zip(parts, a))

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch
+from functx._remat._apart import hides_history
 from functx._remat._levels import at_level
-from functx._remat._pulled_back import hides_history
 from functx._remat._region import Flat, Region
 
 
