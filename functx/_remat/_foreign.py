@@ -62,7 +62,6 @@ class Standins(AboutGradients):
     _depth = 0
     # Who watches what runs below; then it is asked who holds inputs and captures.
     ledger: Ledger | None = None
-    # Whether something was met that runs are not compared by.
     # Whether leaves of plain autograd that are met are captured without further questions, while no
     # transform is active.
     _captures_leaves = False
