@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_fake, _torch_modules, _tree
+from functx import _torch, _torch_fake, _torch_modes, _torch_modules, _tree
 from functx._errors import RematError
 from functx._flags import Flags, no_casts_kept
 from functx._generator_watch import Watch, bytes_of
@@ -37,7 +37,7 @@ class _Recorder(TorchFunctionMode):
         self._first: dict[int, int] = {}  # storage -> number of operations before its first use
         self._values = 0
         self._forbidden: list[tuple[int, int]] = []
-        self._modes = len(_torch.user_modes())
+        self._modes = len(_torch_modes.user_modes())
         self._generators: dict[torch.Generator, tuple[Tensor, bytes]] = {}
         for t in fakes:
             self._new(t, 0)
@@ -68,7 +68,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         elif name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
-        if len(_torch.user_modes()) > self._modes:
+        if len(_torch_modes.user_modes()) > self._modes:
             raise self.refuse("it enters a mode that its operations run under; enter it outside")
         leaves, spec = _tree.flatten((args, kwargs))
         self.check_generators(leaf for leaf in leaves if isinstance(leaf, torch.Generator))

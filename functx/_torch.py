@@ -367,27 +367,6 @@ def sync(t: torch.Tensor) -> None:
     torch._sync(t)
 
 
-def user_modes() -> list[Any]:
-    """The active function and dispatch modes that may change what operations do."""
-    if not (function_mode_depth() or dispatch_mode_depth()):
-        return []
-    return [
-        mode
-        for depth, mode_at in (
-            (function_mode_depth(), get_function_mode_at),
-            (dispatch_mode_depth(), get_dispatch_mode_at),
-        )
-        for mode in map(mode_at, range(depth))
-        if not getattr(mode, "only_observes", False)
-    ]
-
-
-def missing_modes(modes: list[Any]) -> list[Any]:
-    """Which of some modes are not active now, nor another of their kind."""
-    active = {type(mode) for mode in user_modes()} if modes else set()
-    return [mode for mode in modes if type(mode) not in active]
-
-
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """The view of ``base`` that ``view`` is of its own base."""
     return view._view_func_unsafe(base)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from functx._torch_modules import GLOBAL_HOOKS
+
 _C: Any = torch._C
 
 
@@ -113,6 +115,7 @@ if torch.backends.cuda.is_built():
 _READ = [read for read, _ in _FLAGS]
 _READ_ALL: list[Callable[[], Any]] = [
     *_READ,
+    functools.partial(any, GLOBAL_HOOKS),
     functools.partial(torch.is_autocast_enabled, "cpu"),
     functools.partial(torch.get_autocast_dtype, "cpu"),
     torch.is_autocast_cache_enabled,
@@ -126,7 +129,7 @@ def settings() -> list[Any]:
 
 
 def settings_and_casts() -> list[Any]:
-    """`settings`, and last the three of `casts`, on CPU."""
+    """`settings`, whether all modules have hooks, and last the three of `casts`, on CPU."""
     return [*map(_call, _READ_ALL)]
 
 

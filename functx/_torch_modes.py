@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as _dispatch
 
+from functx import _torch
+
 # What a mode of functions does when it is entered and left.
 push_function_mode = torch._C._push_on_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
@@ -58,3 +60,31 @@ def leave_dispatch_mode(before: Flags) -> None:
         d._is_in_any_mode_without_ignore_compile_internals,
     ) = before
     d.set_is_in_mode_without_ignore_compile_internals(before[2])
+
+
+def user_modes() -> list[Any]:
+    """The active function and dispatch modes that may change what operations do."""
+    if not (_torch.function_mode_depth() or _torch.dispatch_mode_depth()):
+        return []
+    return [
+        mode
+        for depth, mode_at in (
+            (_torch.function_mode_depth(), _torch.get_function_mode_at),
+            (_torch.dispatch_mode_depth(), _torch.get_dispatch_mode_at),
+        )
+        for mode in map(mode_at, range(depth))
+        if not getattr(mode, "only_observes", False)
+    ]
+
+
+def missing_modes(modes: list[Any]) -> list[Any]:
+    """Which of some modes are not active now, nor another of their kind.
+
+    A counter of FLOPs that has been left is not to count any more.
+    """
+    active = {type(mode) for mode in user_modes()} if modes else set()
+    return [
+        mode
+        for mode in modes
+        if type(mode) not in active and type(mode).__name__ != "_FlopCounterMode"
+    ]

@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,12 +16,41 @@ import torch
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 # Hooks of all modules: of FlopCounterMode, which hangs further ones on what modules are given.
-global_hooks = torch.nn.modules.module._global_forward_pre_hooks
+_modules: Any = torch.nn.modules.module
+global_hooks = _modules._global_forward_pre_hooks
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    *(_modules._global_forward_pre_hooks, _modules._global_forward_hooks),
+    *(_modules._global_backward_pre_hooks, _modules._global_backward_hooks),
+)
+# What is said of some of them.
+_ABOUT_HOOKS: tuple[dict[int, Any], ...] = (
+    *(_modules._global_forward_hooks_always_called, _modules._global_forward_hooks_with_kwargs),
+)
+_own_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 
 _MANY = 4096
 
 # A frame further up than that of the caller; `inspect` has it by way of the caller's own.
 frame_above = sys._getframe
+
+
+def hooks_in(modules: list[torch.nn.Module]) -> list[dict[int, Any]]:
+    """The hooks that run around the forwards of some modules."""
+    after, before = _own_hooks
+    return [*filter(None, map(after, modules)), *filter(None, map(before, modules))]
+
+
+def hooks_of_all() -> list[dict[int, Any]]:
+    """Those of all modules, now."""
+    return [*map(dict, GLOBAL_HOOKS + _ABOUT_HOOKS)]
+
+
+def set_hooks_of_all(hooks: list[dict[int, Any]] | None) -> None:
+    """Put back what `hooks_of_all` gave; none, for ``None``."""
+    for i, there in enumerate(GLOBAL_HOOKS + _ABOUT_HOOKS):
+        there.clear()
+        if hooks is not None:
+            there.update(hooks[i])
 
 
 def frames_of_threads() -> list[types.FrameType]:

@@ -7,6 +7,10 @@ NOTE [parametrizations]
 Under ``parametrize.cached()`` a module computes a parametrization once. The cache belongs to the
 process, so a replay has one of its own, with what the forward found in it.
 
+NOTE [hooks of all modules]
+Those that a user hangs on every module (`FlopCounterMode` does) are not the same in a backward pass
+that is inside of less, or of more, than its forward was. What they run is part of the region.
+
 NOTE [generators]
 States are read when the region starts (default generators) or when an operation is given a
 generator, and kept only if the region drew from them. Default generators belong to the process, so
@@ -33,16 +37,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_globals
+from functx import _torch_globals, _torch_modes
 from functx._errors import RematError, ReplayError
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
 from functx._remat._within_reach import reach
 from functx._torch_kernels import casts, put_back, settings_and_casts
+from functx._torch_modules import hooks_of_all, set_hooks_of_all
 
 _generators = threading.RLock()
-_caches = threading.RLock()
+_shared = threading.RLock()
 
 
 class Environment:
@@ -56,8 +61,8 @@ class Environment:
     """
 
     __slots__ = (
-        *("_autocast", "_left_changed", "_modes", "_name", "_parametrizations", "_random"),
-        *("_seeds", "_settings", "_state"),
+        *("_autocast", "_hooks", "_left_changed", "_modes", "_name", "_parametrizations"),
+        *("_random", "_seeds", "_settings", "_state"),
     )
 
     def __init__(
@@ -76,10 +81,11 @@ class Environment:
             self._casting("cuda")
         self._name = options.name
         self._seeds: dict[Any, bytes] = {}
-        self._settings = settings_and_casts()
+        self._settings = settings = settings_and_casts()
+        self._hooks = hooks_of_all() if settings[-4] else None
         self._left_changed = False  # by the first run, when it had ended
         self._state = ModuleState(reach(body, arguments))
-        self._modes = _torch.user_modes()
+        self._modes = _torch_modes.user_modes()
         self._parametrizations = _torch_globals.parametrization_cache()
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
@@ -115,7 +121,7 @@ class Environment:
             read: tensors that it read, inputs and captures.
         """
         self._state.seal(written)
-        if self._modes != _torch.user_modes():
+        if self._modes != _torch_modes.user_modes():
             raise RematError(
                 f"remat: when the region {self._name!r} ended, other modes were active than when "
                 "it began (torch.set_default_device makes one active); a replay could not leave "
@@ -149,7 +155,7 @@ class Environment:
 
     def surroundings(self) -> Any:
         """What of it decides which operations run; ``None`` where that can't be compared."""
-        if self._modes or self._parametrizations or self.casts():
+        if self._modes or self._parametrizations or self.casts() or self._hooks:
             return None
         return self._settings, self._autocast
 
@@ -161,7 +167,7 @@ class Environment:
         """The same surroundings, for a replay; ``None`` where they are so already."""
         if self._random or self._modes or self._parametrizations or self._state.changed():
             return self._put_back()
-        if self._left_changed:
+        if self._left_changed or self._hooks:
             return self._put_back()
         if _torch_globals.parametrization_cache() or self._settings != settings_and_casts():
             return self._put_back()
@@ -180,11 +186,15 @@ class Environment:
             if self._left_changed or self._settings != now:
                 stack.callback(put_back, now)
                 put_back(self._settings)
-            for mode in _torch.missing_modes(self._modes):
+            if self._hooks or now[-4]:
+                stack.enter_context(_shared)
+                stack.callback(set_hooks_of_all, hooks_of_all())
+                set_hooks_of_all(self._hooks)
+            for mode in _torch_modes.missing_modes(self._modes):
                 stack.enter_context(mode)
             if (cached := _torch_globals.parametrization_cache()) or self._parametrizations:
                 # What the forward found computed; what the replay computes is the replay's own.
-                stack.enter_context(_caches)
+                stack.enter_context(_shared)
                 stack.callback(_torch_globals.set_parametrization_cache, cached)
                 _torch_globals.set_parametrization_cache(_own(self._parametrizations))
             if self._random:

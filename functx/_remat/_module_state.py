@@ -7,8 +7,8 @@ puts back what it found.
 NOTE [containers that a node knows]
 A list may hold what has left the region: a result of the very node that knows the list, which
 nothing could free. So a node knows a list by the way to it, from the globals of a function or from
-an object that it knows weakly; if there is no such way, as from a cell, the copies of `_containers`
-are what replays write to.
+an object that it knows weakly, or the hook of a module; if there is no such way, as from a cell of
+the body, the copies of `_containers` are what replays write to.
 
 NOTE [what counts runs]
 A list or a dict of a function's own cells and globals with no tensors in it (``runs.append(1)``) is
@@ -336,6 +336,10 @@ class _Ways:
             for name in names:
                 if scope.get(name) is c:
                     return (scope, name)
+        for hook in self._found.hooks:
+            for i, cell in enumerate(getattr(hook, "__closure__", None) or ()):
+                if _content(cell) is c:
+                    return (weakref.ref(hook), i)
         for parent in self._found.containers:
             for key, x in parent.items() if isinstance(parent, dict) else enumerate(parent):
                 if x is c and not isinstance(parent, set):
@@ -361,6 +365,13 @@ def _has_tensors(c: Any) -> bool:
     return any(isinstance(x, Tensor) for x in elements(c))
 
 
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
 class _Held:
     """A container in no object and no global."""
 
@@ -376,7 +387,10 @@ def _follow(way: Any) -> Any:
         return way()
     start, key = way
     if isinstance(start, weakref.ref):
-        start = getattr(start(), "__dict__", None)
+        one = start()
+        if isinstance(key, int):  # a cell of a hook
+            return None if one is None else _content(one.__closure__[key])
+        start = getattr(one, "__dict__", None)
     elif isinstance(start, tuple):
         start = _follow(start)
     try:

@@ -41,17 +41,19 @@ class Reached:
         objects: others that have attributes.
         attributes: names of attributes that are in no dict: in slots of objects, and of classes.
         containers: lists, dicts and the like that are reached by these, or by a function.
+        hooks: of modules: nothing else leads to what they close over.
         scopes: globals that functions rebind: the dict, and the names.
         named: globals that they name, likewise.
     """
 
-    __slots__ = ("attributes", "containers", "modules", "named", "objects", "scopes")
+    __slots__ = ("attributes", "containers", "hooks", "modules", "named", "objects", "scopes")
 
     def __init__(self) -> None:
         self.attributes: list[tuple[Any, tuple[str, ...]]] = []
         self.modules: list[nn.Module] = []
         self.objects: list[Any] = []
         self.containers: list[Any] = []
+        self.hooks: list[Any] = []
         self.named: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.scopes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
 
@@ -64,6 +66,8 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
     reached = Reached()
     modules: dict[int, nn.Module] = {}
     stack = [part for part in (f, *arguments) if type(part) not in _LEAVES]
+    if any(_torch_modules.GLOBAL_HOOKS):
+        stack += _hooks(_torch_modules.GLOBAL_HOOKS, reached)
     seen: set[int] = set()
     while stack:
         part = stack.pop()
@@ -87,7 +91,10 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                 reached.containers.append(part)
             stack += _parts(part)
         elif isinstance(part, nn.Module):
-            for module in _torch_modules.modules_of(part):
+            those = _torch_modules.modules_of(part)
+            if hooks := _torch_modules.hooks_in(those):
+                stack += _hooks(hooks, reached)
+            for module in those:
                 if id(module) not in modules and not _torch_modules.is_scripted(module):
                     modules[id(module)] = module
                     if type(module).__module__.partition(".")[0] not in _NOT_THE_USERS:
@@ -105,6 +112,12 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
             _attributes_of(part, stack, reached, seen)
     reached.modules += modules.values()
     return reached
+
+
+def _hooks(found: Iterable[dict[int, Any]], reached: Reached) -> list[Any]:
+    hooks = [hook for those in found for hook in those.values()]
+    reached.hooks += hooks
+    return hooks
 
 
 def _parts(c: Any) -> Iterable[Any]:
