@@ -1,4 +1,4 @@
-"""Formulas of derivatives that ask whether a mode is active give the same bits, but those listed."""
+"""Formulas that ask whether a mode is active give the same bits, but for those that are listed."""
 
 import contextlib
 

@@ -260,3 +260,71 @@ def test_a_pullback_that_a_region_leaves_behind_is_an_error():
 
     with pytest.raises(functx.RematError, match="leaves behind"):
         functx.grad(lambda x: functx.remat(body)(x).sum())(X)
+
+
+DEPENDENT = {
+    "what it is given": lambda x, y, o: torch.autograd.grad(o, y, allow_unused=True)[0],
+    "it and something else": lambda x, y, o: torch.autograd.grad(
+        [o, (x * y).sum()], [y], create_graph=True, allow_unused=True
+    )[0],
+    "what comes of it and another one": lambda x, y, o: torch.autograd.grad(
+        (x * y * o.sin()).sum(), y, create_graph=True
+    )[0],
+}
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("way", DEPENDENT)
+def test_one_input_is_computed_from_another(way, leaf, closes):
+    """Stand-ins do not depend on each other: part of the gradient was missing, without a word."""
+
+    def program(remat):
+        x, y = X.clone().requires_grad_(), (X * 2).requires_grad_()
+        y = y if leaf else y.exp()
+        o = (y * y).sin().sum()
+
+        def body(x, *given):
+            g = DEPENDENT[way](x, *(given or (y, o)))
+            return x * (0 if g is None else g)
+
+        out = remat(body)(x) if closes else remat(body)(x, y, o)
+        return torch.autograd.grad(out.sum(), x)
+
+    with pytest.raises(functx.RematError, match="was computed from that outside"):
+        program(functx.remat)
+    program(identity)
+
+
+INDEPENDENT = {
+    "one of two": lambda x, y, o: torch.autograd.grad((x * y).exp().sum(), y, create_graph=True)[0],
+    "the one that comes after": lambda x, y, o: torch.autograd.grad(
+        (x * y * o).exp().sum(), o, create_graph=True
+    )[0],
+    "a constant": lambda x, y, o: torch.autograd.grad(
+        (x * y).exp().sum() * o.detach(), y, create_graph=True
+    )[0],
+    "a transform": lambda x, y, o: functx.grad(lambda y: (x * y * o).exp().sum())(y),
+    "what it made": lambda x, y, o: torch.autograd.grad(
+        (x * (h := y * 1) * o).exp().sum(), h, create_graph=True
+    )[0],
+}
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("way", INDEPENDENT)
+def test_gradients_by_what_others_do_not_depend_on(way, leaf, closes):
+    def program(remat):
+        x, z = X.clone().requires_grad_(), (X * 2).requires_grad_()
+        y = z if leaf else z.exp()
+        o = (y * y).sin().sum()
+
+        def body(x, *given):
+            return x * INDEPENDENT[way](x, *(given or (y, o)))
+
+        out = remat(body)(x) if closes else remat(body)(x, y, o)
+        return torch.autograd.grad(out.sum(), [x, z])
+
+    for _ in range(6):
+        assert_same(program(functx.remat), program(identity), 8)

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from functx._remat._gradients import RETAIN_GRAD, refuse_if_lost
+from functx import _torch
+from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
 from functx._remat._region import Region
+from functx._remat._tapes import of_ended_level, tensors_of
 from functx._remat._tracker import SILENT, Tracker, tracking
 
 
@@ -19,6 +21,8 @@ class AboutGradients(Tracker):
     _region: Region
     _index: dict[int, tuple[Tensor, Tensor, int]]
     _originals: list[Tensor]
+    _depth: int
+    _start: int
     # Whose gradients are to be retained: what is to ask for them, weakly or not.
     _retained: Sequence[Callable[[], Tensor | None]] = ()
 
@@ -32,6 +36,10 @@ class AboutGradients(Tracker):
 
     def about_gradients(self, func: Any, args: Any) -> bool:
         """Ask the tensor that a stand-in stands for, or raise."""
+        if func is GRADIENTS:
+            with tracking(SILENT):
+                self._about_to_differentiate(*args[:2])
+            return False
         t = args[0]
         found = self._index.get(id(t))
         if func == RETAIN_GRAD:
@@ -47,6 +55,28 @@ class AboutGradients(Tracker):
             with tracking(SILENT):
                 refuse_if_lost(func, t, args, region.options.name)
         return False
+
+    def _about_to_differentiate(self, outputs: Any, inputs: Any) -> None:
+        outs = tensors_of(outputs)
+        wanted = [t for t in map(self._outside, tensors_of(inputs)) if t is not None]
+        if wanted:
+            known = {id(found[0]): found[1] for found in self._index.values()}
+            foreign = [(t, known.get(id(t), t)) for t in self._originals]
+            foreign += [(t, t) for t in outs if self._outside(t) is t]
+            outs = [known.get(id(t), t) for t in outs]
+            refuse_if_partial(outs, wanted, foreign, self._region.options.name)
+
+    def _outside(self, t: Tensor) -> Tensor | None:
+        """What a tensor is outside of the region; ``None`` if that has made it."""
+        found = self._index.get(id(t))
+        if of_ended_level(t):
+            return None  # an error by itself: `on_the_tape`
+        if found is not None:
+            return self._originals[found[2]]
+        if self.knows(t) or (_torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth):
+            return None
+        node = t.grad_fn
+        return t if node is None or _torch.sequence_number(node) < self._start else None
 
     def retained(self, outs: Sequence[Tensor | None]) -> list[int | Callable[[], Tensor | None]]:
         """Whose gradients are to be retained: results, by position, and what is held otherwise."""

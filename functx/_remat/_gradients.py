@@ -15,7 +15,7 @@ from torch import Tensor
 
 from functx._errors import RematError
 from functx._remat._holders import base_of
-from functx._remat._tapes import of_ended_level
+from functx._remat._tapes import edges_below, leaves_below, nodes_of, of_ended_level
 from functx._torch_memory import key_of_storage
 
 RETAIN_GRAD = Tensor.retain_grad
@@ -23,7 +23,9 @@ _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
-ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, SET_DATA)
+GRADIENTS = torch.autograd.grad
+
+ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, SET_DATA, GRADIENTS)
 
 
 def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:
@@ -57,6 +59,46 @@ def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:
             f"remat: the region {name!r} assigns the .grad of a tensor of shape {tuple(t.shape)} "
             "that it did not make; it would be lost. Assign it outside of the region."
         )
+
+
+def refuse_if_partial(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    foreign: Sequence[tuple[Tensor, Tensor]],
+    name: str,
+) -> None:
+    """Raise where derivatives flow by a way that stand-ins do not have.
+
+    Args:
+        outputs: what is differentiated in the region ``name``, as it knows it.
+        inputs: by what, as it is outside: tensors that the region did not make.
+        foreign: these and all others, each with its stand-in.
+        name: of the region.
+    """
+    wanted = {_edge(t): t for t in inputs}
+    computed = [(t, standin) for t, standin in foreign if t.grad_fn is not None]
+    if not computed:
+        return
+    leaves = {id(t) for t in leaves_below(*nodes_of(outputs))} | {id(t) for t in outputs}
+    for t, standin in computed:
+        if id(standin) not in leaves and id(t) not in leaves:
+            continue
+        for edge in edges_below(_edge(t)):
+            y = wanted.get(edge)
+            if y is not None and y is not t:
+                raise RematError(
+                    f"remat: the region {name!r} asks for the gradient (torch.autograd.grad) with "
+                    f"respect to a tensor of shape {tuple(y.shape)} that it did not make, of "
+                    f"something that depends on another one, of shape {tuple(t.shape)}, which was "
+                    "computed from that outside of the region. In the region both are inputs, so "
+                    "part of the gradient would be missing. Compute both in the region, take the "
+                    "gradient outside of it, or detach what is to be constant."
+                )
+
+
+def _edge(t: Tensor) -> tuple[Any, int]:
+    """Where the tape of a tensor begins, of its own level."""
+    return (t, 0) if t.grad_fn is None else (t.grad_fn, t.output_nr)
 
 
 def retain(retained: Sequence[Any], results: Sequence[Tensor | None]) -> None:

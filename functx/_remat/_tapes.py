@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +56,19 @@ def tape_below(nodes: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
         elif type(current).__name__ == "AccumulateGrad" and current.variable is not None:
             found.append(current.variable)  # not a leaf that has been given a history since
     return stack, found
+
+
+def edges_below(edge: tuple[Any, int]) -> Iterator[tuple[Any, int]]:
+    """A result of a node and those that it comes from; for a leaf's node, the leaf."""
+    stack, seen = [edge], {edge}
+    for node, i in stack:  # which grows
+        yield node, i
+        for below in getattr(node, "next_functions", ()):
+            if type(below[0]).__name__ == "AccumulateGrad":
+                below = below[0].variable, 0
+            if below[0] is not None and below not in seen:
+                seen.add(below)
+                stack.append(below)
 
 
 def tensors_of(*trees: Any) -> list[Tensor]:
