@@ -142,6 +142,17 @@ def casts(kind: str) -> tuple[bool, torch.dtype, bool]:
     )
 
 
+class overriding:
+    """Subclasses override functions in here, as nearly everywhere; batching rules turn it off."""
+
+    def __enter__(self) -> None:
+        self._before = _C._get_torch_function_state()
+        _C._set_torch_function_state(_C._TorchFunctionState.ENABLED)
+
+    def __exit__(self, *exc: object) -> None:
+        _C._set_torch_function_state(self._before)
+
+
 def put_back(wanted: list[Any]) -> None:
     """Put back what `settings` gave."""
     for (read, write), value in zip(_FLAGS, wanted):

@@ -31,6 +31,7 @@ from functx._remat._known_runs import sharing
 from functx._remat._profile import shown
 from functx._remat._straight_line import Code, Recorder
 from functx._remat._tapes import PLAIN
+from functx._torch_kernels import overriding
 from functx._torch_memory import storage_keys
 from functx._torch_modes import below_autograd
 from functx._torch_operators import OTHERWISE_UNDER_MODES
@@ -147,8 +148,13 @@ def _written_down(
 ) -> tuple[Known, Any]:
     """A pullback that is not known yet, and the bits of its gradients."""
     environment = region.environment
+
+    def usual() -> bool:
+        with overriding():  # or not, operators don't ask
+            return environment.restored() is None
+
     literals = not any(map(_makes_of_tensors, region.entries))
-    recorder = Recorder(given, kept, lambda: environment.restored() is None, literals)
+    recorder = Recorder(given, kept, usual, literals)
     known = Known(_shared(given, kept))
     if any(step.kind.func in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
         return known, None
