@@ -161,6 +161,20 @@ def arguments_written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return written + [kwargs[name] for name in names if name in kwargs]
 
 
+def reads_statistics(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator that writes to running statistics only reads them, or has none."""
+    if not writes_statistics(func) or _written(func)[1] != ["running_mean", "running_var"]:
+        return False
+    training = _places(func).get("training", len(args))
+    is_off = (args[training] if training < len(args) else kwargs.get("training")) is False
+    return is_off or all(t is None for t in arguments_written(func, args, kwargs))
+
+
+@functools.cache
+def _places(func: Any) -> dict[str, int]:
+    return {a.name: i for i, a in enumerate(func._schema.arguments) if not a.kwarg_only}
+
+
 @functools.cache
 def argument_names(func: Any) -> frozenset[str]:
     """The names of an operator's arguments, by its schema."""

@@ -97,6 +97,16 @@ class Convolution(nn.Module):
         return F.max_pool1d(F.gelu(self.norm(self.conv(x[None]))), 2)
 
 
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4).eval()
+        self.of_instance = nn.InstanceNorm1d(4, affine=True)
+
+    def forward(self, x):
+        return self.of_instance(self.norm(self.conv(x[None])).sin())
+
+
 def module(kind):
     torch.manual_seed(0)
     return kind().double()

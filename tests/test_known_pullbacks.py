@@ -1,12 +1,26 @@
 """Pullbacks of known runs, without a replay: the same operations, the same bits, nothing else."""
 
+import functools
 import sys
 import threading
 from collections import Counter
 
 import pytest
 import torch
-from known import BODIES, KNOWN, Attention, Calls, Convolution, W, X, known, module, pulled, several
+from known import (
+    BODIES,
+    KNOWN,
+    Attention,
+    Calls,
+    Convolution,
+    Normalized,
+    W,
+    X,
+    known,
+    module,
+    pulled,
+    several,
+)
 from references import assert_same, count
 
 import functx
@@ -85,17 +99,27 @@ def test_what_may_be_differentiated_is_right(way):
         assert_same(found, expected, 8)
 
 
-@pytest.mark.parametrize("kind", [Attention, Convolution])
-def test_modules(kind):
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's batching rules
+@pytest.mark.parametrize("per_example", [False, True])
+@pytest.mark.parametrize("kind", [Attention, Convolution, Normalized])
+def test_modules(kind, per_example):
+    """Also by torch's batching rules, of which those of norms are Python."""
     f = module(kind)
-    calls = Calls(f)
+    params = {name: p.detach() for name, p in f.named_parameters()}
+    call = functools.partial(functx.functional_call, f)
+    calls = Calls(call if per_example else f)
 
     def gradients(f):
-        f = f if f is not calls.region else calls.region
+        if per_example:
+
+            def loss(params, x):
+                return f(params, (x,)).pow(2).sum()
+
+            return functx.vmap(functx.grad(loss, (0, 1)), (None, 0))(params, torch.stack([X, -X]))
         x = X.clone().requires_grad_()
         return torch.autograd.grad(f(x).pow(2).sum(), [x, *calls.f.parameters()])
 
-    expected = gradients(f)
+    expected = gradients(calls.f)
     for _ in range(KNOWN + 2):
         n, found = calls.replays(gradients)
         assert_same(found, expected)

@@ -166,18 +166,17 @@ class Recorder(_torch.TorchDispatchMode):
         except (RuntimeError, NotImplementedError):  # sparse, say
             self._fits = False
             return None
+        writes = False
         if kind.changes_view and kind.view:  # for the code, it is another tensor
             line.kind = kind_of(_torch_operators.out_of_place(kind.func))
-        elif (
-            kind.changes_view
-            or kind.opaque
-            or (kind.writes and not _writes_first(kind, args, kwargs))
-        ):
+        elif kind.changes_view or kind.opaque:
             self._fits = False
+        elif kind.writes and not _torch_operators.reads_statistics(kind.func, args, kwargs):
+            writes = self._fits = _writes_first(kind, args, kwargs)
         if not (self._fits and (kind.skippable or _takes(kind.func, args)) and self._usual()):
             self._fits = False
             return None
-        if kind.writes:
+        if writes:
             line.storage = self._storages[next(line.reads())]
             self._fits = line.storage not in self._foreign
         return line
