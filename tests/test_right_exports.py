@@ -123,3 +123,64 @@ def test_a_module_made_in_a_region(way):
         assert way == "vmap"  # torch draws nothing into memory that is not mapped
         return
     assert_same(derivative(functx.remat(f)), expected)
+
+
+# Of a vector, numbers and places that the region computed, what C++ reads past everything.
+AMONG_NUMBERS = {
+    "tensor": lambda v, a, b, i, j: v * torch.tensor([a, b, 1.0, a]),
+    "rows": lambda v, a, b, i, j: v * torch.tensor([[a, b], [b, 2.0]]).flatten(),
+    "by keyword": lambda v, a, b, i, j: v * torch.tensor(data=[a, b, a, b], dtype=v.dtype),
+    "as_tensor": lambda v, a, b, i, j: v * torch.as_tensor((a, b, a, b)),
+    "asarray": lambda v, a, b, i, j: v * torch.asarray([a, b, a, b]),
+    "new_tensor": lambda v, a, b, i, j: v * v.new_tensor([a, b, a, b]),
+    "new": lambda v, a, b, i, j: v * v.new([a, b, a, b]),
+    "DoubleTensor": lambda v, a, b, i, j: v * torch.DoubleTensor([a, b, a, b]),
+    "Tensor": lambda v, a, b, i, j: v * torch.Tensor([a, b, a, b]).double(),
+    "LongTensor": lambda v, a, b, i, j: v * torch.LongTensor([i, j, i, j]).add(2),
+    "sparse": lambda v, a, b, i, j: v @ torch.sparse_coo_tensor([[i, j]], [a, b], (4,)).to_dense(),
+    "indices": lambda v, a, b, i, j: v[None][:, [i, j]].exp(),
+    "an index among numbers": lambda v, a, b, i, j: v[None][:, [3, i]].exp(),
+    "rows of indices": lambda v, a, b, i, j: v[None][0, [[i, j], [j, i]]].exp(),
+    "many indices": lambda v, a, b, i, j: v[[i, j] * 17].exp(),
+    "written at indices": lambda v, a, b, i, j: v[None].clone().index_fill(1, j, 2.0)[:, [i, j]],
+    "a slice": lambda v, a, b, i, j: v[i : j + 1].exp(),
+}
+
+
+def reads_among_numbers(form):
+    def body(x, w):
+        h = torch.tanh(x * w)
+        v = h.detach() + 1.5
+        i = v.mul(0).long().max()
+        return (h * w).sum() * form(v, v.sum().sin(), v.mean(), i, i + 2).sum()
+
+    return body
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:Converting a tensor")
+@pytest.mark.parametrize("form", AMONG_NUMBERS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_among_numbers(form, nested):
+    """No mode is shown that their values are read; a replay left out what computes them."""
+    body = reads_among_numbers(AMONG_NUMBERS[form])
+    region = functx.remat(lambda x, w: functx.remat(body)(x, w)) if nested else functx.remat(body)
+    for step in range(7):
+        x, w = numbers(4, start=0.1 * step), numbers(4, start=1.0).requires_grad_()
+        assert_same(torch.autograd.grad(region(x, w), w), torch.autograd.grad(body(x, w), w))
+
+
+@pytest.mark.parametrize("form", ["tensor", "DoubleTensor", "indices"])
+def test_constants_among_numbers(form):
+    """They are the body's externals, compared and kept as others are."""
+    a, b, i = torch.tensor(1.5, dtype=torch.float64), numbers(1)[0], torch.tensor(0)
+    j = torch.tensor(2)
+    made = AMONG_NUMBERS[form]
+    region = functx.remat(lambda x: (x.sin() * made(x.detach().cos(), a, b, i, j).sum()).sum())
+    x = numbers(4).requires_grad_()
+    for _ in range(7):
+        expected = torch.autograd.grad(region.__wrapped__(x), x)
+        assert_same(torch.autograd.grad(region(x), x), expected)
+    y = region(x)
+    (a if form != "indices" else j).add_(1 if form != "indices" else -1)
+    with pytest.raises(functx.RematError, match="modified in place"):
+        y.backward()

@@ -1,4 +1,4 @@
-"""What operators in C write to by position: no name says so, but schemas do, and a list."""
+"""What functions in C write to by position: schemas say it, a list, and names that end in ``_``."""
 
 import pytest
 import torch
@@ -73,3 +73,24 @@ def test_all_operators_of_a_name():
         assert_same(program(functx.remat), program(identity))
     finally:
         library._destroy()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_names_that_look_like_writes(twice):
+    """``~t``, ``int(t)`` and a loop over it write nothing: it may be reached by two names."""
+    mask = torch.tensor([True, False, True, False])
+
+    def body(x, a, b):
+        rows = sum(x.sin() * row for row in a)
+        return rows.masked_fill(~a, 0.5) * x.masked_fill(~b, int(a[0])).cos()
+
+    x = numbers(4).requires_grad_()
+    region = functx.remat(body)
+    args = x, mask, mask[:] if twice else mask.clone()
+    assert_same(
+        torch.autograd.grad(region(*args).sum(), x), torch.autograd.grad(body(*args).sum(), x)
+    )
+    y = region(*args)
+    mask.logical_not_()
+    with pytest.raises(functx.RematError, match="modified in place"):
+        y.sum().backward()  # no copy was kept from before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import (
     BuiltinFunctionType,
     MethodDescriptorType,
@@ -11,11 +12,14 @@ from types import (
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functx import _torch
 from functx._remat._cond import COND, branch
 from functx._remat._gradients import ABOUT_GRADIENTS
+from functx._remat._tapes import tensors_of
 from functx._remat._writes import only_reads
+from functx._torch_modules import frame_above
 
 # Attribute reads that give a tensor; every other attribute read is no operation.
 TENSOR_GETTERS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data", "grad", "_base"})
@@ -52,6 +56,18 @@ _EXPORTS = frozenset(
     }
 )
 
+# Those that make a tensor of numbers, whose C++ reads tensors among these past everything.
+_OF_NUMBERS = frozenset(
+    {
+        *("tensor", "as_tensor", "asarray", "new_tensor", "new", "sparse_coo_tensor"),
+        *("sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor"),
+        "sparse_compressed_tensor",
+    }
+)
+
+# Those that give a number; C++ that asks for it, as that of `torch.DoubleTensor`, hides the rest.
+_NUMBERS = frozenset({"__float__", "__int__", "__index__", "__complex__", "__bool__"})
+
 # Those that draw random numbers, or may.
 _DRAWS = frozenset(
     {
@@ -86,7 +102,8 @@ class Known:
         label: whether it names in a profile what runs next.
         looks: whether it tells how a tensor lies in memory, where, or whether it is the very one.
         draws: whether it may draw random numbers.
-        exports: whether it hands values, or memory, to what is no operation.
+        exports: what tells which of its arguments it hands, or their memory, to what is no
+            operation; ``None`` for nearly all.
         differentiates: whether it is `torch.autograd.grad`.
         gradients: whether `_gradients` is about it.
         instead: what runs in its place, seen by the region; ``None`` for nearly all.
@@ -130,7 +147,7 @@ class Known:
             # What asks torch for a device may make one the first time, and know it later.
             self.passive = name in PASSIVE or func in (torch.device, COND)
         self.looks = self.passive and (name in _LOOKS or attribute in _OWN)
-        self.exports = (attribute or name) in _EXPORTS
+        self.exports = _exporter(attribute or name)
         self.custom = isinstance(func, _torch.HigherOrderOperator) or (
             isinstance(func, _torch.OpOverload) and func.namespace not in ("aten", "prims")
         )
@@ -146,6 +163,40 @@ class Known:
         )
         self.nothing = self.passive and not special and self.instead is None
         self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
+
+
+def _exporter(name: str) -> Callable[[Any, Any], Sequence[Tensor]] | None:
+    if name in _EXPORTS:
+        return tensors_of
+    if name in _OF_NUMBERS:
+        return _among_numbers
+    return _read_in_c if name in _NUMBERS else None
+
+
+def _among_numbers(args: Any, kwargs: Any) -> Sequence[Tensor]:
+    return tensors_of(*(a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)))
+
+
+def _read_in_c(args: Any, kwargs: Any) -> Sequence[Tensor]:
+    """All of them, where dispatch modes are not shown that a value is read."""
+    return tensors_of(args, kwargs) if _torch.inside_dispatcher() else ()
+
+
+def asked(func: Any) -> bool:
+    """Whether a body asks for a value in C++, as by ``torch.DoubleTensor([t, t])``.
+
+    Not what an operation runs: that is reached through the tracker.
+    """
+    if known_of(func).exports is not _read_in_c:
+        return False
+    frame: Any = frame_above(2)
+    while frame is not None and frame.f_code.co_filename not in _RUN:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _RUN[0]
+
+
+# What runs bodies, and what runs their operations.
+_RUN = tuple(__file__.replace("_functions", name) for name in ("_region", "_tracker"))
 
 
 known: dict[Any, Known] = {}

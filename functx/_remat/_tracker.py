@@ -29,11 +29,10 @@ from functx._remat._aliases import Aliases
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
 from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
+from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
-from functx._remat._functions import known_of
 from functx._remat._gradients import RETAIN_GRAD, on_the_tape
-from functx._remat._tapes import tensors_of
-from functx._remat._watch import python_on_tape, tell_of_an_export, watching
+from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
@@ -96,6 +95,8 @@ class Tracker:
             parts = [self.swap(x) for x in a]
             if cls is not tuple:
                 self._scalars.append(LIST)
+            if len(a) > 31 or list in map(type, a):  # fewer tensors in a list index as a tuple
+                tell_of_indices(parts, cls is tuple)
             # A custom Function may keep a list, and change it. (Others' classes of lists nobody
             # knows how to make.)
             return a if all(map(is_, parts, a)) else tuple(parts) if cls is tuple else parts
@@ -176,7 +177,7 @@ class Tracker:
         if kwargs or known.writes:
             self.before(func, args, kwargs)
         if known.exports:
-            for t in tensors_of(args, kwargs):
+            for t in known.exports(args, kwargs):
                 tell_of_an_export(t)
         if known.differentiates:
             args, kwargs, func = on_the_tape(given, args, kwargs)
@@ -241,7 +242,7 @@ class RegionMode(TorchFunctionMode):
         """
         tracker = self.tracker
         if dispatch_mode_depth() < tracker.modes or (
-            current_graph_task_id() != -1 and _torch.inside_dispatcher()
+            current_graph_task_id() != -1 and _torch.inside_dispatcher() and not asked(func)
         ):
             return func(*args, **(kwargs or {}))
         return tracker.run(func, args, kwargs or _NOTHING)

@@ -13,12 +13,13 @@ one is told of it as if it had run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_modes
+from functx._remat._tapes import tensors_of
 
 
 class Watcher(_torch.TorchDispatchMode):
@@ -147,6 +148,19 @@ def tell_of_an_export(t: Tensor) -> None:
         t = _torch.get_unwrapped(t)
     for mode in around():
         mode.exported(t)
+
+
+def tell_of_indices(parts: Sequence[Any], lists_only: bool) -> None:
+    """Of ``t[:, [i, j]]`` and ``t[[i, j, ...]]``: C++ takes these values past everything.
+
+    Args:
+        parts: of a tuple or list that an operation is given.
+        lists_only: whether they are read only in the lists among them.
+    """
+    among = tensors_of(*(x for x in parts if isinstance(x, list)) if lists_only else parts)
+    for t in among:
+        if lists_only or not (t.dim() or t.is_floating_point() or t.is_complex()):
+            tell_of_an_export(t)
 
 
 def tell_of_a_view(t: Tensor) -> None:

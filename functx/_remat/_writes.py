@@ -6,6 +6,7 @@ What this misses is noticed by its version counter afterwards, and refused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -22,6 +23,11 @@ _STATISTICS = {FunctionType: slice(1, 3), None: slice(3, 5)}
 _BY_VALUE = frozenset({"batch_norm", "instance_norm", "embedding", "embedding_bag"})
 """What writes to some arguments or none, by the values of others."""
 
+_TO_THE_FIRST = frozenset({"__setitem__", "__set__", "__idiv__"}).union(
+    name for name in dir(operator) if name.startswith("__i") and hasattr(operator, f"__{name[3:]}")
+)
+"""Those without a name that ends in ``_``: ``t += 1``, not ``~t``, ``int(t)`` or ``iter(t)``."""
+
 ASKS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 """What makes a tensor require grad; transforms call it, and it writes nothing."""
 
@@ -30,7 +36,7 @@ def to_the_first(name: str) -> bool:
     """Whether what is called so writes in place, to its first argument."""
     if name.endswith("_") and not name.startswith("_"):
         return name != "requires_grad_"
-    return name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
+    return name in _TO_THE_FIRST
 
 
 def only_reads(func: Any, name: str) -> bool:
