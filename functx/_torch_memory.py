@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +12,43 @@ import torch
 # Of a storage: what `_torch.storage_key` is of its tensors; and a weak reference, to be freed.
 key_of_storage = operator.attrgetter("_cdata")
 weak_reference = torch.UntypedStorage._weak_ref
+_free = torch.UntypedStorage._free_weak_ref
 
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`_torch.storage_key` of each."""
     return [key_of_storage(t.untyped_storage()) for t in tensors]
+
+
+_memory: Any = torch.Tensor.untyped_storage
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`storage_keys`, in C; of nothing, where one of the tensors has no storage."""
+    try:
+        return [*map(key_of_storage, map(_memory, tensors))]
+    except (RuntimeError, NotImplementedError):  # sparse, opaque, ...
+        return []
+
+
+class Places:
+    """The memory of some tensors by keys, which are no others' as long as this is there.
+
+    Attributes:
+        keys: as of `memory_of`.
+    """
+
+    __slots__ = ("keys",)
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        try:
+            memory = [*map(_memory, tensors)]
+        except (RuntimeError, NotImplementedError):
+            memory = []
+        self.keys: list[int] = [*map(weak_reference, memory)]
+
+    def __del__(self) -> None:
+        deque(map(_free, self.keys), 0)
 
 
 def storage_and_key(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
@@ -47,7 +80,7 @@ class Memories:
         expired = torch.UntypedStorage._expired
         return [key for ref, key in self.refs if not expired(ref)]
 
-    def clear(self, free: Any = torch.UntypedStorage._free_weak_ref) -> None:
+    def clear(self, free: Any = _free) -> None:
         """Refer to none."""
         refs, self.refs = self.refs, []
         for ref, _ in refs:

@@ -1,5 +1,7 @@
 """What changes between forward and replay where no operation is called with it: found, too."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -251,3 +253,51 @@ def test_what_no_function_mode_sees():
         f(X.clone().requires_grad_()).sum().backward()
     assert seen
     assert_same(seen, [X.sin().sum()] * len(seen))
+
+
+def of_a_parameter(region, x, p):
+    return region(lambda x: (x * p).sin() * p)(x)
+
+
+def of_an_argument(region, x, p):
+    return region(lambda x, p: (x * p).sin() * p)(x, p)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("use", [of_a_parameter, of_an_argument])
+@pytest.mark.parametrize("way", ["autograd", "vjp", "vmap"])
+def test_memory_is_another(way, use, requires_grad):
+    """``p.data = other`` has no version. A second one may come to be where the first was."""
+    for step in range(ALIKE + 6):
+        p = (X[0] * 2).requires_grad_(requires_grad)
+        x = X.clone().requires_grad_(way == "autograd")
+
+        def f(x, p=p):
+            return use(functx.remat, x, p)
+
+        if way == "autograd":
+            y = f(x)
+            pull = functools.partial(torch.autograd.grad, y, x)
+        else:
+            y, pull = functx.vjp(functx.vmap(f) if way == "vmap" else f, x)
+        if step in (1, ALIKE + 3, ALIKE + 5):
+            p.data = p.data * 2
+            p.data = p.data * 2
+            with pytest.raises(functx.ReplayError, match="modified"):
+                pull(y)
+            continue
+        z = X.clone().requires_grad_()
+        expected = torch.autograd.grad(use(lambda f: f, z, p.detach()), z, y.detach())[0]
+        assert_same(pull(y.detach())[0].detach(), expected)
+
+
+def test_memory_given_again_is_the_same():
+    """As of ``module.to(dtype)`` where it has that dtype, and of memory that is made anew."""
+    p = torch.nn.Parameter(X[0] * 2)
+    x = X.clone().requires_grad_()
+    y = functx.remat(lambda x: (x * p).sin())(x)
+    p.data = p.data
+    p.untyped_storage().resize_(0)
+    p.untyped_storage().resize_(p.nbytes)
+    p.data.copy_(X[0] * 2)
+    assert_same(torch.autograd.grad(y.sum(), x)[0], (x * p).cos() * p)

@@ -25,6 +25,7 @@ from functx._remat._holders import Holders
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import can_go, is_held
 from functx._remat._prune import placeholder
+from functx._torch_memory import Places, memory_of
 
 _LITTLE = 1 << 20
 """So many bytes are compared."""
@@ -42,7 +43,7 @@ class Constant:
     """
 
     __slots__ = (
-        *("__weakref__", "_absent", "_bits", "_readers"),
+        *("__weakref__", "_absent", "_bits", "_memory", "_readers"),
         *("before", "holders", "value", "version"),
     )
 
@@ -51,6 +52,7 @@ class Constant:
         self.holders = holders
         self.version = _torch.version(value)
         self._bits = foreign_bits(value)
+        self._memory = Places((value,))
         self.before: Tensor | None = None
         self._absent: Absent | None = None
         # Held by constants that hold the tensor, so that its id stays its.
@@ -112,8 +114,10 @@ class Constant:
         if self.before is not None:
             with _torch.cleared_interpreter_stack():
                 return self.before.clone()
-        if _torch.version(self.value) != self.version or (
-            self._bits is not None and self._bits != foreign_bits(self.value)
+        if (
+            _torch.version(self.value) != self.version
+            or memory_of((self.value,)) != self._memory.keys
+            or (self._bits is not None and self._bits != foreign_bits(self.value))
         ):
             raise ReplayError(
                 f"remat: a tensor of shape {tuple(self.value.shape)} that the region {name!r} "

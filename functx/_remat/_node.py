@@ -28,6 +28,8 @@ from functx._remat._region import Flat, Region
 from functx._remat._replay import NOTHING
 from functx._remat._watch import tell_of_a_constant
 from functx._torch import dispatch_mode_depth
+from functx._torch_globals import hooks_on_saved
+from functx._torch_memory import Places, memory_of
 from functx._torch_nodes import behind_a_node
 
 
@@ -42,6 +44,7 @@ class _Payload:
     passing: Sequence[int] = ()
     plainly = True  # whether all levels do only that
     levels = 1  # that differentiate; none if an input here may be several of the body
+    memory: Places | None = None  # that is kept
     read: Mapping[Any, bool] = NOTHING  # NOTE [read results]
     rest: Rest | None = None  # NOTE [one by one]
     versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
@@ -136,7 +139,11 @@ class RegionNode(_torch.SingleLevelFunction):
         if any(b is not None for b in bits):
             payload.bits = bits
         if payload.level:
-            payload.versions = [_torch.version(base_of(t)) for t in kept]
+            bases = [*map(base_of, kept)]
+            payload.versions = [*map(_torch.version, bases)]
+            payload.memory = Places(bases)
+        elif hooks_on_saved(True) is None:
+            payload.memory = Places(kept)
         values = region.kept
         if values and any(t.is_inference() for t in values):
             payload.apart, values = values, []
@@ -167,6 +174,10 @@ class RegionNode(_torch.SingleLevelFunction):
                 raise
             raise _modified(region, str(error)) from error
         # No variable of this frame may hold one of them. ``NOTE [let go]``.
+        if (memory := payload.memory) is not None:
+            now = memory_of(map(base_of, saved) if payload.level else saved)
+            if now != memory.keys:
+                _refuse_if_moved(region, memory.keys, saved)
         if payload.versions:
             written = [
                 t.shape for t, v in zip(saved, payload.versions) if _torch.version(base_of(t)) != v
@@ -219,6 +230,13 @@ def _and_read(
     cut = [*map(or_, needs[:n], payload.cut)]
     gradients = gradients_of(payload, saved, asked[:n], wanted, cotangents, cut, cut_at)
     return [*gradients, *[None] * (len(needs) - len(gradients))]
+
+
+def _refuse_if_moved(region: Region, before: Sequence[int], saved: Sequence[Tensor]) -> None:
+    """Raise if what was kept is in other memory now, which no version tells: ``p.data = other``."""
+    moved = [t.shape for t, a, b in zip(saved, before, memory_of(map(base_of, saved))) if a != b]
+    if moved:
+        raise _modified(region, f"the .data of one of shape {tuple(moved[0])} was assigned")
 
 
 def _modified(region: Region, what: str) -> ReplayError:
