@@ -11,7 +11,7 @@ import torch
 
 # Of a storage: what `_torch.storage_key` is of its tensors; and a weak reference, to be freed.
 key_of_storage = operator.attrgetter("_cdata")
-weak_reference = torch.UntypedStorage._weak_ref
+weak_reference: Any = torch.UntypedStorage._weak_ref
 _free = torch.UntypedStorage._free_weak_ref
 
 
@@ -55,6 +55,15 @@ def storage_and_key(t: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
     """The storage of a plain tensor, and its `_torch.storage_key`."""
     memory = t.untyped_storage()
     return memory, key_of_storage(memory)
+
+
+def shares_memory(t: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the storage of a plain tensor begins in that of another one."""
+    try:
+        memory, start = other.untyped_storage(), t.untyped_storage().data_ptr()
+        return 0 <= start - memory.data_ptr() < memory.nbytes()
+    except (RuntimeError, NotImplementedError):  # sparse, opaque, ...
+        return False
 
 
 def place_of(t: torch.Tensor) -> Any:

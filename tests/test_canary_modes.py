@@ -78,6 +78,17 @@ def test_weak_references_to_memory():
     assert not refs.alive()
 
 
+def test_places_of_memory():
+    """A weak reference is the key, and memory that is gone leaves nothing else in its place."""
+    tensors = [torch.ones(2), torch.ones(2)]
+    places = _torch_memory.Places(tensors)
+    assert places.keys == _torch_memory.memory_of(tensors) == _torch_memory.storage_keys(tensors)
+    for _ in range(4):
+        tensors[0].data = torch.ones(2)
+        assert _torch_memory.memory_of(tensors)[0] != places.keys[0]
+    assert _torch_memory.memory_of([torch.ones(2).to_sparse()]) == []
+
+
 def test_buffers_of_a_module():
     module = nn.BatchNorm1d(2)
     assert _torch_modules.buffers_of(module)["running_mean"] is module.running_mean

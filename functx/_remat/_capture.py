@@ -16,6 +16,7 @@ from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._apart import Reached
 from functx._remat._compared import Compared
+from functx._remat._constant import is_foreign
 from functx._remat._entry import MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._functions import IN_C, known_of
@@ -36,6 +37,7 @@ from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import tell_of_a_region, tell_of_a_view, unwatched
 from functx._remat._writes import ASKS, written_by
+from functx._torch_memory import shares_memory
 from functx._torch_modules import frame_above
 
 _NOWHERE = where.__code__, 0  # what a region is given was made before it began
@@ -133,8 +135,18 @@ class FirstRun(Compared):
             self._region.given = [weakref.ref(t) for t in originals]
 
     def _computed_here(self, t: Tensor) -> bool:
-        """By its memory."""
-        return self.ledger is not None and self.ledger.computed(t)
+        """By its memory, which it may have past torch: of an array over a tensor."""
+        if self.ledger is not None and self.ledger.computed(t):
+            return True
+        if not is_foreign(t):
+            return False
+        made = [base_of(one) for _, ref, _ in self.births if (one := ref()) is not None]
+        given = [*map(base_of, self._standins)]
+        found = any(shares_memory(t, one) for one in made)
+        found = found and not any(shares_memory(t, one) for one in given)
+        if found and self.ledger is not None:
+            self.ledger.reliable = False  # it knows memory by its storage, and these have two
+        return found
 
     def _was_there(self, t: Tensor) -> bool:
         """By its memory, where that is known of all operations."""

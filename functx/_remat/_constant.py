@@ -8,7 +8,8 @@ is written outside of regions nobody sees beforehand.
 NOTE [memory of others]
 What is in memory that is not torch's own (of a NumPy array, a buffer, another library) changes
 without a version. So where there is little of it, the bits are compared, of what a region is given
-as well (`_node`). Those of parameters are not.
+as well (`_node`). Those of parameters are not. A tensor of such memory that the body has come by
+itself (`torch.from_numpy(h.numpy())`) is no constant: a replay comes by it, too.
 """
 
 from __future__ import annotations
@@ -125,6 +126,16 @@ class Constant:
                 "the backward, or pass a clone."
             )
         return self.value
+
+
+def is_foreign(t: Tensor) -> bool:
+    """Whether memory is not torch's own. ``NOTE [memory of others]``."""
+    if type(t) is not Tensor or t.grad_fn is not None:  # what was computed is torch's
+        return False
+    try:
+        return not t.untyped_storage().resizable() and t.numel() > 0
+    except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
+        return False
 
 
 def foreign_bits(t: Tensor) -> int | None:
