@@ -92,11 +92,30 @@ OTHERWISE_UNDER_MODES = {
     *(_aten.max.default, _aten.min.default, _aten.median.default, _aten.nanmedian.default),
     *(_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor, _aten.cumprod_.default),
 }
+# That take no memory beside that of what they give, as those that compute entry by entry do not.
+_IN_NO_OTHER_MEMORY = {
+    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.dot, _aten.sum, _aten.mean),
+    *(_aten.cat, _aten.stack, _aten.clone, _aten.copy_, _aten._softmax, _aten._log_softmax),
+    *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
+    *(_aten.native_layer_norm, _aten.native_layer_norm_backward),
+    *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.zeros, _aten.zeros_like, _aten.full),
+    *(_aten.ones_like, _aten.new_zeros, _aten.zero_, _aten.fill_, _aten.select_backward),
+    *(_aten.slice_backward, _aten._to_copy, _aten.amax, _aten.amin),
+}
 _WRITES_STATISTICS = {
     *(_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm),
     *(_aten.batch_norm_update_stats, _aten.batch_norm_gather_stats),
     *(_aten.batch_norm_gather_stats_with_counts, _aten._batch_norm_impl_index),
 }
+
+
+def may_take_memory(func: Any) -> bool:
+    """Whether an operator may take memory, while it runs, beside that of what it gives."""
+    return (
+        not is_view(func)
+        and torch.Tag.pointwise not in func.tags
+        and func.overloadpacket not in _IN_NO_OTHER_MEMORY
+    )
 
 
 def writes_statistics(func: Any) -> bool:

@@ -140,14 +140,14 @@ def elsewhere(region, expected):
 @pytest.fixture
 def wrong_code(monkeypatch):
     """What is written down gives other gradients."""
-    code = _straight_line.Recorder.code
-    monkeypatch.setattr(_straight_line.Recorder, "code", lambda s, results: wrong(code(s, results)))
+    written = _straight_line.written
+    monkeypatch.setattr(_straight_line, "written", lambda *of: wrong(written(*of)))
 
 
 @pytest.mark.usefixtures("wrong_code")
 def test_another_thread_that_writes_it_down_as_well(monkeypatch):
     """What is in its place has not run yet, whoever has written it."""
-    written = _known_pullbacks._written_down
+    written = _known_pullbacks._to_be_written
     region, expected, others = functx.remat(torch.sin), pulled(torch.sin, X), []
 
     def met(*args):
@@ -156,7 +156,7 @@ def test_another_thread_that_writes_it_down_as_well(monkeypatch):
             elsewhere(region, expected)
         return written(*args)
 
-    monkeypatch.setattr(_known_pullbacks, "_written_down", met)
+    monkeypatch.setattr(_known_pullbacks, "_to_be_written", met)
     for _ in range(KNOWN + 2):
         assert_same(pulled(region, X), expected)
     assert others
@@ -165,7 +165,7 @@ def test_another_thread_that_writes_it_down_as_well(monkeypatch):
 @pytest.mark.usefixtures("wrong_code")
 def test_another_thread_that_comes_by_while_it_is_compared(monkeypatch):
     """It must not run what is being compared."""
-    bits = _known_pullbacks._bits_of
+    tried = _known_pullbacks.Known.tried
     region, expected, busy = functx.remat(torch.sin), pulled(torch.sin, X), []
 
     def met(*args):
@@ -173,9 +173,9 @@ def test_another_thread_that_comes_by_while_it_is_compared(monkeypatch):
             busy.append(args)
             elsewhere(region, expected)
             busy.clear()
-        return bits(*args)
+        return tried(*args)
 
-    monkeypatch.setattr(_known_pullbacks, "_bits_of", met)
+    monkeypatch.setattr(_known_pullbacks.Known, "tried", met)
     for _ in range(KNOWN + 2):
         assert_same(pulled(region, X), expected)
 

@@ -6,6 +6,7 @@ and blind to no NaN. Each position has a weight of its own, so that a permutatio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
@@ -17,12 +18,17 @@ from functx._remat._holders import base_of
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _BLOCK = 1 << 18
 """How many entries are weighed at a time, which bounds what that takes: 2 MiB, a few times."""
+_LEAST = 1 << 7
 
 
-def checksum(t: Tensor) -> int | None:
+def checksum(t: Tensor, *, lean: bool = False) -> int | None:
     """A checksum of shape, dtype and bits of the plain tensor inside all wrappers.
 
     Costs two passes over the memory of ``t`` and, on a GPU, a wait for it.
+
+    Args:
+        t: the tensor.
+        lean: whether to take less memory, a small part of that of ``t``, and more time.
 
     Returns:
         64 bits; ``None`` for what has no bits to read: fake tensors, and layouts other than
@@ -33,7 +39,7 @@ def checksum(t: Tensor) -> int | None:
     with ExitStack() as stack:
         unobserved(stack)
         try:
-            return _of_parts(base_of(t))
+            return _of_parts(base_of(t), lean)
         except (NotImplementedError, RuntimeError):
             return None
 
@@ -45,32 +51,46 @@ def unobserved(stack: ExitStack) -> None:
     stack.enter_context(_torch.without_modes())
 
 
-def _of_parts(t: Tensor) -> int | None:
+def _of_parts(t: Tensor, lean: bool) -> int | None:
     if t.layout is torch.sparse_coo:
-        return hash(tuple(_of_strided(p) for p in _torch.sparse_coo_parts(t)))
+        return hash(tuple(_of_strided(p, lean) for p in _torch.sparse_coo_parts(t)))
     if _torch.is_traceable_wrapper_subclass(t):
         names, _ = t.__tensor_flatten__()
-        return hash(tuple(_of_parts(getattr(t, name)) for name in names))
+        return hash(tuple(_of_parts(getattr(t, name), lean) for name in names))
     if t.is_quantized:  # as such, its bits can't be read: the process crashes
-        return hash((_of_strided(t.int_repr()), str(t.dtype), str(t.qscheme())))
-    return _of_strided(t) if t.layout is torch.strided else None
+        return hash((_of_strided(t.int_repr(), lean), str(t.dtype), str(t.qscheme())))
+    return _of_strided(t, lean) if t.layout is torch.strided else None
 
 
-def _of_strided(t: Tensor) -> int:
-    bits = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    total = 0
-    for block in bits.view(_INTEGERS[bits.element_size()]).split(_BLOCK):
+def _of_strided(t: Tensor, lean: bool) -> int:
+    most = max(_LEAST, min(_BLOCK, t.numel() >> 7)) if lean else _BLOCK
+    total, n, weights = 0, -1, t
+    for block in _blocks(t.detach(), most):
+        bits = block.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        bits = bits.view(_INTEGERS[bits.element_size()])
         # Neither in the entries nor in the weights may a pattern survive: all differences between
         # the entries of a dropout mask, say, are multiples of one power of two.
-        weights = _mixed(torch.arange(1, block.numel() + 1, device=block.device))
-        total = hash((total, int(_mixed(block.to(torch.int64)).mul_(weights).sum())))
+        if n != bits.numel():
+            n = bits.numel()
+            weights = _mix(torch.arange(1, n + 1, device=bits.device))
+        total = hash((total, int(_mix(bits.to(torch.int64, copy=True)).mul_(weights).sum())))
     return hash((total, str(t.dtype), tuple(t.shape)))
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """Each 64-bit number as another one that all its bits have a part in."""
+def _blocks(t: Tensor, most: int) -> Iterator[Tensor]:
+    """Parts of at most so many entries, the same for all layouts: what is copied is small."""
+    if t.numel() <= most:
+        yield t
+    else:
+        rows = max(1, most * len(t) // t.numel())
+        for part in t.split(rows) if len(t) > 1 else t.unbind():
+            yield from _blocks(part, most)
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """Make each 64-bit number another one that all its bits have a part in."""
     for _ in range(2):
-        numbers = numbers.mul(_ODD).bitwise_xor_(numbers.bitwise_right_shift(31))
+        numbers.mul_(_ODD).bitwise_xor_(numbers.bitwise_right_shift(31))
     return numbers
 
 

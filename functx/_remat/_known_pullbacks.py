@@ -7,8 +7,10 @@ and the same inputs, runs the same ATen operations, in surroundings that are as 
 written down once (`_straight_line`), and from then on run as they are: no Python of the user's, no
 mode, no tape, no second run of torch's engine.
 
-A dispatch mode may change which formula torch takes for a derivative. So what was written down is
-compared with an ordinary replay, bit by bit, when it is written and when it runs first. Where
+The replay that is written down is that of a run like others: it is the pullback, and lets go of
+memory as ever. A dispatch mode may change which formula torch takes for a derivative. So when what
+was written down runs first, it is compared with an ordinary replay, bit by bit, and each gradient
+goes when it has been looked at: the inputs and the cotangents stay, till the replay has them. Where
 anything is unusual (modes, hooks, transforms, anomaly mode, other surroundings, changed modules or
 containers, random numbers), there is an ordinary replay as ever. Under ``vmap``, what the code
 computes with is what is inside of batched tensors.
@@ -16,20 +18,22 @@ computes with is what is inside of batched tensors.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functx import _torch, _torch_vmap
+from functx._remat import _room
 from functx._remat._arguments import LIST
-from functx._remat._checksum import checksum
 from functx._remat._entry import Entry
 from functx._remat._known_runs import sharing
+from functx._remat._lines import Code, Trial, lean_checksum
 from functx._remat._profile import shown
-from functx._remat._straight_line import Code, Recorder
+from functx._remat._room import Needs
+from functx._remat._straight_line import Recorder
 from functx._remat._tapes import PLAIN
 from functx._torch_kernels import overriding
 from functx._torch_memory import storage_keys
@@ -55,15 +59,19 @@ class Known:
     Attributes:
         code: what does the same; ``None`` where there is none.
         levels: for each gradient, those of ``vmap`` at which it is batched, see `_taken_apart`.
-        seen: whether it has run, and was compared with a replay.
+        needs: what the code needs.
+        trial: gives checksums of the gradients instead.
+        seen: whether it was compared with a replay.
         shared: which inputs and constants share memory, and where each begins; ``None`` if none do.
         size: how many operations it runs.
     """
 
-    __slots__ = ("code", "levels", "seen", "shared", "size")
+    __slots__ = ("code", "levels", "needs", "seen", "shared", "size", "trial")
 
     def __init__(self, shared: Any = None) -> None:
         self.code: Code | None = None
+        self.trial: Trial | None = None
+        self.needs: Needs | None = None
         self.levels: Sequence[Levels] = ()
         self.seen = False
         self.shared = shared
@@ -76,6 +84,30 @@ class Known:
         if not self.levels:
             return gradients
         return [None if g is None else _batched(g, of) for g, of in zip(gradients, self.levels)]
+
+    def written(self, recorder: Recorder, gradients: Sequence[Tensor | None]) -> None:
+        """Take what a recorder has written down, if it can be told where gradients come from."""
+        found = _taken_apart([g for g in gradients if g is not None], False)
+        if found is None:
+            return
+        plain, layouts = map(iter, found)
+        self.code = recorder.code([None if g is None else next(plain) for g in gradients])
+        self.trial, self.needs, self.size = recorder.trial, recorder.needs, recorder.size
+        levels = [() if g is None else next(layouts)[0] for g in gradients]
+        self.levels = levels if any(levels) else ()
+
+    def tried(self, given: list[Tensor]) -> Any:
+        """Checksums of gradients; ``None`` where it fails: the replay says what there is to say."""
+        trial = self.trial
+        if trial is None:  # another thread was here
+            return None
+        try:
+            with _torch.cleared_interpreter_stack(), below_autograd():
+                return trial(given)
+        except Exception:
+            return None
+        finally:
+            given.clear()
 
 
 def _batched(t: Tensor, levels: Levels) -> Tensor:
@@ -126,61 +158,56 @@ def known_gradients(
             return known(code, given)
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return None  # what compares bits waits for the device, which a capture does not allow
-    if known is None:
-        if len(pullbacks) >= _MANY or not _are_apart(given, kept):
-            return None
-        new, bits = _written_down(region, given, kept, pull_back, [*saved], [*cotangents])
+    if known is None and (len(pullbacks) >= _MANY or not _are_apart(given, kept)):
+        return None
+    level = _room.begins(given)
+    new, bits = known, None
+    if new is None:
+        new, recorder = _to_be_written(payload, given, kept)
+        del given
+        with recorder or nullcontext():
+            gradients = pull_back(saved, cotangents)
+        if recorder is not None:
+            with suppress(Exception):  # no concern of those who get the gradients
+                new.written(recorder, gradients)
     else:
-        new, bits = known, _bits_of(functools.partial(known, code), [*given])
-    del given
-    gradients = pull_back(saved, cotangents)
-    # In this order: other threads may be here as well.
-    if bits is None or bits != _bits_of(lambda _: gradients, []):
-        new.code = None
-    elif known is not None:
-        known.seen = True
+        tried = new.needs is not None and _room.is_there(level, new.needs)
+        if tried:
+            bits = new.tried(given)
+        del given
+        gradients = pull_back(saved, cotangents)
+        # In this order: other threads may be here as well.
+        if tried and (
+            bits is None or bits != [None if g is None else lean_checksum(g) for g in gradients]
+        ):
+            new.code = None
+        elif tried:
+            new.seen = True
+            new.trial = None
+    found = _taken_apart([g for g in gradients if g is not None], False)
+    _room.ends(() if found is None else found[0], level, new.needs)
     pullbacks.setdefault(key, new)
     return gradients
 
 
-def _written_down(
-    region: Any, given: Sequence[Tensor], kept: int, pull_back: PullBack, *of: list[Tensor]
-) -> tuple[Known, Any]:
-    """A pullback that is not known yet, and the bits of its gradients."""
+def _to_be_written(
+    payload: Any, given: Sequence[Tensor], kept: int
+) -> tuple[Known, Recorder | None]:
+    """A pullback that is not known yet, and what writes it down, if that may be."""
+    region = payload.region
     environment = region.environment
 
     def usual() -> bool:
         with overriding():  # or not, operators don't ask
             return environment.restored() is None
 
-    literals = not any(map(_makes_of_tensors, region.entries))
-    recorder = Recorder(given, kept, usual, literals)
     known = Known(_shared(given, kept))
     if any(step.kind.func in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
         return known, None
-
-    def code(_: Any) -> Sequence[Tensor | None]:
-        with recorder:
-            results = pull_back(*of)
-        found = _taken_apart([g for g in results if g is not None], False)
-        if found is None:
-            return ()
-        plain, layouts = map(iter, found)
-        known.code = recorder.code([None if g is None else next(plain) for g in results])
-        known.size = recorder.size
-        levels = [() if g is None else next(layouts)[0] for g in results]
-        known.levels = levels if any(levels) else ()
-        return results if known.code is not None else ()
-
-    return known, _bits_of(code, [])
-
-
-def _bits_of(code: Callable[[list[Tensor]], Sequence[Tensor | None]], given: list[Tensor]) -> Any:
-    """Those of its results; ``None`` where it fails: the replay says what there is to say."""
-    try:
-        return [None if g is None else checksum(g) for g in code(given)]
-    except Exception:
-        return None
+    literals = not any(map(_makes_of_tensors, region.entries))
+    there = [i for i, need in enumerate(payload.needed) if need]
+    passing = [n for n, i in enumerate(there) if i in payload.passing]
+    return known, Recorder(given, kept, usual, literals, passing)
 
 
 def _makes_of_tensors(entry: Entry) -> bool:

@@ -12,72 +12,24 @@ goes with its last use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_operators
+from functx import _torch, _torch_compiler, _torch_operators
 from functx._remat._arguments import SIMPLE
+from functx._remat._lines import Cell, Code, Line, Literal, Trial, written
+from functx._remat._room import Needs, needs
 from functx._remat._step import Kind, kind_of
 from functx._torch_memory import Memories, place_of, storage_and_key
 
-FILE = "<functx: a pullback>"
 _INDEX = torch.ops.aten.index.Tensor
 _ADD, _ADD_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _CLONE = torch.ops.aten.clone.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _SHORT = 256  # entries of a tensor that is written out
-_INLINE = frozenset({int, bool, type(None)})
-
-Code = Callable[[list[Tensor]], "list[Tensor | None]"]
-"""From tensors, of which it empties the list, to gradients."""
-
-
-class _Line:
-    """One operation.
-
-    Attributes:
-        kind: what is known of the operator.
-        args: its arguments; tensors as `_Cell`.
-        kwargs: likewise.
-        cells: its results, in the order in which they are given.
-        single: whether it gives one tensor, and no list of them.
-        storage: the memory that it writes to.
-    """
-
-    __slots__ = ("args", "cells", "kind", "kwargs", "single", "storage")
-
-    def __init__(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        self.kind = kind
-        self.args = args
-        self.kwargs = kwargs
-        self.cells: list[int | None] = []
-        self.single = True
-        self.storage: int | None = None
-
-    def reads(self) -> Iterator[int]:
-        """The tensors among its arguments."""
-        return _cells_in((self.args, self.kwargs))
-
-
-class _Cell:
-    """A tensor, by its number."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class _Literal:
-    """A tensor that Python makes of numbers, which have been compared."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value.clone()
 
 
 class _Unknown(Exception):
@@ -90,14 +42,22 @@ class Recorder(_torch.TorchDispatchMode):
     Args:
         given: the tensors that are known, none of which may be written to.
         kept: how many of them, the first ones, somebody keeps: they may be no results.
+        passing: which of these may go nevertheless.
         usual: whether surroundings are those in which the code is going to run.
         literals: whether tensors that Python makes are made of numbers, which have been compared.
 
     Attributes:
-        size: how many operations the code has.
+        needs: what the code needs.
+        size: how many operations it has.
+        trial: what gives checksums of the results instead.
     """
 
+    only_observes = True
+    supports_higher_order_operators = True
+    _should_skip_dynamo = _torch.never_skip_dynamo
+    needs: Needs | None = None
     size = 0
+    trial: Trial | None = None
 
     def __init__(
         self,
@@ -105,6 +65,7 @@ class Recorder(_torch.TorchDispatchMode):
         kept: int,
         usual: Callable[[], bool],
         literals: bool = True,
+        passing: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._literals = literals
@@ -112,14 +73,16 @@ class Recorder(_torch.TorchDispatchMode):
         self._usual = usual
         self._memories = Memories()  # so that no address is another one's later
         self._storages: list[int] = []
+        self._sizes: dict[int, int] = {}
         self._layouts: list[Any] = []
         self._cells: dict[Any, int] = {}
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._fits = True
         for t in given:
             self._new(t)
         self._foreign = {*self._storages}
         self._of_kept = {*self._storages[:kept]}
+        self._going = {*self._storages[kept:], *(self._storages[i] for i in passing)}
 
     def _new(self, t: Tensor) -> int:
         memory, storage = storage_and_key(t)
@@ -127,6 +90,7 @@ class Recorder(_torch.TorchDispatchMode):
         number = len(self._storages)
         place = place_of(t)
         self._storages.append(storage)
+        self._sizes[storage] = memory.nbytes()
         self._layouts.append((memory.nbytes() == t.nbytes, *place[2:]))
         self._cells[place] = number
         return number
@@ -134,11 +98,19 @@ class Recorder(_torch.TorchDispatchMode):
     def _known(self, t: Tensor) -> int | None:
         return self._cells.get(place_of(t))
 
+    @_torch_compiler.uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
         kind = kind_of(func)
+        if kind.opaque:
+            self._fits = False
+            return func(*args, **kwargs or {})
         args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
-        line = self._line(kind, args, kwargs) if self._fits else None
+        line = None
+        try:
+            line = self._line(kind, args, kwargs) if self._fits else None
+        except Exception:  # what runs is a replay: no concern of its own
+            self._fits = False
         if line is not None and kind.draws:  # it may: a fused attention without dropout does not
             before = _states()
             out = kind.run(*args, **kwargs)
@@ -148,28 +120,25 @@ class Recorder(_torch.TorchDispatchMode):
         if line is not None:
             try:
                 self._note(line, out)
-            except (RuntimeError, NotImplementedError):  # a result without memory
+            except Exception:  # a result without memory, say
                 self._fits = False
         return out
 
-    def _line(self, kind: Kind, args: Any, kwargs: Any) -> _Line | None:
+    def _line(self, kind: Kind, args: Any, kwargs: Any) -> Line | None:
         """The operation, before it runs; ``None`` if it does not count."""
         try:
-            line = _Line(kind, self._template(args), self._template(kwargs))
+            line = Line(kind, self._template(args), self._template(kwargs))
         except _Unknown:
             if self._literals and kind.func is _LIFT and args[0].numel() <= _SHORT:
-                return _Line(kind_of(_CLONE), [_Literal(args[0])], {})
-            if not kind.opaque and kind.writes:
+                return Line(kind_of(_CLONE), [Literal(args[0])], {})
+            if kind.writes:
                 for t in _torch_operators.arguments_written(kind.func, args, kwargs):
                     self._lost(t)
-            return None
-        except (RuntimeError, NotImplementedError):  # sparse, say
-            self._fits = False
             return None
         writes = False
         if kind.changes_view and kind.view:  # for the code, it is another tensor
             line.kind = kind_of(_torch_operators.out_of_place(kind.func))
-        elif kind.changes_view or kind.opaque:
+        elif kind.changes_view:
             self._fits = False
         elif kind.writes and not _torch_operators.reads_statistics(kind.func, args, kwargs):
             writes = self._fits = _writes_first(kind, args, kwargs)
@@ -196,7 +165,7 @@ class Recorder(_torch.TorchDispatchMode):
             number = self._known(tree)
             if number is None:
                 raise _Unknown
-            return _Cell(number)
+            return Cell(number)
         if kind is list or kind is tuple:
             return [self._template(x) for x in tree]
         if kind is dict:
@@ -207,7 +176,7 @@ class Recorder(_torch.TorchDispatchMode):
             raise RuntimeError(f"{kind} is no literal")
         return tree
 
-    def _note(self, line: _Line, out: Any) -> None:
+    def _note(self, line: Line, out: Any) -> None:
         if isinstance(out, Tensor):
             if self._known(out) is not None and not line.kind.writes:
                 return  # a view that is there already
@@ -235,14 +204,45 @@ class Recorder(_torch.TorchDispatchMode):
         lines = self._live(numbers)
         self._add_in_place(lines, numbers)
         self.size = len(lines)
-        return _written(lines, self._given, numbers)
+        ready = self._ready(lines, numbers)
+        self.needs = self._needs(lines, numbers, ready)
+        self.trial = written(lines, self._given, numbers, ready)
+        code: Code = written(lines, self._given, numbers)
+        return code
 
-    def _add_in_place(self, lines: Sequence[_Line], results: Iterable[int | None]) -> None:
+    def _ready(self, lines: Sequence[Line], results: Iterable[int | None]) -> list[set[int]]:
+        """For each line, the results that no other changes when it has run; then all others."""
+        rest = {n for n in results if n is not None}
+        found: list[set[int]] = []
+        for line in reversed(lines):
+            found.append({n for n in rest if n in line.cells or self._storages[n] == line.storage})
+            rest -= found[-1]
+        return [*found[::-1], rest]
+
+    def _needs(
+        self, lines: Sequence[Line], results: Iterable[int | None], ready: Sequence[set[int]]
+    ) -> Needs:
+        memories = [*self._storages]
+        for line in lines:
+            if line.kind.func is _ADD_ and line.storage is None:  # by `_add_in_place`
+                memories[line.cells[0] or 0] = memories[line.args[0].number]
+
+        def of(cells: Iterable[int | None]) -> set[int]:
+            return {memories[n] for n in cells if n is not None}
+
+        steps = [of([*line.reads(), *line.cells]) for line in lines]
+        beside = [
+            i for i, line in enumerate(lines) if _torch_operators.may_take_memory(line.kind.func)
+        ]
+        held = self._foreign - self._going
+        return needs(steps, self._sizes, held, self._going, of(results), [*map(of, ready)], beside)
+
+    def _add_in_place(self, lines: Sequence[Line], results: Iterable[int | None]) -> None:
         """Sums go where torch's engine has them: into one of two, if nobody reads that any more."""
         there = {n for n in results if n is not None}
         for line in reversed(lines):
             args = line.args
-            if line.kind.func is _ADD and not line.kwargs and all(type(a) is _Cell for a in args):
+            if line.kind.func is _ADD and not line.kwargs and all(type(a) is Cell for a in args):
                 taken = self._foreign | {self._storages[n] for n in there.difference(line.cells)}
                 for a, b in (args, args[::-1]):
                     goes = self._storages[a.number] not in taken | {self._storages[b.number]}
@@ -253,7 +253,7 @@ class Recorder(_torch.TorchDispatchMode):
                         break
             there.update(line.reads())
 
-    def _live(self, results: Iterable[int | None]) -> list[_Line]:
+    def _live(self, results: Iterable[int | None]) -> list[Line]:
         """The operations that results come from."""
         cells = {n for n in results if n is not None}
         storages = {self._storages[n] for n in cells}
@@ -288,58 +288,3 @@ def _states() -> list[Tensor]:
     """Of all generators that an operation may draw from without being given one."""
     on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [generator.get_state() for generator in (torch.default_generator, *on_gpu)]
-
-
-def _cells_in(tree: Any) -> Iterator[int]:
-    if isinstance(tree, _Cell):
-        yield tree.number
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _cells_in(x)
-    elif isinstance(tree, dict):
-        yield from _cells_in([*tree.values()])
-
-
-def _written(lines: Sequence[_Line], given: int, results: Sequence[int | None]) -> Code:
-    """A function of Python."""
-    there = {n for n in results if n is not None}  # what is read from here on
-    names: dict[str, Any] = {}
-
-    def argument(x: Any) -> str:
-        if isinstance(x, _Cell):
-            return f"t{x.number}"
-        if isinstance(x, list):
-            return f"[{', '.join(map(argument, x))}]"
-        if type(x) in _INLINE:
-            return repr(x)
-        names[name := f"k{len(names)}"] = x.value if isinstance(x, _Literal) else x
-        return name
-
-    body: list[str] = []
-    for line in reversed(lines):
-        last = {*line.reads()} - there
-        last |= {n for n in line.cells if n is not None} - there
-        there |= last
-        names[run := f"f{len(names)}"] = line.kind.run
-        args = [*map(argument, line.args)]
-        args += [f"{key}={argument(x)}" for key, x in line.kwargs.items()]
-        cells = [f"t{n}" if n is not None else "_" for n in line.cells]
-        target = cells[0] if line.single else f"[{', '.join(cells)}]"
-        if last:
-            body.append(f"del {', '.join(f't{n}' for n in sorted(last))}")
-        body.append(f"{target} = {run}({', '.join(args)})")
-    if unread := [f"t{n}" for n in range(given) if n not in there]:
-        body.append(f"del {', '.join(unread)}")
-    outs = ", ".join("None" if n is None else f"t{n}" for n in results)
-    source = "\n    ".join(
-        [
-            "def pull_back(given):",
-            f"[{', '.join(f't{n}' for n in range(given))}] = given",
-            "given.clear()",
-            *reversed(body),
-            f"return [{outs}]",
-        ]
-    )
-    exec(compile(source, FILE, "exec"), names)
-    code: Code = names["pull_back"]
-    return code
