@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
-from operator import and_, is_, or_
+from operator import and_, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,11 +56,15 @@ class KnownRun:
         needed: which inputs and captures a pullback reads.
         passing: which of them a replay reads but no tape of it.
         unread: which constants no pullback reads.
+
+    Attributes:
+        unsure: for each input, whether it could not be told if a tape holds it.
     """
 
     __slots__ = (
         *("ends", "entries", "externals", "groups", "ledger", "looks", "made", "needed"),
         *("nodes", "origins", "passing", "relations", "settings", "shared", "tape", "unread"),
+        "unsure",
     )
 
     def __init__(
@@ -85,6 +89,7 @@ class KnownRun:
         self.needed = needed
         self.passing = passing
         self.unread = unread
+        self.unsure = [h.shared and h.storage in ledger.viewed for h in first.holders]
 
     def describes(self, first: Compared) -> bool:
         """Whether a run that called the same functions was the same altogether."""
@@ -102,8 +107,8 @@ class KnownRun:
     def agrees(self, other: KnownRun, first: Compared) -> bool:
         """Whether another run that was watched was the same, and had the same found out.
 
-        Of the inputs of both, those are kept that either had to keep: who else holds one, a run
-        can't tell from its tape.
+        Of the inputs of both, those are kept that either had to keep. Where somebody else holds
+        the memory of one, and views were taken, the other run says what the tape holds.
         """
         agrees = (
             all(fits(a, b.func, b.sources, b.scalars) for a, b in zip(self.entries, other.entries))
@@ -112,10 +117,20 @@ class KnownRun:
             and self.ledger.agrees(other.ledger)
         )
         if agrees:
-            self.needed = [*map(or_, self.needed, other.needed)]
-            self.passing = [*map(and_, self.passing, other.passing)]
+            ours, theirs = self.unsure, other.unsure
+            self.needed = [*map(_either, self.needed, other.needed, ours, theirs)]
+            self.passing = [*map(_both, self.passing, other.passing, ours, theirs)]
+            self.unsure = [*map(and_, ours, theirs)]
             self.unread = [*map(and_, self.unread, other.unread)]
         return agrees
+
+
+def _either(a: bool, b: bool, a_unsure: bool, b_unsure: bool) -> bool:
+    return a or b if a_unsure == b_unsure else b if a_unsure else a
+
+
+def _both(a: bool, b: bool, a_unsure: bool, b_unsure: bool) -> bool:
+    return a and b if a_unsure == b_unsure else b if a_unsure else a
 
 
 def fits(entry: Any, func: Any, sources: Sequence[int], scalars: Sequence[Any]) -> bool:
