@@ -62,7 +62,7 @@ class Environment:
 
     __slots__ = (
         *("_autocast", "_hooks", "_left_changed", "_modes", "_name", "_parametrizations"),
-        *("_random", "_seeds", "_settings", "_state"),
+        *("_after", "_in_turn", "_random", "_seeds", "_settings", "_state"),
     )
 
     def __init__(
@@ -81,6 +81,10 @@ class Environment:
             self._casting("cuda")
         self._name = options.name
         self._seeds: dict[Any, bytes] = {}
+        # What default generators were after the operation that drew last; whether operations alone
+        # have moved them, as far as was looked.
+        self._after: dict[Any, Any] = {}
+        self._in_turn = True
         self._settings = settings = settings_and_casts()
         self._hooks = hooks_of_all() if settings[-4] else None
         self._left_changed = False  # by the first run, when it had ended
@@ -113,6 +117,21 @@ class Environment:
         """An operation of the first run is about to draw from a generator."""
         self._keep(generator, generator.get_state, generator.set_state)
 
+    def draws(self) -> None:
+        """An operation of a known run is about to draw from default generators."""
+        self._in_turn = self._in_turn and all(
+            _equal(self._after.get(key, state), read())
+            for key, (read, _, state) in self._default_generators()
+        )
+
+    def drew(self) -> None:
+        """It has drawn."""
+        self._after = {key: read() for key, (read, _, _) in self._default_generators()}
+
+    def _default_generators(self) -> list[tuple[Any, Any]]:
+        of = self._random.items()
+        return [(key, how) for key, how in of if key == "cpu" or isinstance(key, torch.device)]
+
     def seal(self, written: set[int], *read: Iterable[Tensor]) -> None:
         """The first run ended: what it did not change need not be kept.
 
@@ -141,8 +160,11 @@ class Environment:
             now = read_now()
             if key in foreign or _equal(state, now):
                 del random[key]
-            elif isinstance(now, Tensor) and _seed(now) != _seed(state):
+                continue
+            if isinstance(now, Tensor) and _seed(now) != _seed(state):
                 self._seeds[key] = _seed(now)
+            self._in_turn = self._in_turn and key in self._after and _equal(self._after[key], now)
+        self._after = {}
 
     def before(self) -> dict[int, Any]:
         """What containers held, by their ids, that are in no global and no object; told once."""
@@ -165,13 +187,21 @@ class Environment:
 
     def restored(self) -> AbstractContextManager[None] | None:
         """The same surroundings, for a replay; ``None`` where they are so already."""
-        if self._random or self._modes or self._parametrizations or self._state.changed():
-            return self._put_back()
+        return self._put_back() if self._random or self.differ() else None
+
+    def differ(self) -> bool:
+        """Whether anything is not as it was, beside generators."""
+        if self._modes or self._parametrizations or self._state.changed():
+            return True
         if self._left_changed or self._hooks:
-            return self._put_back()
+            return True
         if _torch_globals.parametrization_cache() or self._settings != settings_and_casts():
-            return self._put_back()
-        return self._put_back() if self._autocast and self._casts_differ() else None
+            return True
+        return bool(self._autocast) and self._casts_differ()
+
+    def drawn_from(self) -> list[Any] | None:
+        """The devices whose default generators known operations moved; ``None`` if others did."""
+        return [*self._random] if self._in_turn else None
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:

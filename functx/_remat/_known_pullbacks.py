@@ -12,8 +12,11 @@ memory as ever. A dispatch mode may change which formula torch takes for a deriv
 was written down runs first, it is compared with an ordinary replay, bit by bit, and each gradient
 goes when it has been looked at: the inputs and the cotangents stay, till the replay has them. Where
 anything is unusual (modes, hooks, transforms, anomaly mode, other surroundings, changed modules or
-containers, random numbers), there is an ordinary replay as ever. Under ``vmap``, what the code
-computes with is what is inside of batched tensors.
+containers), there is an ordinary replay as ever. Under ``vmap``, what the code computes with is
+what is inside of batched tensors.
+
+Code that draws random numbers begins where the generators were, and draws in the same order. That
+gives the same numbers if nothing but operations moves generators, which each forward looks at.
 """
 
 from __future__ import annotations
@@ -136,7 +139,9 @@ def known_gradients(
         What ``pull_back`` gives; ``None`` if that is to be called.
     """
     region = payload.region
-    if not _is_usual(payload) or region.environment.restored() is not None:
+    environment = region.environment
+    drawn = environment.drawn_from()
+    if drawn is None or not _is_usual(payload) or environment.differ():
         return None
     name = region.options.name
     constants = [c.for_replay(name) for c in region.constants if not c.is_absent()]
@@ -154,7 +159,7 @@ def known_gradients(
     if known is not None and code is not None and known.seen:
         saved.clear()
         cotangents.clear()
-        with shown(region.options, replay=True):
+        with shown(region.options, replay=True), environment.restored() or nullcontext():
             return known(code, given)
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return None  # what compares bits waits for the device, which a capture does not allow
@@ -173,7 +178,8 @@ def known_gradients(
     else:
         tried = new.needs is not None and _room.is_there(level, new.needs)
         if tried:
-            bits = new.tried(given)
+            with environment.restored() or nullcontext():
+                bits = new.tried(given)
         del given
         gradients = pull_back(saved, cotangents)
         # In this order: other threads may be here as well.
@@ -199,7 +205,7 @@ def _to_be_written(
 
     def usual() -> bool:
         with overriding():  # or not, operators don't ask
-            return environment.restored() is None
+            return not environment.differ()
 
     known = Known(_shared(given, kept))
     if any(step.kind.func in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
@@ -207,7 +213,7 @@ def _to_be_written(
     literals = not any(map(_makes_of_tensors, region.entries))
     there = [i for i, need in enumerate(payload.needed) if need]
     passing = [n for n, i in enumerate(there) if i in payload.passing]
-    return known, Recorder(given, kept, usual, literals, passing)
+    return known, Recorder(given, kept, usual, literals, passing, environment.drawn_from() or ())
 
 
 def _makes_of_tensors(entry: Entry) -> bool:

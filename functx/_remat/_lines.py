@@ -28,17 +28,19 @@ class Line:
         args: its arguments; tensors as `Cell`.
         kwargs: likewise.
         cells: its results, in the order in which they are given.
+        draws: whether it moves a generator on, and has to run.
         single: whether it gives one tensor, and no list of them.
         storage: the memory that it writes to.
     """
 
-    __slots__ = ("args", "cells", "kind", "kwargs", "single", "storage")
+    __slots__ = ("args", "cells", "draws", "kind", "kwargs", "single", "storage")
 
     def __init__(self, kind: Kind, args: Any, kwargs: Any) -> None:
         self.kind = kind
         self.args = args
         self.kwargs = kwargs
         self.cells: list[int | None] = []
+        self.draws = False
         self.single = True
         self.storage: int | None = None
 

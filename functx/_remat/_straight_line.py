@@ -45,6 +45,7 @@ class Recorder(_torch.TorchDispatchMode):
         passing: which of these may go nevertheless.
         usual: whether surroundings are those in which the code is going to run.
         literals: whether tensors that Python makes are made of numbers, which have been compared.
+        drawn: devices whose default generators are set as they were before the code runs.
 
     Attributes:
         needs: what the code needs.
@@ -66,8 +67,10 @@ class Recorder(_torch.TorchDispatchMode):
         usual: Callable[[], bool],
         literals: bool = True,
         passing: Sequence[int] = (),
+        drawn: Sequence[Any] = (),
     ) -> None:
         super().__init__()
+        self._drawn = drawn
         self._literals = literals
         self._given = len(given)
         self._usual = usual
@@ -111,10 +114,10 @@ class Recorder(_torch.TorchDispatchMode):
             line = self._line(kind, args, kwargs) if self._fits else None
         except Exception:  # what runs is a replay: no concern of its own
             self._fits = False
-        if line is not None and kind.draws:  # it may: a fused attention without dropout does not
+        if self._fits and kind.draws:  # it may: a fused attention without dropout does not
             before = _states()
             out = kind.run(*args, **kwargs)
-            self._fits = all(map(torch.equal, before, _states()))
+            self._draws(line, [d for d, now in _states().items() if not now.equal(before[d])])
         else:
             out = kind.run(*args, **kwargs)
         if line is not None:
@@ -149,6 +152,13 @@ class Recorder(_torch.TorchDispatchMode):
             line.storage = self._storages[next(line.reads())]
             self._fits = line.storage not in self._foreign
         return line
+
+    def _draws(self, line: _Line | None, devices: Sequence[Any]) -> None:
+        """An operation moved those generators on: the code has to do so as well."""
+        if devices:
+            self._fits = line is not None and all(d in self._drawn for d in devices)
+        if line is not None:
+            line.draws = bool(devices)
 
     def _lost(self, t: Any) -> None:
         """Something unknown is written there."""
@@ -259,7 +269,7 @@ class Recorder(_torch.TorchDispatchMode):
         storages = {self._storages[n] for n in cells}
         live = []
         for line in reversed(self._lines):
-            if line.storage in storages or not cells.isdisjoint(line.cells):
+            if line.draws or line.storage in storages or not cells.isdisjoint(line.cells):
                 live.append(line)
                 for n in line.reads():
                     cells.add(n)
@@ -284,7 +294,8 @@ def _takes(func: Any, args: Any) -> bool:
     return func is _INDEX and all(t is None or t.dtype not in masks for t in args[1])
 
 
-def _states() -> list[Tensor]:
+def _states() -> dict[Any, Tensor]:
     """Of all generators that an operation may draw from without being given one."""
     on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [generator.get_state() for generator in (torch.default_generator, *on_gpu)]
+    states = {torch.device("cuda", n): generator.get_state() for n, generator in enumerate(on_gpu)}
+    return {"cpu": torch.default_generator.get_state(), **states}
