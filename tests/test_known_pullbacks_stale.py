@@ -83,11 +83,11 @@ def test_memory_that_is_no_longer_shared():
     """Two parameters had the same memory when it was written down."""
 
     def run(f, untied):
-        w, v = (torch.nn.Parameter(W.clone()) for _ in range(2))
-        v.data = w.data
+        memory = torch.stack([W, W * 3])
+        w, v = (torch.nn.Parameter(memory[0]) for _ in range(2))
         out = f(X, w, v)
         if untied:
-            v.data = W * 3
+            v.data = memory[1]
         return torch.autograd.grad(out.sum(), [w, v])
 
     body = lambda x, w, v: torch.tanh(x @ w) @ v  # noqa: E731
