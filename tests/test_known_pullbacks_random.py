@@ -101,9 +101,9 @@ def test_a_module_in_a_loop():
 def test_no_more_runs_than_in_a_replay(monkeypatch):
     """What only the last dropout reads is not computed."""
     written = []
-    original = _straight_line._written
+    original = _straight_line.written
     monkeypatch.setattr(
-        _straight_line, "_written", lambda lines, *of: written.append(lines) or original(lines, *of)
+        _straight_line, "written", lambda lines, *of: written.append(lines) or original(lines, *of)
     )
     calls = Calls(with_its_last_unread)
     assert compared(calls, KNOWN + 1, pulled, X, W)[-1] == 0
