@@ -153,7 +153,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._fits = line.storage not in self._foreign
         return line
 
-    def _draws(self, line: _Line | None, devices: Sequence[Any]) -> None:
+    def _draws(self, line: Line | None, devices: Sequence[Any]) -> None:
         """An operation moved those generators on: the code has to do so as well."""
         if devices:
             self._fits = line is not None and all(d in self._drawn for d in devices)
