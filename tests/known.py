@@ -77,6 +77,13 @@ def several(x, w):
     return a * 2, b.exp(), a.sin()
 
 
+def slice_written(x):
+    h = x * 2
+    h[:, 1:3] = x[:, :2].sin()
+    h[0].neg_()
+    return h.cumsum(0).tanh()
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -128,6 +135,8 @@ BODIES = {
     "a sum with numbers": (lambda x: (torch.tensor([[2.0, 1, 0, 1]] * 3).double() + x).tanh(), X),
     "a sum with a row": (lambda x: (torch.tensor([2, 1, 0, 1], dtype=DTYPE) + x.sum(0)).tanh(), X),
     "chosen": (lambda x: torch.where(x > 0.5, x.exp(), 2.0) * x.amax(0), X),
+    "in place": (lambda x, w: F.relu(x @ w - 0.5, inplace=True).exp() * x, X, W),
+    "a slice is written": (slice_written, X),
     "a linear map": (lambda x: x * 3 - 1, X),
     "complex": (lambda x: torch.view_as_real(torch.fft.fft(x) * torch.polar(x, x)).sum(-1), X),
     "infinite": (lambda x: (x - X).exp() * float("inf"), X),

@@ -36,6 +36,7 @@ def drawn_for_nobody(x):
 BODIES = {
     "dropout": (lambda x: F.dropout(x.exp(), 0.5) * x, X),
     "dropout of an input": (lambda x: F.dropout(x, 0.5), X),
+    "in place": (lambda x: x * torch.empty_like(x).exponential_().sin(), X),
     "dropout of features": (lambda x: F.dropout1d(x[None].exp(), 0.5) * x, X),
     "rand_like": (scaled, X),
     "noise": (of_noise, X),

@@ -44,7 +44,12 @@ class Writes:
         region: whose first run it is.
         ledger: of that run, if it has one.
         leaves: stand-ins that are leaves of the throw-away tape, by id.
+
+    Attributes:
+        any: whether there was anything.
     """
+
+    any = False
 
     def __init__(self, region: Region, ledger: Watcher | None, leaves: dict[int, Tensor]) -> None:
         self._region = region
@@ -80,6 +85,7 @@ class Writes:
             standin = standins[position]
             if storage not in storages and not any(t is standin for t in tensors):
                 continue
+            self.any = True
             if storage is not None:
                 self._written.add(storage)
             kind, number = origins[position]
