@@ -11,6 +11,7 @@ from nets import Block, Net, pair, seeded
 from programs import identity
 from references import assert_same, count
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import functx
 
@@ -289,3 +290,55 @@ class TestTraining:
             gradients = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
             results.append((out, gradients))
         assert_same(*results)
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return w * 2
+
+
+class Tripled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+CLASSES = {
+    "a parametrization": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "another class": lambda m: setattr(m, "__class__", Tripled),
+}
+
+
+@pytest.mark.parametrize("before", [0, 6])
+@pytest.mark.parametrize("change", CLASSES)
+def test_the_original_comes_to_be_of_another_class(change, before):
+    """Its forward is the region's, from then on; and what it was again, when that is taken off."""
+
+    def program(remat):
+        torch.manual_seed(0)
+        m = nn.Linear(4, 4, dtype=DTYPE)
+        region, outs = remat(m), []
+        for step in range(before + 8):
+            if step == before:
+                CLASSES[change](m)
+            if step == before + 6 and parametrize.is_parametrized(m):
+                parametrize.remove_parametrizations(m, "weight")
+            x = numbers(3, 4).requires_grad_()
+            y = region(x)
+            outs += [y, *torch.autograd.grad(y.sum(), [x, *m.parameters()])]
+        return outs, region
+
+    ours, region = program(functx.remat)
+    assert_same(ours, program(identity)[0])
+    assert_same(copy.deepcopy(region).weight, region.weight)
+
+
+def test_a_module_with_slots():
+    class Slotted(nn.Linear):
+        __slots__ = ("unused",)
+
+    region = functx.remat(Slotted(4, 4))
+    assert isinstance(copy.deepcopy(region), Slotted)
+    region(torch.ones(3, 4)).sum().backward()
+    assert region.weight.grad is not None
