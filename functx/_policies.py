@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _torch
+from functx import _torch, _torch_compiler
 from functx._errors import RematError
 
 
@@ -339,12 +339,14 @@ def as_contexts(policy: Policy | None) -> Any:
     """What gives a policy to torch's checkpoint in code that is compiled.
 
     Returns:
-        A ``context_fn``; ``None`` for no policy, and for those that ask for what torch's checkpoint
-        does not know: names, modules, and before torch 2.13 the outputs of operations.
+        A ``context_fn``; ``None`` for policies that ask for what torch's checkpoint does not know:
+        names, modules, and before torch 2.13 the outputs of operations.
     """
-    if policy is None or not policy.known_to_torch:
+    if policy is None:
+        return _torch_compiler.same_numbers
+    if not policy.known_to_torch:
         return None
-    return functools.partial(create_selective_checkpoint_contexts, functools.partial(_say, policy))
+    return functools.partial(_torch_compiler.same_numbers, functools.partial(_say, policy))
 
 
 def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -6,10 +6,13 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils import checkpoint as _checkpoint
+
+from functx import _torch
 
 _eval_frame = torch._C._dynamo.eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
@@ -142,3 +145,83 @@ def selective_policy(context: Any) -> Any:
 def without_compiled_autograd() -> Any:
     """Backward passes as they are: transforms of torch.func have theirs so, too."""
     return torch._dynamo.compiled_autograd._disable()
+
+
+def replays_numbers() -> bool:
+    """Whether the compiler that is tracing this draws random numbers again in recomputation.
+
+    Those that end in AOTAutograd do. Elsewhere (``backend="eager"``) the graph runs torch's
+    checkpoint as it is, but told not to keep the states of generators.
+    """
+    symbolic_convert: Any = sys.modules["torch._dynamo.symbolic_convert"]
+    common: Any = sys.modules.get("torch._dynamo.backends.common")
+    found = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
+    while found is not None:
+        name = getattr(found, "compiler_name", None) or getattr(found, "_compiler_name", None) or ""
+        if name == "inductor" or name.startswith("aot_"):
+            return True
+        if common is not None and isinstance(found, common.AotAutograd):
+            return True
+        found = getattr(found, "_torchdynamo_orig_backend", getattr(found, "compiler_fn", None))
+    return False
+
+
+# It is asked while the compiler traces, as `torch.compiler.assume_constant_result` has it.
+replays_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Numbers:
+    """States of default generators, before a forward; and around its recomputation."""
+
+    def __init__(self, inner: Any, of: _Numbers | None = None) -> None:
+        self._inner = inner
+        self._of = of
+        self._after: Any = None
+        self.states: Any = None
+
+    def __enter__(self) -> Any:
+        now = _states()
+        if self._of is None:
+            self.states = now
+        else:
+            self._after = now
+            _set_states(self._of.states)
+        return self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> Any:
+        if self._of is not None:
+            _set_states(self._after)
+        return self._inner.__exit__(*exc)
+
+
+def _generators() -> list[torch.Generator]:
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *cuda]
+
+
+def _states() -> list[Any]:
+    return [g.get_state() for g in _generators()]
+
+
+def _set_states(states: list[Any]) -> None:
+    for generator, state in zip(_generators(), states):
+        generator.set_state(state)
+
+
+def same_numbers(policy: Any = None) -> tuple[Any, Any]:
+    """Contexts for torch's checkpoint in a graph: a policy, and the same random numbers again.
+
+    Args:
+        policy: of torch's selective checkpoint; ``None`` for that which keeps nothing.
+    """
+    if _torch.tracing():  # by AOTAutograd, which asks the policy that there is
+        return _checkpoint.create_selective_checkpoint_contexts(policy or _recomputes)
+    made = (nullcontext(), nullcontext())
+    if policy is not None:
+        made = _checkpoint.create_selective_checkpoint_contexts(policy)
+    forward = _Numbers(made[0])
+    return forward, _Numbers(made[1], forward)
+
+
+def _recomputes(*_: Any, **__: Any) -> Any:
+    return _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

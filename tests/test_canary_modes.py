@@ -3,6 +3,7 @@
 import importlib
 import threading
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _python_dispatch
@@ -233,3 +234,19 @@ def test_second_derivatives_of_det_are_not_right_under_modes():
     right[2, 1] = -9
     torch.testing.assert_close(second(first), right)
     assert not torch.allclose(second(under_a_mode), right)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "mine"])
+def test_which_compilers_replay_random_numbers(backend):
+    """Asked while the compiler traces; torch tells its checkpoint in a graph to keep no states."""
+    found = []
+
+    def ask():
+        found.append(_torch_compiler.replays_numbers())
+        return True
+
+    ask._dynamo_marked_constant = True
+    compiler = (lambda graph, example: graph.forward) if backend == "mine" else backend
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin() if ask() else x, backend=compiler)(torch.ones(2))
+    assert found == [backend == "aot_eager"]

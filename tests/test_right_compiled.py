@@ -121,18 +121,16 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_compiled_autograd(program, asked):
-    """What it has traced of one backward pass serves the next one."""
+def gradients_compiled(program, asked, compiler, rows=2):
+    """Of two backward passes: what is traced of one serves the next."""
     torch._dynamo.reset()
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())).double()
 
     def gradients(remat, scale):
         torch.manual_seed(3)
-        x = torch.stack([X * scale, X.sin()]).requires_grad_()
+        x = torch.stack([X * scale, X.sin()] * (rows // 2)).requires_grad_()
         loss = PROGRAMS[program](remat, net, x).pow(2).sum()
-        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        with torch._dynamo.compiled_autograd._enable(compiler):
             if asked:
                 return torch.autograd.grad(loss, [x, net[0].weight])
             net.zero_grad()
@@ -141,6 +139,19 @@ def test_compiled_autograd(program, asked):
 
     for scale in (1.0, 0.5):
         assert_same(gradients(functx.remat, scale), gradients(lambda f: f, scale), eps=64)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiled_autograd(program, asked):
+    gradients_compiled(program, asked, lambda graph: graph)
+
+
+@pytest.mark.parametrize("program", ["a nest", "random numbers", "hook_inside"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_autograd_by_a_compiler(program, backend):
+    """Which looks into what Python is in the graph, as a hook on a node for memory that can go."""
+    gradients_compiled(program, False, torch.compile(backend=backend), rows=8)
 
 
 def test_compiled_autograd_of_a_second_derivative():
@@ -155,3 +166,55 @@ def test_compiled_autograd_of_a_second_derivative():
         loss.backward(retain_graph=True)
     loss.backward()
     assert_same(x.grad, torch.autograd.grad(penalty(lambda f: f, net, x).sum(), x)[0], eps=64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=X.dtype)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+def as_it_comes(graph, example):
+    """A compiler of somebody's: it takes the graph as it is."""
+    return graph.forward
+
+
+HOW = {
+    "a model of regions": lambda remat, compiled, net: compiled(nn.Sequential(*map(remat, net))),
+    "regions of compiled blocks": lambda remat, compiled, net: nn.Sequential(
+        *(remat(compiled(block)) for block in net)
+    ),
+    "a region in a function": lambda remat, compiled, net: compiled(
+        lambda x: remat(lambda x: net(x) * 2)(x).sin()
+    ),
+    "a policy": lambda remat, compiled, net: compiled(
+        functx.remat(net, policy=[torch.ops.aten.addmm.default]) if remat is functx.remat else net
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", as_it_comes])
+@pytest.mark.filterwarnings("ignore:Detected that context_fn")
+def test_dropout_in_training_that_is_compiled(how, backend):
+    """A graph that nothing but torch's checkpoint recomputes for draws the same numbers again."""
+
+    def steps(remat, compiled):
+        torch._dynamo.reset()
+        net = seeded(lambda: nn.Sequential(*(Block() for _ in range(3))))
+        model = HOW[how](remat, compiled, net)
+        found = []
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.stack([X * step, X.cos()]).requires_grad_()
+            loss = model(x).square().sum()
+            found += torch.autograd.grad(loss, [x, *net.parameters()])
+            found.append(torch.rand(2))
+        return found
+
+    compiled = lambda f: torch.compile(f, backend=backend)  # noqa: E731
+    assert_same(steps(functx.remat, compiled), steps(lambda f: f, lambda f: f))

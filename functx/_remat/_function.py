@@ -56,7 +56,7 @@ def run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o:
     if _torch_compiler.in_plain_graph():
         if torch.compiler.is_exporting():  # who loads the graph differentiates it
             return f(*args, **kwargs)
-        if o.policy is None:
+        if o.policy is None and _torch_compiler.replays_numbers():
             return checkpoint(f, *args, use_reentrant=False, **kwargs)
         if o.contexts is not None:
             return checkpoint(f, *args, use_reentrant=False, context_fn=o.contexts, **kwargs)

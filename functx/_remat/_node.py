@@ -99,6 +99,7 @@ class _Payload:
             return None
         return [t for c in region.constants for t in c.held()]
 
+    @_torch_compiler.uncompiled
     def hand_over(self, cotangents: tuple[Tensor | None, ...]) -> Any:
         """What the node is given in place of cotangents. ``NOTE [let go]``."""
         return None if self.watched or _torch.tracing() else hand_over(self, cotangents)
