@@ -19,7 +19,7 @@ from bench._common import Column, Result, device_argument, environment, least_se
 
 NAME = "overhead"
 CLAIM = "CPU time of one region around one sin, microseconds (20 regions, one thread)"
-REGIONS, REPEATS = 20, 60
+REGIONS, REPEATS = 20, 200
 
 
 def chain(region: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
