@@ -248,3 +248,42 @@ def test_the_order_in_which_einsum_multiplies(way):
 
     expected = gradient(identity, {})
     assert torch.equal(gradient(functx.remat, {"enabled": False}), expected)
+
+
+VALUES = {
+    "svdvals": torch.linalg.svdvals,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "eigvals": lambda a: torch.linalg.eigvals(a).abs(),
+    "cond": torch.linalg.cond,
+    "matrix_norm": lambda a: torch.linalg.matrix_norm(a, "nuc"),
+    "norm": lambda a: torch.linalg.norm(a, "nuc"),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_without_vectors(name, nested):
+    """Torch computes them with vectors where a mode is active, and the last bits are others."""
+
+    def run(region, a):
+        def body(x):
+            return x * VALUES[name](a).sum()
+
+        x = numbers(3).requires_grad_()
+        y = region(lambda x: region(body)(x.sin()))(x) if nested else region(body)(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    for step in range(9):
+        a = torch.randn(12, 12, dtype=DTYPE, generator=torch.Generator().manual_seed(step))
+        a = a @ a.mT
+        assert_same(run(functx.remat, a), run(identity, a))
+
+
+def test_values_without_vectors_have_derivatives():
+    def run(region):
+        x = numbers(5, 4).requires_grad_()
+        y = region(lambda x: torch.linalg.svdvals(x).sin() * torch.linalg.cond(x))(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    for _ in range(7):
+        assert_same(run(functx.remat), run(identity))

@@ -32,10 +32,15 @@ from functx._remat._prune import is_unread
 from functx._remat._read_results import Replayed
 from functx._remat._region import Region
 from functx._remat._saving import called, now, watched_per_example
-from functx._remat._tapes import nodes_of, tape_below, tensors_of
+from functx._remat._tapes import nodes_of, tape_below, tensors_of, tracked
 from functx._remat._tracker import Tracker
 from functx._remat._unseen import refuse_unseen
-from functx._remat._watch import tell_of_a_region, tell_of_a_view, unwatched
+from functx._remat._watch import (
+    beside_the_modes,
+    tell_of_a_region,
+    tell_of_a_view,
+    unwatched,
+)
 from functx._remat._writes import ASKS, written_by
 from functx._torch_memory import shares_memory
 from functx._torch_modules import frame_above
@@ -290,6 +295,8 @@ class FirstRun(Compared):
         )
         if ledger is None:
             return run(*args, **kwargs)
+        if known_of(func).otherwise and not any(map(tracked, tensors_of(args, kwargs))):
+            return beside_the_modes(run, args, kwargs)
         first = len(ledger.steps)
         out = run(*args, **kwargs)
         if (end := len(ledger.steps)) > first:

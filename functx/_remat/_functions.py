@@ -82,6 +82,15 @@ _DRAWS = frozenset(
     }
 )
 
+# Those of C++ that compute singular vectors, too, where a mode is active, which changes last bits.
+# (`dispatch_mode_enabled` tells: see `OTHERWISE_UNDER_MODES`.)
+_OTHERWISE_UNDER_MODES = frozenset(
+    {
+        *("linalg_svdvals", "linalg_eigvals", "linalg_eigvalsh", "linalg_cond", "linalg_norm"),
+        *("linalg_matrix_norm", "linalg_matrix_rank"),
+    }
+)
+
 IN_C = frozenset(
     {BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType}
 )
@@ -107,6 +116,7 @@ class Known:
         differentiates: whether it is `torch.autograd.grad`.
         gradients: whether `_gradients` is about it.
         instead: what runs in its place, seen by the region; ``None`` for nearly all.
+        otherwise: whether it computes otherwise where a dispatch mode is active.
         ordinary: whether it is none of these, and written in C.
         nothing: whether it is no operation, and none of these either.
     """
@@ -123,6 +133,7 @@ class Known:
             "looks",
             "nothing",
             "ordinary",
+            "otherwise",
             "passive",
         ),
         *("python", "writes"),
@@ -158,10 +169,12 @@ class Known:
         self.differentiates = func is torch.autograd.grad
         self.gradients = func in ABOUT_GRADIENTS
         self.draws = name in _DRAWS
-        special = (
-            self.draws or self.gradients or self.python or self.exports or self.looks or self.label
+        self.otherwise = name in _OTHERWISE_UNDER_MODES
+        special = any(
+            (self.draws, self.gradients, self.python, self.exports, self.looks, self.label)
         )
         self.nothing = self.passive and not special and self.instead is None
+        special = special or self.otherwise
         self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
 
 

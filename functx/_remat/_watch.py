@@ -76,6 +76,9 @@ class Watcher(_torch.TorchDispatchMode):
     def held_unseen(self, t: Tensor) -> None:
         """The node of a region inside this one reads a tensor that it does not hold on its tape."""
 
+    def ran_unrecorded(self, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation ran that is not on the record, which is incomplete: it gave some memory."""
+
     def take_view(self, t: Any) -> None:
         """Another tensor comes to have the memory of ``t``."""
 
@@ -181,6 +184,22 @@ def all_must_run() -> None:
     """Somebody compares what every operation gives: regions around it leave nothing out."""
     for mode in around():
         mode.reliable = False
+
+
+def beside_the_modes(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What an operation gives that computes otherwise where a dispatch mode is active.
+
+    So it does without regions, if the user has one.
+    """
+    depth = _torch.dispatch_mode_depth()
+    if not all(isinstance(_torch.get_dispatch_mode_at(i), Watcher) for i in range(depth)):
+        return run(*args, **kwargs)
+    all_must_run()
+    with _torch.without_modes():
+        out = run(*args, **kwargs)
+    for mode in around():
+        mode.ran_unrecorded(args, kwargs, out)
+    return out
 
 
 class watching:
