@@ -30,7 +30,7 @@ def live_nodes(f, *args):
     names = [
         node.target.overloadpacket.__name__
         for node in graph.graph.nodes
-        if node.op == "call_function"
+        if node.op == "call_function" and hasattr(node.target, "overloadpacket")
     ]
     return {name: names.count(name) for name in names}
 

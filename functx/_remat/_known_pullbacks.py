@@ -36,7 +36,7 @@ from functx._remat._known_runs import sharing
 from functx._remat._lines import Code, Trial, lean_checksum
 from functx._remat._profile import shown
 from functx._remat._room import Needs
-from functx._remat._straight_line import Recorder
+from functx._remat._straight_line import Recorder, may_be_written
 from functx._remat._tapes import PLAIN
 from functx._torch_kernels import overriding
 from functx._torch_memory import storage_keys
@@ -208,7 +208,8 @@ def _to_be_written(
             return not environment.differ()
 
     known = Known(_shared(given, kept))
-    if any(step.kind.func in OTHERWISE_UNDER_MODES for step in region.ledger.steps):
+    kinds = [step.kind for step in region.ledger.steps]
+    if any(k.func in OTHERWISE_UNDER_MODES or not may_be_written(k) for k in kinds):
         return known, None
     literals = not any(map(_makes_of_tensors, region.entries))
     there = [i for i, need in enumerate(payload.needed) if need]

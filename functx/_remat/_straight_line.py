@@ -288,6 +288,11 @@ def _writes_first(kind: Kind, args: Any, kwargs: Any) -> bool:
     )
 
 
+def may_be_written(kind: Kind) -> bool:
+    """Whether code may have an operation of some kind, as far as that is known beforehand."""
+    return kind.opaque or kind.skippable or kind.func is _INDEX
+
+
 def _takes(func: Any, args: Any) -> bool:
     """Whether it is an indexing whose indices are numbers: by a mask, values decide the shape."""
     masks = (torch.bool, torch.uint8)
