@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -51,6 +52,18 @@ def stop_observing_wrapping() -> None:
             _eager_transforms._wrap_for_grad = _torch.wrap_for_grad
             torch.overrides.has_torch_function = _any_torch_function
             _torch_compiler.compile_again()
+
+
+def observe_set(tell: Callable[[], None]) -> None:
+    """Call ``tell`` before ``t.set_(other)``, the one method that function modes are not shown."""
+    plain = torch.Tensor.set_
+
+    @functools.wraps(plain)
+    def set_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tell()
+        return plain(self, *args, **kwargs)
+
+    torch.Tensor.set_ = set_  # type: ignore[method-assign, assignment]
 
 
 def wrap_what_is_made_once(wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:

@@ -15,6 +15,7 @@ from functx import (
     _torch_memory,
     _torch_modes,
     _torch_modules,
+    _torch_observed,
 )
 
 
@@ -59,6 +60,28 @@ def test_function_modes_see_nothing_where_none_is_to():
         with _torch.without_function_modes():
             x.untyped_storage()
     assert not seen
+
+
+def test_function_modes_are_not_shown_what_sets_memory():
+    """So functx tells regions of it: `_torch_observed.observe_set`."""
+    seen = []
+
+    class Observer(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    told = []
+    x, y, before = torch.ones(2), torch.zeros(2), torch.Tensor.set_
+    _torch_observed.observe_set(lambda: told.append(True))
+    try:
+        with Observer():
+            assert x.set_(y) is x
+        assert not seen
+        assert told
+        assert x.data_ptr() == y.data_ptr()
+    finally:
+        torch.Tensor.set_ = before
 
 
 def test_modules_of_a_module():

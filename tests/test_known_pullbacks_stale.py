@@ -223,3 +223,34 @@ def test_no_pullback_is_another_regions():
         outs = [calls.region(x) for x in xs]
         found = [torch.autograd.grad(outs[i].sum(), xs[i])[0] for i in (1, 0, 2)]
         assert_same(found, [(X + i).cos() for i in (1, 0, 2)])
+
+
+class Sometimes:
+    """Whose attributes no key of a code has."""
+
+    now = False
+
+
+SETS = {
+    "a tensor": lambda a, b, part: a.set_(part),
+    "a part": lambda a, b, part: a.set_(b, 1, a.shape, a.stride()),
+    "a storage": lambda a, b, part: a.set_(b.untyped_storage(), 0, a.shape, a.stride()),
+}
+
+
+@pytest.mark.parametrize("way", SETS)
+def test_memory_is_set_in_some_runs(way):
+    """``set_`` with a tensor is the one method of tensors that function modes are not shown."""
+    sometimes = Sometimes()
+
+    def body(x):
+        a, b = x.detach().clone(), torch.cat([x.detach() * 3, x.detach()])
+        part = b[:3]
+        if sometimes.now:
+            SETS[way](a, b, part)
+        return a * x
+
+    region = functx.remat(body)
+    for step in range(KNOWN + 9):
+        sometimes.now = step in (1, KNOWN + 1, KNOWN + 2)
+        assert_same(pulled(region, X), pulled(body, X))

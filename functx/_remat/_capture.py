@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_observed
 from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
@@ -33,9 +33,10 @@ from functx._remat._read_results import Replayed
 from functx._remat._region import Region
 from functx._remat._saving import called, now, watched_per_example
 from functx._remat._tapes import nodes_of, tape_below, tensors_of, tracked
-from functx._remat._tracker import Tracker
+from functx._remat._tracker import OBSERVERS, Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import (
+    all_must_run,
     beside_the_modes,
     tell_of_a_region,
     tell_of_a_view,
@@ -364,3 +365,6 @@ class FirstRun(Compared):
             constant.seal(self._region.options.name)
         if self._writes is not None:
             self._writes.refuse_aliases(self._standins)
+
+
+OBSERVERS.append(lambda: _torch_observed.observe_set(all_must_run))
