@@ -19,9 +19,9 @@ from functx import _torch, _torch_globals, _tree, memory
 from functx._chain import Block, Chain, Tree
 from functx._policy_kinds import flops_of
 from functx._remat._function import run
-from functx._remat._module_state import reachable
 from functx._remat._options import Options
 from functx._remat._tapes import leaves_below, tensors_of
+from functx._remat._within_reach import reachable
 
 Blocks = Sequence[Callable[[Any], Any]]
 

@@ -21,8 +21,8 @@ from functx._program import Operation, Program, Ref
 from functx._remat._function import recording
 from functx._remat._functions import PASSIVE, TENSOR_GETTERS
 from functx._remat._given import Given, changed
-from functx._remat._module_state import reachable
 from functx._remat._tracker import SILENT, tracking
+from functx._remat._within_reach import reachable
 from functx._torch_edges import requires_grad_anywhere
 
 

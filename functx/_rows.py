@@ -21,9 +21,9 @@ from functx._flags import no_casts_kept
 from functx._pullback import AGAIN, Rows
 from functx._record import fake_of, unchanged
 from functx._remat._function import recording
-from functx._remat._module_state import reachable
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import SILENT, tracking
+from functx._remat._within_reach import reachable
 
 
 @dataclass(frozen=True)

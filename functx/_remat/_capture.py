@@ -176,7 +176,8 @@ class FirstRun(Compared):
         birth = self._births[id(t)] = number, weakref.ref(t), place or self._begun()
         if self.layouts is not None:
             self.layouts.append(layout_of(t))
-        self.births.append(birth)
+        if self._writes is None or id(t) not in self._index or t.requires_grad:
+            self.births.append(birth)  # else it was there before: a buffer that counts
 
     def _begun(self) -> Place:
         """The line that runs what has no line of its own."""

@@ -146,7 +146,7 @@ class Compared(Asking):
             self.sightings.differs()
 
     def _usual(self) -> bool:
-        return not self.odd and not (self._writes is not None and self._writes.any)
+        return not self.odd and (self._writes is None or self._writes.plain)
 
     def as_expected(self, func: Any) -> bool:
         """Whether the operation under way is the known run's, whose entry then serves for both."""

@@ -112,9 +112,16 @@ class Constant:
         """The value that the forward found; or memory nobody wrote to, if no pullback reads it."""
         if self._absent is not None:
             return self._absent()
+        value = self.found(name)
+        if self.before is None:
+            return value
+        with _torch.cleared_interpreter_stack():
+            return value.clone()
+
+    def found(self, name: str) -> Tensor:
+        """The value that the forward found, to which nobody may write."""
         if self.before is not None:
-            with _torch.cleared_interpreter_stack():
-                return self.before.clone()
+            return self.before
         if (
             _torch.version(self.value) != self.version
             or memory_of((self.value,)) != self._memory.keys

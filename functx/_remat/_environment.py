@@ -187,11 +187,12 @@ class Environment:
 
     def restored(self) -> AbstractContextManager[None] | None:
         """The same surroundings, for a replay; ``None`` where they are so already."""
-        return self._put_back() if self._random or self.differ() else None
+        changed = self._random or self._state.changed() or self.differ()
+        return self._put_back() if changed else None
 
     def differ(self) -> bool:
-        """Whether anything is not as it was, beside generators."""
-        if self._modes or self._parametrizations or self._state.changed():
+        """Whether anything is not as it was of what operations depend on, but generators."""
+        if self._modes or self._parametrizations:
             return True
         if self._left_changed or self._hooks:
             return True

@@ -11,9 +11,9 @@ The replay that is written down is that of a run like others: it is the pullback
 memory as ever. A dispatch mode may change which formula torch takes for a derivative. So when what
 was written down runs first, it is compared with an ordinary replay, bit by bit, and each gradient
 goes when it has been looked at: the inputs and the cotangents stay, till the replay has them. Where
-anything is unusual (modes, hooks, transforms, anomaly mode, other surroundings, changed modules or
-containers), there is an ordinary replay as ever. Under ``vmap``, what the code computes with is
-what is inside of batched tensors.
+anything is unusual (modes, hooks, transforms, anomaly mode, other surroundings), there is an
+ordinary replay as ever. Under ``vmap``, what the code computes with is what is inside of batched
+tensors. What a body has written to, a buffer that counts, the code gets as it was.
 
 Code that draws random numbers begins where the generators were, and draws in the same order. That
 gives the same numbers if nothing but operations moves generators, which each forward looks at.
@@ -144,7 +144,7 @@ def known_gradients(
     if drawn is None or not _is_usual(payload) or environment.differ():
         return None
     name = region.options.name
-    constants = [c.for_replay(name) for c in region.constants if not c.is_absent()]
+    constants = [c.found(name) for c in region.constants if not c.is_absent()]
     kept = len(saved) + len(constants)
     apart = _taken_apart([*saved, *constants, *cotangents], payload.level > 0)
     if apart is None:

@@ -30,10 +30,10 @@ class Line:
         cells: its results, in the order in which they are given.
         draws: whether it moves a generator on, and has to run.
         single: whether it gives one tensor, and no list of them.
-        storage: the memory that it writes to.
+        storages: the memory that it writes to.
     """
 
-    __slots__ = ("args", "cells", "draws", "kind", "kwargs", "single", "storage")
+    __slots__ = ("args", "cells", "draws", "kind", "kwargs", "single", "storages")
 
     def __init__(self, kind: Kind, args: Any, kwargs: Any) -> None:
         self.kind = kind
@@ -42,7 +42,7 @@ class Line:
         self.cells: list[int | None] = []
         self.draws = False
         self.single = True
-        self.storage: int | None = None
+        self.storages: set[int] = set()
 
     def reads(self) -> Iterator[int]:
         """The tensors among its arguments."""

@@ -25,12 +25,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from functx import _torch_modules
 from functx._remat._containers import MUTABLE, elements, reached
 from functx._remat._slots import slots_of
-from functx._remat._within_reach import Reached, reach
+from functx._remat._within_reach import Reached
 
 _MISSING = object()
 # So many entries are remembered, of all containers together; of a list beyond that, how long it is.
@@ -43,11 +43,6 @@ _DONE_ONCE = frozenset({"_output_capturing_hooks_installed"})
 
 # A dict of a module, or an object known weakly; a key of it, and what was bound there.
 Change = tuple[Any, str, Any]
-
-
-def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
-    """Modules that a function reaches."""
-    return reach(f, arguments).modules
 
 
 class ModuleState:

@@ -46,10 +46,10 @@ class Writes:
         leaves: stand-ins that are leaves of the throw-away tape, by id.
 
     Attributes:
-        any: whether there was anything.
+        plain: whether these were constants, which have no history.
     """
 
-    any = False
+    plain = True
 
     def __init__(self, region: Region, ledger: Watcher | None, leaves: dict[int, Tensor]) -> None:
         self._region = region
@@ -85,10 +85,10 @@ class Writes:
             standin = standins[position]
             if storage not in storages and not any(t is standin for t in tensors):
                 continue
-            self.any = True
             if storage is not None:
                 self._written.add(storage)
             kind, number = origins[position]
+            self.plain = self.plain and kind == "constant"
             caller = region.constants[number].value if kind == "constant" else None
             if caller is None:
                 caller = self._owners.get(position, _inputs(region.frames[-1], kind)[number])
@@ -139,6 +139,7 @@ class Writes:
         for position, storage in enumerate(self._storages):
             if storage in self._written and position not in self._standins:
                 self._give_history(position, *origins[position], standins[position])
+        self.plain = self.plain and not self._standins
         region.overwritten = list(self._standins)
         region.owners = [self._owners[position] for position in self._standins]
         return list(self._standins.values())

@@ -138,19 +138,23 @@ class Recorder(_torch.TorchDispatchMode):
                 for t in _torch_operators.arguments_written(kind.func, args, kwargs):
                     self._lost(t)
             return None
-        writes = False
+        written: list[Any] = []
         if kind.changes_view and kind.view:  # for the code, it is another tensor
             line.kind = kind_of(_torch_operators.out_of_place(kind.func))
         elif kind.changes_view:
             self._fits = False
         elif kind.writes and not _torch_operators.reads_statistics(kind.func, args, kwargs):
-            writes = self._fits = _writes_first(kind, args, kwargs)
+            written = _torch_operators.arguments_written(kind.func, args, kwargs)
+            written = [t for t in written if t is not None]
+            self._fits = _torch_operators.writes_statistics(kind.func) or (
+                kind.in_place and len(written) == 1 and written[0] is args[0]
+            )
         if not (self._fits and (kind.skippable or _takes(kind.func, args)) and self._usual()):
             self._fits = False
             return None
-        if writes:
-            line.storage = self._storages[next(line.reads())]
-            self._fits = line.storage not in self._foreign
+        if written:
+            line.storages = {storage_and_key(t)[1] for t in written}
+            self._fits = line.storages.isdisjoint(self._foreign)
         return line
 
     def _draws(self, line: Line | None, devices: Sequence[Any]) -> None:
@@ -225,7 +229,7 @@ class Recorder(_torch.TorchDispatchMode):
         rest = {n for n in results if n is not None}
         found: list[set[int]] = []
         for line in reversed(lines):
-            found.append({n for n in rest if n in line.cells or self._storages[n] == line.storage})
+            found.append({n for n in rest if n in line.cells or self._storages[n] in line.storages})
             rest -= found[-1]
         return [*found[::-1], rest]
 
@@ -234,7 +238,7 @@ class Recorder(_torch.TorchDispatchMode):
     ) -> Needs:
         memories = [*self._storages]
         for line in lines:
-            if line.kind.func is _ADD_ and line.storage is None:  # by `_add_in_place`
+            if line.kind.func is _ADD_ and not line.storages:  # by `_add_in_place`
                 memories[line.cells[0] or 0] = memories[line.args[0].number]
 
         def of(cells: Iterable[int | None]) -> set[int]:
@@ -269,23 +273,14 @@ class Recorder(_torch.TorchDispatchMode):
         storages = {self._storages[n] for n in cells}
         live = []
         for line in reversed(self._lines):
-            if line.draws or line.storage in storages or not cells.isdisjoint(line.cells):
+            if line.draws or not (
+                storages.isdisjoint(line.storages) and cells.isdisjoint(line.cells)
+            ):
                 live.append(line)
                 for n in line.reads():
                     cells.add(n)
                     storages.add(self._storages[n])
         return live[::-1]
-
-
-def _writes_first(kind: Kind, args: Any, kwargs: Any) -> bool:
-    """Whether all that it writes to is its first argument, a tensor."""
-    written = _torch_operators.arguments_written(kind.func, args, kwargs)
-    return (
-        kind.in_place
-        and len(written) == 1
-        and written[0] is args[0]
-        and isinstance(args[0], Tensor)
-    )
 
 
 def may_be_written(kind: Kind) -> bool:

@@ -120,6 +120,11 @@ def _hooks(found: Iterable[dict[int, Any]], reached: Reached) -> list[Any]:
     return hooks
 
 
+def reachable(f: Any, arguments: Iterable[Any]) -> list[nn.Module]:
+    """Modules that a function reaches."""
+    return reach(f, arguments).modules
+
+
 def _parts(c: Any) -> Iterable[Any]:
     """What a container holds; nothing if that is data."""
     if len(c) > _LARGE:
