@@ -266,7 +266,7 @@ class Region:
         if extra := first.further_results():
             self._results += range(len(outs), len(outs) + len(extra))
             outs += extra
-        if not lenient and any(frame.dual() for frame in self.frames):
+        if len(self.frames) > 1 and not lenient and any(f.dual() for f in self.frames):
             self.left, self.leaving = leave_with_tangents(first.births, outs)
         ordinary = not any(isinstance(r, (tuple, Tensor)) for r in self._results)
         known = first.recognized(ordinary)
