@@ -24,11 +24,24 @@ _memory: Any = torch.Tensor.untyped_storage
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """`storage_keys`, in C; of nothing, where one of the tensors has no storage."""
+    """`storage_keys`, in C; of nothing, where one of the tensors has no storage.
+
+    Modes are not told: to those of regions, it would be that all of the memory is read.
+    """
+    return [*map(key_of_storage, _memories(tensors))]
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     try:
-        return [*map(key_of_storage, map(_memory, tensors))]
+        if not _function_mode_depth():
+            return [*map(_memory, tensors)]
+        with torch._C.DisableTorchFunction():
+            return [*map(_memory, tensors)]
     except (RuntimeError, NotImplementedError):  # sparse, opaque, ...
         return []
+
+
+_function_mode_depth = torch._C._len_torch_function_stack
 
 
 class Places:
@@ -41,11 +54,7 @@ class Places:
     __slots__ = ("keys",)
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        try:
-            memory = [*map(_memory, tensors)]
-        except (RuntimeError, NotImplementedError):
-            memory = []
-        self.keys: list[int] = [*map(weak_reference, memory)]
+        self.keys: list[int] = [*map(weak_reference, _memories(tensors))]
 
     def __del__(self) -> None:
         deque(map(_free, self.keys), 0)
