@@ -32,7 +32,7 @@ from functx._remat._prune import is_unread
 from functx._remat._read_results import Replayed
 from functx._remat._region import Region
 from functx._remat._saving import called, now, watched_per_example
-from functx._remat._tapes import nodes_of, tape_below, tensors_of, tracked
+from functx._remat._tapes import PLAIN, nodes_of, tape_below, tensors_of, tracked
 from functx._remat._tracker import OBSERVERS, Tracker
 from functx._remat._unseen import refuse_unseen
 from functx._remat._watch import (
@@ -147,6 +147,7 @@ class FirstRun(Compared):
         if not is_foreign(t):
             return False
         made = [base_of(one) for _, ref, _ in self.births if (one := ref()) is not None]
+        made = [one for one in made if type(one) in PLAIN]  # a fake one has no memory
         given = [*map(base_of, self._standins)]
         found = any(shares_memory(t, one) for one in made)
         found = found and not any(shares_memory(t, one) for one in given)

@@ -351,10 +351,11 @@ class _Ways:
 
 
 def _is_owned(way: Any) -> bool:
-    """Whether it begins at an object. NOTE [what counts runs]."""
+    """Whether it begins at an object, and in no cell. NOTE [what counts runs]."""
+    key: Any = ""
     while isinstance(way, tuple):
-        way = way[0]
-    return isinstance(way, weakref.ref)
+        way, key = way
+    return isinstance(way, weakref.ref) and isinstance(key, str)
 
 
 def _has_tensors(c: Any) -> bool:
