@@ -52,7 +52,7 @@ def find(
 
 def any_held(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> bool:
     """Whether anything that a body made is held, but what it returned; on a tape or not."""
-    return any(number >= 0 or _taped(cell[0], True) for number, cell in held(births, returned))
+    return any(number >= 0 or _taped(cell[0], True) for number, cell in _held(births, returned))
 
 
 def with_tangents(
@@ -64,7 +64,7 @@ def with_tangents(
     """Numbers of tensors that are held, and have a tangent at ``level``, which now still lives."""
     found = set()
     # At a level that ends, what is returned is another tensor; and this may be held as well.
-    for number, cell in held(births, () if level else returned):
+    for number, cell in _held(births, () if level else returned):
         t = _torch.unwrap_if_dead(cell[0])
         while _torch.is_wrapped(t) and _torch.wrapper_level(t) > level:
             t = _torch.unwrap_if_dead(_torch.get_unwrapped(t))
@@ -79,7 +79,7 @@ def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
     torch looks for what is inside of a wrapper whose level has ended, and not further.
     """
     found: dict[int, Tensor] = {}
-    for _, cell in held(births, but):
+    for _, cell in _held(births, but):
         if is_grad_wrapper(cell[0]) and is_grad_wrapper(_torch.get_unwrapped(cell[0])):
             found[id(cell[0])] = cell[0]
     return [*found.values()]
@@ -88,12 +88,12 @@ def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
 def _alive(
     births: Sequence[Birth], returned: Sequence[Tensor | None], duals: Set[int]
 ) -> Iterator[tuple[int, Tensor]]:
-    for number, cell in held(births, returned):
+    for number, cell in _held(births, returned):
         if number in duals or _taped(cell[0], number < 0):
             yield number, cell[0]
 
 
-def held(
+def _held(
     births: Sequence[Birth], but: Iterable[Tensor | None]
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """What a body made and Python holds, but for some: the number, and a list of the tensor."""

@@ -5,16 +5,10 @@ At the base level such a tensor is detached and put behind the region's node, as
 view can't be detached, and under transforms it is a wrapper of levels that have ended. So what it
 wraps goes up through the real levels like every result, and at the end the tensor that somebody
 holds is made to be what has come out there. It has its derivatives at all levels, whoever holds it.
-
-NOTE [leaving with tangents]
-A tangent is gone when its level has ended. So what has one, and is held when the body has returned,
-is a result of the body from then on, behind those that it returned: no frame need know of it.
 """
 
 from __future__ import annotations
 
-import gc
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -22,9 +16,8 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
-from functx._remat._escape import Birth, held
+from functx._remat._escape import Birth
 from functx._remat._prune import is_unread
-from functx._remat._tangents import has_tangents, tangent_of
 from functx._remat._tapes import held_by_python, leaves_below, nodes_of
 from functx._remat._unseen import refuse_unseen
 
@@ -66,55 +59,6 @@ def _only_here(base: Tensor) -> bool:
     return int(_torch.storage_use_count(_torch.storage_key(base))) <= 3
 
 
-def leave_with_tangents(
-    births: Sequence[Birth], outs: list[Tensor | None]
-) -> tuple[list[int], list[Tensor]]:
-    """Make what leaves a body with a tangent a result of it. ``NOTE [leaving with tangents]``.
-
-    Returns:
-        The numbers of such tensors, and these.
-    """
-    if not _held_with_tangents(births, outs):
-        return [], []
-    gc.collect()  # what is only in cycles is held by nobody
-    found = _held_with_tangents(births, outs)
-    outs += found.values()
-    return [*found], [*found.values()]
-
-
-def _held_with_tangents(
-    births: Sequence[Birth], outs: Sequence[Tensor | None]
-) -> dict[int, Tensor]:
-    depth = _torch.interpreter_depth()
-    found = {
-        id(cell[0]): (number, cell[0])
-        for number, cell in held(births, outs)
-        if number >= 0
-        and _torch_nodes.can_become(cell[0])
-        and _torch.wrapper_level(cell[0]) <= depth  # not of a level that has ended in the body
-        and has_tangents(cell[0])
-    }
-    views = [t for _, t in found.values() if not _torch.detachable(t)]
-    bases = [*map(_torch.view_base, views)]
-    counts = Counter(map(id, bases))
-    several = {id(t) for t, base in zip(views, bases) if counts[id(base)] > 1}
-    del bases
-    return {
-        number: t
-        for number, t in found.values()
-        # A dual of the user's own level that is on the tape would be an alias of what comes out.
-        if (_torch.is_wrapped(t) or not _has_history(t))
-        and id(t) not in several
-        and _base_is_free(t)
-    }
-
-
-def _base_is_free(t: Tensor) -> bool:
-    """Whether ``t`` is no view, or one of what Python does not hold."""
-    base: list[Any] = [_torch.view_base(t)]  # in no variable, see `held_by_python`
-    return base[0] is None or held_by_python(base) <= 0
-
-
 def values_at_base(left: Iterable[Tensor], frames: Sequence[Any]) -> list[Tensor]:
     """What left a region, as values of the base level: a result more at each level."""
     values = [*left]
@@ -130,19 +74,12 @@ def put_in_place(left: list[Tensor], results: list[Tensor | None], name: str) ->
     """
     while left:
         t, new = left.pop(), results.pop()
-        if new is not None and _torch.view_base(new) is t and not _has_history(new):
-            continue  # a dual of the user's own level, and so is ``t``
         if new is not t and not (new is not None and _torch_nodes.become(t, new)):
             raise RematError(
                 f"remat: the region {name!r} leaves behind, otherwise than by return, a tensor of "
                 f"shape {tuple(t.shape)} that something beside Python holds as well (a tape). "
                 "Return it from the region, or store its .detach()."
             )
-
-
-def _has_history(dual: Tensor) -> bool:
-    tangent = tangent_of(dual)
-    return dual.requires_grad or (tangent is not None and tangent.requires_grad)
 
 
 def settle(constants: Iterable[Tensor]) -> None:

@@ -30,7 +30,6 @@ from torch import Tensor
 from functx import _torch_modules
 from functx._remat._containers import MUTABLE, elements, reached
 from functx._remat._slots import slots_of
-from functx._remat._tapes import was_computed
 from functx._remat._within_reach import Reached
 
 _MISSING = object()
@@ -345,7 +344,7 @@ class _Ways:
         if type(c) not in MUTABLE and type(c).__weakrefoffset__:  # of a class of the user's
             return weakref.ref(c)
         tensors = (x for one in reached([c]).values() for x in elements(one))
-        if any(isinstance(x, Tensor) and was_computed(x) for x in tensors):
+        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tensors):
             return None
         return _Held(c)
 

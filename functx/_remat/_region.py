@@ -37,7 +37,7 @@ from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
 from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
-from functx._remat._leaving import can_leave, leave_with_tangents, leaves_of
+from functx._remat._leaving import can_leave, leaves_of
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
@@ -266,8 +266,6 @@ class Region:
         if extra := first.further_results():
             self._results += range(len(outs), len(outs) + len(extra))
             outs += extra
-        if len(self.frames) > 1 and not lenient and any(f.dual() for f in self.frames):
-            self.left, self.leaving = leave_with_tangents(first.births, outs)
         ordinary = not any(isinstance(r, (tuple, Tensor)) for r in self._results)
         known = first.recognized(ordinary)
         self.reached = leaves = first.reached(known, outs)
@@ -310,20 +308,19 @@ class Region:
             self.passing = self.unread = ()
         views = [r[1] for r in self._results if isinstance(r, tuple)]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
-        found = _escape.find(births, [*returned, *views, *self.leaving], duals)
+        found = _escape.find(births, [*returned, *views], duals)
         if len(self.frames) > 2:
-            those = [*found.values(), *views, *self.leaving]
-            self.settled = _escape.constants(births, those)
+            self.settled = _escape.constants(births, [*found.values(), *views])
         if not found:
             return found
         lenient = self.originals is not None or self.options.by_sight
         if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
             _escape.refuse(self.options.name, births, found)
-        self.left = [*self.left, *found]
+        self.left = list(found)
         self.reached |= leaves_of(
             found.values(), births, self.frames, self.reached, self.options.name
         )
-        self.leaving = [*self.leaving, *found.values()]
+        self.leaving = [*found.values()]
         return found
 
     def _distinct(self, outs: Sequence[Tensor | None]) -> list[Tensor | None]:

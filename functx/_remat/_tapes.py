@@ -95,11 +95,6 @@ def tracked(t: Tensor) -> bool:
     )
 
 
-def was_computed(t: Tensor) -> bool:
-    """Whether ``t`` has a history, or had one or a tangent at levels that have ended."""
-    return t.grad_fn is not None or (tracked(t) and not t.requires_grad)
-
-
 def of_ended_level(t: Tensor) -> bool:
     """Whether ``t`` is, or has inside, a wrapper of a transform that has ended."""
     while _torch.unwrap_if_dead(t) is t:

@@ -155,15 +155,6 @@ class DualFrame(Frame):
             own = inner.wanted_above(own)
         reached.also(own, tangents)
 
-    def inside_of(self, t: Tensor) -> Tensor | None:
-        """It is of no level of its own."""
-        return t
-
-    def leave(self, t: Tensor) -> Tensor:
-        """A primal alone: what has a tangent is a result. NOTE [leaving with tangents]."""
-        self.out_slots.append(False)
-        return super().leave(t)
-
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Duals where results have a tangent."""
         values = iter(outs)
@@ -199,6 +190,11 @@ class JvpFrame(DualFrame):
     def inside_of(self, t: Tensor) -> Tensor | None:
         """The primal; the level has ended, and with it the tangent."""
         return _torch.get_unwrapped(t) if _torch.is_grad_wrapper(t) else None
+
+    def leave(self, t: Tensor) -> Tensor:
+        """A primal alone: what had a tangent can't leave."""
+        self.out_slots.append(False)
+        return super().leave(t)
 
     def wrap(self, t: Tensor) -> Tensor:
         """A wrapper of this level."""
