@@ -11,8 +11,8 @@ compared node by node.) A run that differs anywhere has nothing to take over: it
 nothing out, its inputs are all kept, and its code has to be known anew.
 
 What the key of a code is decides only what a run is compared with, never what is taken over. Only
-what can be compared is known: no region in another one, no policy, no Python on the tape, no argument
-or capture that is written to, no autocast, no modes of the user's.
+what can be compared is known: no region in another one, no policy, no Python on the tape, no
+argument or capture that is written to, no autocast, no modes of the user's.
 """
 
 from __future__ import annotations
