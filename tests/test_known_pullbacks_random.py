@@ -116,6 +116,25 @@ def test_no_more_runs_than_in_a_replay(monkeypatch):
         assert names[name] == ordinary[name]
 
 
+@pytest.mark.parametrize("draw", [torch.poisson, lambda n: torch.binomial(n, n * 0 + 0.5)])
+def test_how_much_is_drawn_may_depend_on_values(draw):
+    """Nothing, while the code was written down and compared."""
+
+    def f(x, n):
+        draw(n)
+        return F.dropout(x.sin(), 0.5)
+
+    calls = Calls(f)
+    for step in range(KNOWN + 4):
+        n = torch.full_like(X, 4.0 * (step > KNOWN))
+        torch.manual_seed(step)
+        expected = pulled(lambda x, n=n: f(x, n), X)
+        torch.manual_seed(step)
+        replays, found = calls.replays(lambda region, n=n: pulled(lambda x: region(x, n), X))
+        assert_same(found, expected)
+    assert replays == 0
+
+
 seeded = []
 
 

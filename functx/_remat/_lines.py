@@ -28,7 +28,7 @@ class Line:
         args: its arguments; tensors as `Cell`.
         kwargs: likewise.
         cells: its results, in the order in which they are given.
-        draws: whether it moves a generator on, and has to run.
+        draws: whether it may move a generator on, and has to run.
         single: whether it gives one tensor, and no list of them.
         storages: the memory that it writes to.
     """

@@ -157,12 +157,14 @@ class Recorder(_torch.TorchDispatchMode):
             self._fits = line.storages.isdisjoint(self._foreign)
         return line
 
-    def _draws(self, line: Line | None, devices: Sequence[Any]) -> None:
-        """An operation moved those generators on: the code has to do so as well."""
-        if devices:
-            self._fits = line is not None and all(d in self._drawn for d in devices)
+    def _draws(self, line: Line | None, moved: Sequence[Any]) -> None:
+        """An operation that may draw has moved some generators on: the code has to run it as well.
+
+        Also where it moved none: it may depend on values how much it draws (`poisson`).
+        """
+        self._fits = line is not None and all(d in self._drawn for d in moved)
         if line is not None:
-            line.draws = bool(devices)
+            line.draws = True
 
     def _lost(self, t: Any) -> None:
         """Something unknown is written there."""
