@@ -226,9 +226,9 @@ def report(census: Census, noticed: dict[str, int | str | None]) -> str:
         "- where nothing is computed backwards in the forward, and no policy keeps what no tape "
         "would, a program fails in which more is held after the forward, of what regions make, "
         "than without `remat` and what other regions read",
-        "- a program in three runs twice more, in which what its regions did the first time is "
-        "known the second: the first run has what is called the same, a leaf or the input that is "
-        "not differentiated, or another batch",
+        "- two programs in three run several times more, as in a training loop, till what their "
+        "regions do is known, and their pullbacks are no replays; in the first run, all is the "
+        "same, or a leaf or the input is not differentiated, or the batch is another one",
         "",
         HISTORY.read_text(),
     ]
