@@ -204,6 +204,15 @@ def run_backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     return _engine.run_backward(*args, **kwargs)
 
 
+def default_generators() -> list[tuple[Any, torch.Generator]]:
+    """What an operation may draw from without being given a generator: ``"cpu"``, and by device."""
+    of_cpu: list[tuple[Any, torch.Generator]] = [("cpu", torch.default_generator)]
+    if not torch.cuda.is_initialized():
+        return of_cpu
+    on_gpu = enumerate(torch.cuda.default_generators)
+    return of_cpu + [(torch.device("cuda", n), generator) for n, generator in on_gpu]
+
+
 def will_be_reached(node: Any) -> bool:
     """Whether the backward pass under way comes by a node, or hands out what comes there.
 

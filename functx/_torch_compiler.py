@@ -13,6 +13,7 @@ import torch
 from torch.utils import checkpoint as _checkpoint
 
 from functx import _torch
+from functx._torch import default_generators
 
 _eval_frame = torch._C._dynamo.eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
@@ -194,17 +195,12 @@ class _Numbers:
         return self._inner.__exit__(*exc)
 
 
-def _generators() -> list[torch.Generator]:
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *cuda]
-
-
 def _states() -> list[Any]:
-    return [g.get_state() for g in _generators()]
+    return [generator.get_state() for _, generator in default_generators()]
 
 
 def _set_states(states: list[Any]) -> None:
-    for generator, state in zip(_generators(), states):
+    for (_, generator), state in zip(default_generators(), states):
         generator.set_state(state)
 
 

@@ -85,8 +85,8 @@ def is_view(func: Any) -> bool:
 
 _aten = torch.ops.aten
 # Whose derivatives have other bits where a mode is active, for some of what they are given. These
-# are all in torch 2.13. Others that ask (`dispatch_mode_enabled`) do the
-# same out of place. `tests/test_canary_formulas.py` holds them to it.
+# are all in torch 2.13. Others that ask (`dispatch_mode_enabled`) do the same out of place.
+# `tests/test_canary_formulas.py` holds them to it.
 OTHERWISE_UNDER_MODES = {
     *(_aten.prod.default, _aten.prod.dim_int, _aten.cumprod.default, _aten._linalg_det.default),
     *(_aten.max.default, _aten.min.default, _aten.median.default, _aten.nanmedian.default),

@@ -8,7 +8,7 @@ import torch
 from cases import deep_mlp, numbers
 from known import KNOWN, Calls
 from references import allocated, no_garbage_collection
-from test_peaks import NETWORKS, TRAINED, Chain, checkpointed
+from test_peaks import TRAINED, Chain, checkpointed, gradients_of
 from torch import nn
 
 import functx
@@ -87,15 +87,7 @@ def test_no_more_than_torchs_checkpoint(run):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_networks(network, frozen):
     """A region each for modules that run once a step, whose pullbacks are all known in the end."""
-    make, shape = NETWORKS[network]
-    torch.manual_seed(0)
-    model = make().requires_grad_(not frozen)
-    x = torch.randn(shape, requires_grad=True)
-    of = [x] if frozen else [x, *model.parameters()]
-
-    def run(region):
-        return torch.autograd.grad(model(x, region).square().mean(), of)
-
+    _, run = gradients_of(network, frozen)
     theirs = allocated(run, checkpointed)
     assert max(allocated(run, functx.remat) for _ in range(7)) <= theirs
 

@@ -129,9 +129,8 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_no_more_than_torchs_checkpoint(network, frozen):
+def gradients_of(network, frozen):
+    """A network, and what takes its gradients by regions."""
     make, shape = NETWORKS[network]
     torch.manual_seed(0)
     model = make().requires_grad_(not frozen)
@@ -141,6 +140,13 @@ def test_no_more_than_torchs_checkpoint(network, frozen):
     def run(region):
         return torch.autograd.grad(model(x, region).square().mean(), of)
 
+    return model, run
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_no_more_than_torchs_checkpoint(network, frozen):
+    model, run = gradients_of(network, frozen)
     ours, theirs, plain = (
         peak(run, region) for region in (functx.remat, checkpointed, lambda f: f)
     )

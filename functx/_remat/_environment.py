@@ -43,6 +43,7 @@ from functx._remat import _python_random
 from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
 from functx._remat._within_reach import reach
+from functx._torch import default_generators
 from functx._torch_kernels import casts, put_back, settings_and_casts
 from functx._torch_modules import hooks_of_all, set_hooks_of_all
 
@@ -72,12 +73,12 @@ class Environment:
         body: Any = None,
         arguments: Sequence[Any] = (),
     ) -> None:
-        generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        generators = default_generators()
         self._autocast: dict[str, tuple[bool, torch.dtype, bool]] = {}  # of others than the CPU
         for t in inputs:
             if not t.is_cpu:
                 self._casting(t.device.type)
-        if generators:
+        if len(generators) > 1:
             self._casting("cuda")
         self._name = options.name
         self._seeds: dict[Any, bytes] = {}
@@ -94,10 +95,8 @@ class Environment:
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
         if options.preserve_rng_state:
-            default = torch.default_generator
-            self._random["cpu"] = (default.get_state, default.set_state, default.get_state())
-            for index, generator in enumerate(generators):
-                self._keep(torch.device("cuda", index), generator.get_state, generator.set_state)
+            for key, generator in generators:
+                self._keep(key, generator.get_state, generator.set_state)
             for name, read, write in _python_random.reachable(body, options.preserve_rng_state):
                 self._keep(name, read, write)
 
@@ -192,9 +191,7 @@ class Environment:
 
     def differ(self) -> bool:
         """Whether anything is not as it was of what operations depend on, but generators."""
-        if self._modes or self._parametrizations:
-            return True
-        if self._left_changed or self._hooks:
+        if self._modes or self._parametrizations or self._left_changed or self._hooks:
             return True
         if _torch_globals.parametrization_cache() or self._settings != settings_and_casts():
             return True

@@ -168,7 +168,7 @@ def known_gradients(
     level = _room.begins(given)
     new, bits = known, None
     if new is None:
-        new, recorder = _to_be_written(payload, given, kept)
+        new, recorder = _to_be_written(payload, given, kept, drawn)
         del given
         with recorder or nullcontext():
             gradients = pull_back(saved, cotangents)
@@ -197,7 +197,7 @@ def known_gradients(
 
 
 def _to_be_written(
-    payload: Any, given: Sequence[Tensor], kept: int
+    payload: Any, given: Sequence[Tensor], kept: int, drawn: Sequence[Any]
 ) -> tuple[Known, Recorder | None]:
     """A pullback that is not known yet, and what writes it down, if that may be."""
     region = payload.region
@@ -214,7 +214,7 @@ def _to_be_written(
     literals = not any(map(_makes_of_tensors, region.entries))
     there = [i for i, need in enumerate(payload.needed) if need]
     passing = [n for n, i in enumerate(there) if i in payload.passing]
-    return known, Recorder(given, kept, usual, literals, passing, environment.drawn_from() or ())
+    return known, Recorder(given, kept, usual, literals, passing, drawn)
 
 
 def _makes_of_tensors(entry: Entry) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
-from operator import and_, is_
+from operator import and_, is_, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,19 +118,17 @@ class KnownRun:
         )
         if agrees:
             ours, theirs = self.unsure, other.unsure
-            self.needed = [*map(_either, self.needed, other.needed, ours, theirs)]
-            self.passing = [*map(_both, self.passing, other.passing, ours, theirs)]
+            either, both = functools.partial(_told, or_), functools.partial(_told, and_)
+            self.needed = [*map(either, self.needed, other.needed, ours, theirs)]
+            self.passing = [*map(both, self.passing, other.passing, ours, theirs)]
             self.unsure = [*map(and_, ours, theirs)]
             self.unread = [*map(and_, self.unread, other.unread)]
         return agrees
 
 
-def _either(a: bool, b: bool, a_unsure: bool, b_unsure: bool) -> bool:
-    return a or b if a_unsure == b_unsure else b if a_unsure else a
-
-
-def _both(a: bool, b: bool, a_unsure: bool, b_unsure: bool) -> bool:
-    return a and b if a_unsure == b_unsure else b if a_unsure else a
+def _told(of_both: Any, a: bool, b: bool, a_unsure: bool, b_unsure: bool) -> bool:
+    """What the run says that is sure of it, or both do."""
+    return of_both(a, b) if a_unsure == b_unsure else b if a_unsure else a
 
 
 def fits(entry: Any, func: Any, sources: Sequence[int], scalars: Sequence[Any]) -> bool:

@@ -298,6 +298,4 @@ def _takes(func: Any, args: Any) -> bool:
 
 def _states() -> dict[Any, Tensor]:
     """Of all generators that an operation may draw from without being given one."""
-    on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    states = {torch.device("cuda", n): generator.get_state() for n, generator in enumerate(on_gpu)}
-    return {"cpu": torch.default_generator.get_state(), **states}
+    return {key: generator.get_state() for key, generator in _torch.default_generators()}
