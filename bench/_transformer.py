@@ -29,6 +29,11 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attended(x)
+        return x + self.down(self.hidden(x))
+
+    def attended(self, x: torch.Tensor) -> torch.Tensor:
+        """The first half, attention, with the residual stream."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -37,8 +42,11 @@ class Block(nn.Module):
             mixed = functx.checkpoint_name(mixed, "attention")
         else:
             mixed = torch.softmax(q @ k.mT / (width // self.heads) ** 0.5, -1) @ v
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """What the last product reads."""
+        return F.gelu(self.up(self.norm2(x)))
 
 
 class Transformer(nn.Module):
