@@ -21,8 +21,10 @@ def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None
         setattr(node, name, wrapper(getattr(node, name)))
 
 
-def tell_of_hooks(function: Any, hung: Callable[[Any, torch.Tensor, Any], None]) -> None:
+def tell_of_hooks(function: Any, hung: Callable[[Any, torch.Tensor, Any, Any], bool]) -> None:
     """Call back when a result of a Function's node gets its first hook: with the dict of them.
+
+    And with what hangs a dict of hooks on a result, which is not done if the answer is yes.
 
     The engine calls the hooks of all results of a node when it comes by, with ``None`` for those to
     which nothing flows. A result that has a node of its own is not come by then: so they are called
@@ -31,9 +33,9 @@ def tell_of_hooks(function: Any, hung: Callable[[Any, torch.Tensor, Any], None])
     register = function._backward_cls._register_hook_dict
 
     def registering(node: Any, t: torch.Tensor) -> None:
-        t._backward_hooks = _Hooks()
-        register(node, t)
-        hung(node, t, t._backward_hooks)
+        hooks = t._backward_hooks = _Hooks()
+        if not hung(node, t, hooks, functools.partial(_hang, register, node)):
+            register(node, t)
 
     function._backward_cls._register_hook_dict = registering
 
@@ -57,6 +59,15 @@ def let_compiled_autograd_see(
     function._compiled_autograd_key = staticmethod(key)
 
 
+def _hang(register: Any, node: Any, t: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Hang hooks on a result of a node, which look as if they were nobody's."""
+    with torch._C.DisableTorchFunction():
+        theirs = t._backward_hooks
+        t._backward_hooks = hooks
+        register(node, t)
+        t._backward_hooks = theirs
+
+
 class EngineHook:
     """A hook of functx's own on a tensor."""
 
@@ -74,11 +85,48 @@ class _Hooks(OrderedDict[int, Any]):
 
 
 def _unless_nothing(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if is_of_several(hook):
+        _only_with_something(hook)
+        return hook
+
     @functools.wraps(hook)
     def called(gradient: Any) -> Any:
         return None if gradient is None else hook(gradient)
 
     return called
+
+
+def is_of_several(hook: Any) -> bool:
+    """Whether it is one of the hooks by which ``register_multi_grad_hook`` waits for all tensors.
+
+    These count: each is to be called if its node runs, also with nothing.
+    """
+    name = getattr(hook, "__qualname__", "")
+    return (
+        getattr(hook, "__module__", None) == torch.autograd.graph.__name__
+        and name.startswith(torch.autograd.graph.register_multi_grad_hook.__qualname__)
+        and "fn" in hook.__code__.co_freevars
+        and "nb_calls" in hook.__code__.co_freevars
+    )
+
+
+def _only_with_something(hook: Any) -> None:
+    """Have the user's function not called where nothing came to any of the tensors."""
+    cell = hook.__closure__[hook.__code__.co_freevars.index("fn")]
+    if isinstance(cell.cell_contents, _WithSomething):
+        return
+    cell.cell_contents = _WithSomething(cell.cell_contents)
+
+
+class _WithSomething:
+    """A function of several gradients, of which one is there at least."""
+
+    def __init__(self, fn: Callable[[Sequence[Any]], Any]) -> None:
+        self._fn = fn
+
+    def __call__(self, gradients: Sequence[Any]) -> None:
+        if any(g is not None for g in gradients):
+            self._fn(gradients)
 
 
 def has_hooks(t: torch.Tensor) -> bool:
@@ -101,6 +149,11 @@ def forget_hooks(t: torch.Tensor) -> None:
     """Nothing hangs on ``t``: its hooks went with its tape, and it would not hang further ones."""
     if t._backward_hooks is not None:
         t._backward_hooks = None
+
+
+def number(node: Any, n: int) -> None:
+    """Have a node run as if it was made when the count was ``n``."""
+    node._set_sequence_nr(n)
 
 
 def can_become(t: torch.Tensor) -> bool:

@@ -107,6 +107,29 @@ def test_the_engine_says_whether_a_tape_stays():
     assert seen == [True, True, False, False]
 
 
+def test_nodes_run_by_their_number():
+    """The highest first."""
+    called = []
+    x = torch.ones(3, requires_grad=True)
+    first, second = x.sin(), x.cos()
+    for name, t in (("first", first), ("second", second)):
+        t.register_hook(lambda g, name=name: called.append(name))
+    _torch_nodes.number(second.grad_fn, first.grad_fn._sequence_nr() - 1)
+    (first + second).sum().backward()
+    assert called == ["first", "second"]
+
+
+def test_the_hooks_of_several_tensors_are_known():
+    """They count how often they are called: not so where the first gradient is enough."""
+    for mode, known in (("all", True), ("any", False)):
+        ys = [torch.ones(2, requires_grad=True) * 2 for _ in range(2)]
+        torch.autograd.graph.register_multi_grad_hook(ys, lambda g: None, mode=mode)
+        for y in ys:
+            (hook,) = y._backward_hooks.values()
+            assert _torch_nodes.is_of_several(hook) == known
+    assert not _torch_nodes.is_of_several(lambda g: None)
+
+
 class _Seen(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -264,18 +287,31 @@ def test_nodes_of_torch_show_what_they_saved():
 
 def test_nodes_are_told_of_hooks_on_their_results():
     """The first one on each, with the dict that later ones are added to."""
-    function, told = an_alias_function(), []
+    function, told, called = an_alias_function(), [], []
     _torch_nodes.tell_of_hooks(function, lambda *those: told.append(those))
     y = function.apply(torch.ones(3, requires_grad=True))
     assert not told
+    y.register_hook(lambda g: called.append("a user's"))
     y.register_hook(lambda g: None)
-    y.register_hook(lambda g: None)
-    ((node, t, hooks),) = told
+    ((node, t, hooks, hang),) = told
     assert (node, len(hooks)) == (y.grad_fn, 2)
     assert t is y
     assert hooks is _torch_nodes.hooks_of(y)
+    hang(y, {0: lambda g: called.append("another")})
+    assert hooks is _torch_nodes.hooks_of(y)
     y.retain_grad()
     assert len(told) == 1
+    y.sum().backward()
+    assert called == ["a user's", "another"]
+
+
+def test_hooks_that_are_hung_elsewhere_are_not_hung_on_a_node():
+    function, called = an_alias_function(), []
+    _torch_nodes.tell_of_hooks(function, lambda *those: True)
+    y = function.apply(torch.ones(3, requires_grad=True))
+    y.register_hook(called.append)
+    y.sum().backward()
+    assert not called
 
 
 def test_a_hook_before_a_node_can_take_what_comes_there():

@@ -45,6 +45,7 @@ LAYERS = [
     ("functx._remat._holders",),
     ("functx._remat._one_by_one",),
     ("functx._remat._partial",),
+    ("functx._remat._in_turn",),
     (
         "functx._remat._aliases",
         "functx._remat._apart",

@@ -109,6 +109,13 @@ def penalty(remat, net, x):
     return y * g
 
 
+def hooks_on_results(remat, net, x):
+    ys = remat(lambda x: (x.sin(), net(x), x.exp()))(x)
+    for i, y in enumerate(ys):
+        y.register_hook(lambda g, i=i: None if g is None else g * (i + 2))
+    return ys[0] * ys[2] + ys[1]
+
+
 PROGRAMS = {
     "two results": lambda remat, net, x: remat(lambda x: (x.sin(), net(x)))(x)[1],
     "a nest": lambda remat, net, x: remat(lambda x: remat(net)(x).exp())(x),
@@ -118,6 +125,7 @@ PROGRAMS = {
         lambda x: functx.grad(lambda x: net(x).sum())(x)
     )(x),
     **{f.__name__: f for f in (hook_on_a_result, hook_inside, left_behind, written_to)},
+    "hooks on results": hooks_on_results,
 }
 
 
@@ -147,7 +155,7 @@ def test_compiled_autograd(program, asked):
     gradients_compiled(program, asked, lambda graph: graph)
 
 
-@pytest.mark.parametrize("program", ["a nest", "random numbers", "hook_inside"])
+@pytest.mark.parametrize("program", ["a nest", "random numbers", "hook_inside", "hooks on results"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_autograd_by_a_compiler(program, backend):
     """Which looks into what Python is in the graph, as a hook on a node for memory that can go."""

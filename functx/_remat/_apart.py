@@ -19,9 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch_nodes
+from functx._remat._in_turn import turn_of
 from functx._remat._one_by_one import groups_of
 from functx._remat._partial import Above, above, watch, with_left
-from functx._remat._tapes import leaves_below, nodes_of
+from functx._remat._tapes import edges_of, leaves_below, nodes_of
 from functx._torch import sequence_number
 
 
@@ -41,6 +42,7 @@ class Reached(set[int]):
         groups: of results that are pulled back together. ``NOTE [one by one]`` in `_one_by_one`.
         numbers: those of all nodes below.
         start: what these two are to be added to.
+        within: the turn of each result in the region inside that made it, if one made several.
     """
 
     above: Above = MappingProxyType({})
@@ -48,6 +50,7 @@ class Reached(set[int]):
     groups: Sequence[int] = ()
     numbers: Sequence[int] = ()
     start = 0
+    within: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -85,9 +88,14 @@ class Reached(set[int]):
         if starts > 1:
             below = {node for one in nodes for node, _ in one.next_functions}
             self.numbers += [sequence_number(node) for node in nodes[:starts] if node in below]
-        self.firsts = [
-            -1 if r is None or r.grad_fn is None else sequence_number(r.grad_fn) for r in results
-        ]
+        self.firsts = [*map(_number_of_first, results)]
+        if len({*self.firsts}) < len(results):
+            self.within = [*map(_turn_inside, results)]
+
+    def turn(self, result: int) -> tuple[int, Any]:
+        """When a result was made, to be compared. ``NOTE [order of hooks]`` in `_in_turn`."""
+        within = self.within[result] if result < len(self.within) else ()
+        return self.firsts[result] if result < len(self.firsts) else -1, within
 
     def relations(self, start: int) -> tuple[Above, Sequence[int], Sequence[int]]:
         """What is known of the nodes, with numbers from ``start`` on; as of a run that is known."""
@@ -97,6 +105,18 @@ class Reached(set[int]):
         """The other way round."""
         self.above, self.firsts, self.numbers = known
         self.start = start
+
+
+def _number_of_first(t: Tensor | None) -> int:
+    edges = edges_of(t)
+    return sequence_number(edges[0][0]) if edges else -1
+
+
+def _turn_inside(t: Tensor | None) -> Any:
+    for node, output in edges_of(t):
+        if (payload := getattr(node, "payload", None)) is not None:
+            return turn_of(payload, output)
+    return ()
 
 
 def hooked(t: Tensor, outer: Any) -> bool:
@@ -152,6 +172,7 @@ def nodes_apart(
     inside = region.frames[region.frames.index(frame) + 1 :]
     those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i], region.outer)}
     groups: dict[frozenset[int], list[int]] = {}
+    turns: dict[frozenset[int], Any] = {}
     for place in places:
         own = [place]
         for inner in inside:
@@ -160,7 +181,9 @@ def nodes_apart(
         reached = {leaf for i in own if known for leaf in by[i]}
         beyond = frozenset(i for i, leaf in those.items() if known and leaf not in reached)
         groups.setdefault(beyond, []).append(place)
-    return [(group, {*beyond}) for beyond, group in groups.items()]
+        turns[beyond] = max(turns.get(beyond, (-1, ())), *map(region.reached.turn, own))
+    # What is made last runs first. ``NOTE [order of hooks]`` in `_in_turn`.
+    return [(groups[beyond], {*beyond}) for beyond in sorted(groups, key=turns.__getitem__)]
 
 
 def watch_results(frame: Any, results: Sequence[Tensor | None]) -> None:
@@ -185,4 +208,7 @@ def has_left(region: Any, left: Iterable[Tensor]) -> None:
     if isinstance(reached, Reached):
         numbers = [n + reached.start for n in reached.numbers]
         firsts = [n + reached.start for n in reached.firsts]
-        reached.above = with_left(reached.above, numbers, firsts, [*left])
+        left = [*left]
+        reached.above = with_left(reached.above, numbers, firsts, left)
+        further = [_number_of_first(t) - reached.start for t in left]
+        reached.firsts = [*reached.firsts, *further]

@@ -9,8 +9,9 @@ holds is made to be what has come out there. It has its derivatives at all level
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -67,13 +68,26 @@ def values_at_base(left: Iterable[Tensor], frames: Sequence[Any]) -> list[Tensor
     return values
 
 
-def put_in_place(left: list[Tensor], results: list[Tensor | None], name: str) -> None:
+def put_in_place(
+    left: list[Tensor],
+    results: list[Tensor | None],
+    name: str,
+    taped: Mapping[int, dict[int, Any]],
+) -> None:
     """Make what somebody holds be what has come out of a region; the lists are emptied.
 
     The last first: the tape of what was made later holds what was made before.
+
+    Args:
+        left: what somebody holds.
+        results: of the region, of which these are the last.
+        name: of the region.
+        taped: its results at each level, by place, weakly.
     """
     while left:
         t, new = left.pop(), results.pop()
+        for known in taped.values() if new is not t else ():
+            known.update({place: ref(t) for place, one in known.items() if one() is new})
         if new is not t and not (new is not None and _torch_nodes.become(t, new)):
             raise RematError(
                 f"remat: the region {name!r} leaves behind, otherwise than by return, a tensor of "

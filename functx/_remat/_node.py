@@ -17,6 +17,7 @@ from functx._remat._apart import hooked, nodes_apart, watch_results
 from functx._remat._constant import foreign_bits, without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
+from functx._remat._in_turn import each_alone, hung
 from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
 from functx._remat._one_by_one import Rest, of_the_body, rest_of, still_saved
@@ -40,6 +41,7 @@ class _Payload:
     bits: Sequence[int | None] = ()  # of memory that is not torch's own, `_constant`
     duals: Duals | None = None
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
+    in_turn: Any = None  # weakly; NOTE [order of hooks] in `_in_turn`
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
     plainly = True  # whether all levels do only that
@@ -266,15 +268,9 @@ def _watched(register: Any) -> Any:
     return registering
 
 
-def _hung(node: Any, t: Tensor, hooks: Any) -> None:
-    payload = node.payload
-    place = payload.places[t.output_nr]
-    # Weakly: hooks of the engine's own know the region.
-    payload.region.hung = {**payload.region.hung, (payload.level, place): weakref.ref(hooks)}
-
-
 def _can_be_compiled(node: Any) -> None:
     """Compiled autograd adds up what comes by all edges, of which some get nothing."""
+    each_alone(node)
     if len(node.next_functions) > len(node.payload.needed):
         raise RematError(
             f"remat: compiled autograd does not know that the {node.payload.region.options.name} "
@@ -285,7 +281,7 @@ def _can_be_compiled(node: Any) -> None:
 
 
 _torch_nodes.wrap_hook_registration(RegionNode, _watched)
-_torch_nodes.tell_of_hooks(RegionNode, _hung)
+_torch_nodes.tell_of_hooks(RegionNode, hung)
 _torch_nodes.let_compiled_autograd_see(RegionNode, _can_be_compiled)
 
 

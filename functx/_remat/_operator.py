@@ -73,7 +73,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
                 left, region.leaving = region.leaving, ()
                 if hasattr(region.body, "forget"):
                     region.body.forget(left, region.environment.before())
-                put_in_place([*left], outs, region.options.name)
+                put_in_place([*left], outs, region.options.name, region.taped)
             elif (
                 region.environment is not None
                 and region.environment.lost_any()

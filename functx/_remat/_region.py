@@ -35,6 +35,7 @@ from functx._remat._aliases import PassedOn
 from functx._remat._constant import Constant, let_go
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
+from functx._remat._in_turn import viewed_again
 from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
 from functx._remat._leaving import can_leave, leaves_of
@@ -122,7 +123,7 @@ class Region:
     reached: Set[int] = frozenset()
     retained: Sequence[Any] = ()
     hung: Mapping[Any, Any] = NOTHING
-    taped: Mapping[int, Mapping[int, Any]] = NOTHING
+    taped: Mapping[int, dict[int, Any]] = NOTHING
     sightings: Any = None
     unread: Sequence[bool] = ()
 
@@ -355,7 +356,7 @@ class Region:
         return [
             distinct[r]
             if isinstance(r, int)
-            else _torch.view_again(r[1], _torch.unwrap_if_dead(r[0]))
+            else viewed_again(r[0], r[1], distinct, self.reached)
             if isinstance(r, tuple)
             else r
             if r is None or self.outer is not None  # which knows it by identity
