@@ -207,3 +207,97 @@ def test_a_constant_by_two_names_in_a_region_inside():
         return torch.autograd.grad((out * x).sum(), x)
 
     check_program(program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_only_handed_back_is_not_kept(way):
+    """Beside other results: it goes when the caller lets it go; also when runs are known."""
+    x = LARGE.clone().requires_grad_()
+    for _ in range(6):
+        with no_garbage_collection(), Operations() as operations:
+            c = LARGE + 1
+            out, back = functx.remat(WAYS[way](lambda c: (x.sin(), c), c))()
+            assert torch.equal(back, LARGE + 1)
+            del c, back
+            assert operations.live == x.nbytes
+            (gradient,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(gradient, x.cos(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)", "grad(grad)", "jvp"])
+def test_values_of_what_is_only_handed_back(stack):
+    """Also by a region in another one, and at levels of transforms."""
+
+    def program(remat):
+        def h(x):
+            c = x.detach() + 1
+
+            def outer(x):
+                a, back = remat(lambda x: (x.sin(), c))(x)
+                return a * x, back, c
+
+            out, first, second = remat(lambda: outer(x))()
+            return (out * first * second).square().sum()
+
+        grad = functx.grad(h)
+        if stack == "backward":
+            x = LARGE.clone().requires_grad_()
+            h(x).backward()
+            return x.grad
+        if stack == "grad":
+            return grad(LARGE)
+        if stack == "jvp":
+            return functx.jvp(grad, (LARGE,), (LARGE,))
+        if stack == "vmap(grad)":
+            return functx.vmap(grad)(torch.stack([LARGE, LARGE + 1]))
+        return functx.grad(lambda x: grad(x).square().sum())(LARGE)
+
+    check_program(program, eps=64)
+
+
+def test_a_constant_that_a_region_inside_is_given_and_does_not_read():
+    """The one around does not keep it either."""
+    x = LARGE.clone().requires_grad_()
+    with no_garbage_collection(), Operations() as operations:
+        c = LARGE + 1
+        out = functx.remat(lambda c=c: functx.remat(lambda c: x.sin() + 1)(c))()
+        del c
+        assert operations.live == x.nbytes
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, x.cos(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("deeper", [False, True])
+def test_a_constant_that_no_pullback_reads_by_two_names_in_a_region_inside(deeper):
+    """What is closed over in its place is a name of it, too."""
+
+    def program(remat):
+        c = LARGE + 1
+        x = LARGE.clone().requires_grad_()
+
+        def inner(a, b):
+            return a.shape[0] * x.sin() + (b + (c - a))
+
+        def outer(x):
+            around = remat(lambda a: remat(inner)(a, c)) if deeper else lambda a: remat(inner)(a, c)
+            return around(c).sin()
+
+        return torch.autograd.grad(remat(outer)(x).sum(), x)
+
+    check_program(program)
+
+
+@pytest.mark.parametrize("taped", [True, False])
+def test_a_region_inside_that_looks_how_a_closed_over_tensor_lies(taped):
+    """The region around does not put a tensor without memory there: it lies otherwise."""
+
+    def program(remat):
+        x = LARGE.clone().requires_grad_()
+        h = x.sin() if taped else x.detach() + 1
+
+        def inner(p):
+            return p.sin() * (2.0 if h.is_contiguous() else 3.0) + h
+
+        return torch.autograd.grad(remat(lambda p: remat(inner)(p).sin())(x).sum(), x)
+
+    check_program(program)

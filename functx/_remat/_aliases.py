@@ -21,19 +21,23 @@ PassedOn = tuple[int | None, Sequence["weakref.ref[Tensor]"]]
 """Where a body was handed a tensor as it is, if it was, and the names of that so far."""
 
 
-def passed_on(externals: Iterable[tuple[Tensor, Tensor]], aliases: Aliases) -> list[PassedOn]:
-    """What a replay is to know by several names, of a run that is in a replay itself.
+def passed_on(
+    externals: Iterable[tuple[Tensor, Tensor]], aliases: Aliases, instead: Mapping[int, Tensor]
+) -> list[PassedOn]:
+    """What a replay is to know by several names, of a run that may be in a replay itself.
 
     Args:
         externals: what the body read that it did not make, each with what it saw instead.
         aliases: what that run knew by several names.
+        instead: what replays close over instead of some tensors, by id.
     """
     found: list[PassedOn] = []
     for i, (t, seen) in enumerate(externals):
         names = aliases.get(id(t), (t,))
         as_it_is = any(seen is name for name in names)
         if as_it_is or len(names) > 1:
-            found.append((i if as_it_is else None, tuple(map(weakref.ref, names))))
+            more = (instead[id(name)] for name in names if id(name) in instead)
+            found.append((i if as_it_is else None, tuple(map(weakref.ref, (*names, *more)))))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from functx import _torch, _torch_observed
 from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
+from functx._remat._aliases import PassedOn, passed_on
 from functx._remat._apart import Reached
 from functx._remat._compared import Compared
 from functx._remat._constant import is_foreign
@@ -31,6 +32,7 @@ from functx._remat._parts import noting_parts
 from functx._remat._prune import is_unread
 from functx._remat._read_results import Replayed
 from functx._remat._region import Region
+from functx._remat._replay import NOTHING
 from functx._remat._saving import called, now, watched_per_example
 from functx._remat._tapes import PLAIN, nodes_of, tape_below, tensors_of, tracked
 from functx._remat._tracker import OBSERVERS, Tracker
@@ -58,6 +60,7 @@ class FirstRun(Compared):
     """
 
     _forgotten: Sequence[int] = ()
+    _instead: Mapping[int, Tensor] = NOTHING  # what replays close over for some tensors, by id
     _place: Place | None = None
     # Whether operations that only compute are recorded, and no more: `run_resolved`.
     _plain = True
@@ -103,30 +106,27 @@ class FirstRun(Compared):
         if ledger is None:
             return
         if region.outer is not None:
+            region.outer.looks = region.outer.looks or self.looks
             self.entry.says(ledger.kept, ledger.devices.keys(), ledger.copied)
         options = region.options
         lenient = options.replay or options.by_sight or options.determinism_check == "none"
         lenient = lenient or self._lift_constants  # in a graph, it is run once more
         if not (lenient or self.looks or ledger.python_on_tape) and hasattr(body, "let_go"):
-            known = self._index.__contains__ if self.ledger is None else self._unseen
-            body.let_go(known, self._unread() if region.unread else ())
+            on = self.handed_on
+            known = self._unseen if on or self.ledger is not None else self._index.__contains__
+            self._instead = body.let_go(known, self._unread() if on or region.unread else ())
 
     def _unseen(self, key: int) -> bool:
         """Whether Python saw nothing of a known tensor, told by its id, but what is recorded."""
-        assert self.ledger is not None
-        return key in self._index and not self.ledger.was_exported(self._index[key][0])
+        t = self._index[key][0] if key in self._index else self.handed_on.get(key)
+        return t is not None and not (self.ledger is not None and self.ledger.was_exported(t))
 
     def _unread(self) -> Collection[int]:
-        """Ids of the constants that no pullback reads.
-
-        But where regions inside may be given one that they also close over: they know it by
-        identity, which another tensor in its place has not. ``NOTE [aliases]`` in `_tracker`.
-        """
-        unread, ledger = self._region.unread, self._region.ledger
-        if ledger is None or ledger.holds_regions:
-            return ()
-        origins = zip(self._originals, self.origins)
-        return {id(t) for t, (kind, i) in origins if kind == "constant" and unread[i]}
+        """Ids of what is only returned, and of the constants that no pullback reads."""
+        unread = self._region.unread
+        origins = zip(self._originals, self.origins) if unread else ()
+        constants = (id(t) for t, (kind, i) in origins if kind == "constant" and unread[i])
+        return {*self.handed_on, *constants}
 
     def bind(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
         """The body begins, at the innermost level; explicit inputs are the first externals."""
@@ -333,6 +333,13 @@ class FirstRun(Compared):
         if self._writes is None:
             self._writes = Writes(self._region, self.ledger, self.leaves)
         self._writes.about_to(tensors, self.origins, self._standins, self._originals)
+
+    def passed_on(self) -> list[PassedOn]:
+        """What the body was given as it is, and its names. ``NOTE [aliases]`` in `_aliases`."""
+        those = zip(self._originals, self._standins)
+        if self.aliases or self._instead:
+            return passed_on(those, self.aliases, self._instead)
+        return [(i, (weakref.ref(t),)) for i, (t, standin) in enumerate(those) if t is standin]
 
     def further_results(self) -> list[Tensor]:
         """What the body wrote to, and gave another history by it."""

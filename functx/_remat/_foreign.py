@@ -15,7 +15,7 @@ memory, which the ledger has seen the body write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from torch.nn.parameter import is_lazy
 from functx import _torch
 from functx._errors import RematError, not_initialized
 from functx._remat._about_gradients import AboutGradients
-from functx._remat._aliases import PassedOn, passed_on
 from functx._remat._arguments import NUMBERS, TENSOR
 from functx._remat._constant import Constant
 from functx._remat._entry import KNOWN, MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
 from functx._remat._ledger import Ledger
 from functx._remat._region import Region
+from functx._remat._replay import NOTHING
 from functx._remat._tapes import (
     PLAIN,
     anonymous_below,
@@ -59,6 +59,7 @@ class Standins(AboutGradients):
     """
 
     _returning = False
+    handed_on: Mapping[int, Tensor] = NOTHING  # what it only returns, by id
     _depth = 0
     # Who watches what runs below; then it is asked who holds inputs and captures.
     ledger: Ledger | None = None
@@ -177,6 +178,8 @@ class Standins(AboutGradients):
             # A gradient that the engine handed out: made here, though nobody saw it.
             # A result that no tape knows may be passed on as it is, whoever made it, but for
             # forward mode: it may have a tangent, which is gone when its level has ended.
+            if not in_engine:
+                self.handed_on = {**self.handed_on, id(t): t}
             self._sources.append(MADE_HERE)
             return t
         # (A plain leaf that was made unseen gets its gradient as a capture does.)
@@ -371,13 +374,6 @@ class Standins(AboutGradients):
     def around(self) -> Any:
         """The tracker of the region around this one."""
         return self._region.outer
-
-    def passed_on(self) -> list[PassedOn]:
-        """What the body was given as it is, and its names. ``NOTE [aliases]`` in `_aliases`."""
-        those = zip(self._originals, self._standins)
-        if self.aliases:
-            return passed_on(those, self.aliases)
-        return [(i, (weakref.ref(t),)) for i, (t, standin) in enumerate(those) if t is standin]
 
     def captured_originals(self) -> list[Tensor]:
         """The captured tensors, as the body met them."""

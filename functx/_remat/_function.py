@@ -6,9 +6,9 @@ a copy of the function whose cells hold what they held at the call; functions th
 copied likewise. A copy's writes to its cells (``nonlocal``) stay there: they count once.
 
 NOTE [kept once]
-What a body closes over is an input of the region, or a constant: that is kept if a pullback reads
-it, an input until it has. The copy must not keep it too: tensors without memory take its place in
-cells, defaults and partials, and replays, which hand out inputs by position, put it there.
+What a body closes over is an input of the region, a constant, or only returned: that is kept if a
+pullback reads it, an input until it has. The copy must not keep it too: tensors without memory take
+its place in cells, defaults and partials; replays, which hand out inputs by position, put it there.
 
 NOTE [compiled regions]
 ``torch.compile`` recomputes by its partitioner: a region that it meets in plain autograd is handed
@@ -207,15 +207,16 @@ class Body:
         taken = given.take(watched, own, outs, stored.exchange, kept)
         return [*(o for o in outs if isinstance(o, Tensor)), *taken]
 
-    def let_go(self, is_input: Callable[[int], bool], unread: Collection[int]) -> None:
-        """Do not close over inputs on a tape, nor ``unread``, by ids. ``NOTE [kept once]``."""
+    def let_go(self, known: Callable[[int], bool], unread: Collection[int]) -> dict[int, Tensor]:
+        """Close over others for some tensors; those, by these ids. ``NOTE [kept once]``."""
         tensors: dict[int, Tensor] = {}
         for t in self._closed_over():
-            if is_input(key := id(t)) and (instead := memoryless(t, key not in unread)) is not None:
+            if known(key := id(t)) and (instead := memoryless(t, key not in unread)) is not None:
                 tensors[key] = instead
         if tensors:
             self.function = rebound(self.function, self._cells, tensors=tensors)
             self._cells = snapshot(self.function)
+        return tensors
 
     def _closed_over(self) -> list[Tensor]:
         f = self.function
@@ -230,8 +231,7 @@ class Body:
     def forget(self, owners: Sequence[Tensor], before: Mapping[int, Any]) -> None:
         """Do not close over tensors that depend on this very call: nothing could free them.
 
-        A replay is handed what the forward found there; it only needs something to ask for it by.
-        ``NOTE [what was left in a list]`` in `_containers`.
+        A replay has what the forward found. ``NOTE [what was left in a list]`` in `_containers`.
         """
         held = {id(t) for t in owners}
         cells = {
