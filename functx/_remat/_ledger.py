@@ -238,6 +238,9 @@ class Ledger(Record):
                 over.setdefault(storage, []).append(t)
             if not self.python_on_tape:
                 spared = {storage for storage, those in over.items() if not held_by_a_tape(those)}
+        if self._statistics:  # which a replay advances only for who reads them in it
+            read = {key for step in self.steps for key in step.reads}
+            self._roots |= self._statistics if self.python_on_tape else self._statistics & read
         live = {*self._roots}
         alive = self._made.alive()
         if engine_holds():

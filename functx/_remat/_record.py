@@ -46,6 +46,7 @@ class Record(Computed):
         self.saver = saver
         self.steps: list[Step] = []
         self._roots: set[int] = set()  # keys of what must come about
+        self._statistics: set[int] = set()  # and of what must if it is read: running statistics
         self._exported: set[int] = set()  # storages that something else has, too
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,7 +260,9 @@ class Record(Computed):
             return []
         if alone:
             step.writes = True
-        elif kind.writes or not (dense and kind.skippable and (made or views)):
+        elif (kind.writes and not kind.statistics) or not (
+            dense and kind.skippable and (made or views)
+        ):
             self._roots.add(key_of(number, IN_PLACE))
         elif made:
             step.layouts = [None if t is None else layout_of(t) for t in parts]
@@ -271,7 +274,8 @@ class Record(Computed):
         for key in before:
             self.steps[key >> 6].rewritten = True
         if storage in self._external or storage in self._exported:
-            self._roots.add(key_of(number, IN_PLACE))
+            only_these = self.steps[number].kind.statistics and storage not in self._exported
+            (self._statistics if only_these else self._roots).add(key_of(number, IN_PLACE))
         self._writers[storage] = key_of(number, IN_PLACE)
         if self.saver is not None:
             known = alone and stood_in() is StoodIn.NOTHING

@@ -40,6 +40,7 @@ class Kind:
         view: whether all that it gives are views of its arguments, or it looks only at shapes.
         opaque: whether it runs functions (``scan``, ``while_loop``): what they do, nobody sees.
         writes: whether it writes to an argument, by its schema or silently.
+        statistics: whether that are running statistics: what it gives may be there without them.
         in_place: whether all that it may do is to write to its first argument, shape as it was.
         draws: whether it moves a generator on. What operators of others do to them, nobody knows.
         draws_blindly: whether it then takes only a shape from what it is given.
@@ -62,6 +63,7 @@ class Kind:
         "run",
         "scalar",
         "skippable",
+        "statistics",
         "unwritten",
         "view",
         "writes",
@@ -79,8 +81,8 @@ class Kind:
         # By its schema it makes a tensor of its own; it has the memory of what it is given.
         self.view = self.view or func is _torch_operators.unsafe_view
         self.view = self.view or packet in _LOOKS_AT_SHAPES
-        self.writes = _torch_operators.writes_statistics(func)
-        self.writes = self.writes or (_torch_operators.is_mutable(func) and not self.view)
+        self.statistics = _torch_operators.writes_statistics(func)
+        self.writes = self.statistics or (_torch_operators.is_mutable(func) and not self.view)
         self.in_place = packet.__name__.endswith("_")
         self.draws = torch.Tag.nondeterministic_seeded in tags or _torch_operators.is_foreign(func)
         self.draws_blindly = packet in _DRAWS_BLINDLY

@@ -64,7 +64,7 @@ class Whole(Ledger):
                 self._unknown.add(len(self.steps))  # it draws by shape alone, and multiplies
             return super().__torch_dispatch__(func, types, args, kwargs)
         args, kwargs = _torch_operators.callable_arguments(func, args, kwargs or {})
-        if kind.writes:
+        if kind.writes and not kind.statistics:
             if kind.draws or not (kind.in_place and args) or self._comes_from_outside(args[0]):
                 raise self._departed(func)
             out = args[0]
