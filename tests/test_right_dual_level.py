@@ -236,3 +236,31 @@ def test_duals_made_inside_of_a_transform_raise():
 
     with pytest.raises(functx.RematError, match=r"inside functx\.grad.*functx\.jvp"):
         functx.grad(loss)(numbers(3))
+
+
+@pytest.mark.parametrize("what", ["both", "primal and weight"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_formula_that_has_no_derivative_of_its_own(what, nested, create_graph):
+    """Torch takes another one where cotangents of tangents come along, as they do here."""
+    x = numbers(2, 4, 5)
+
+    def program(remat):
+        a, w = x.clone().requires_grad_(), W[0].clone().requires_grad_()
+
+        def f(a):
+            return nn.functional.group_norm(a, 2, w, w).sin()
+
+        with forward_ad.dual_level():
+            a_dual = forward_ad.make_dual(a, x.cos())
+            out = remat(lambda a: remat(f)(a) if nested else f(a))(a_dual)
+            primal, tangent = forward_ad.unpack_dual(out)
+            loss = (primal * tangent + (primal * w[:, None] if what != "both" else 0)).sum()
+            first = torch.autograd.grad(loss, (a, w), create_graph=create_graph)
+            assert all(g.requires_grad == create_graph for g in first)
+            second = ()
+            if create_graph:
+                second = torch.autograd.grad(sum(g.square().sum() for g in first), (a, w))
+            return [p for pair in parts(*first, *second) for p in pair if p is not None]
+
+    assert_same(program(functx.remat), program(identity), eps=256)

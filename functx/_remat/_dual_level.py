@@ -6,7 +6,9 @@ what its node pulls back. It is right for reverse over forward; but autograd its
 that gradients get tangents. So as long as that level lives, cotangents of primals are pulled back
 through the function as it was before it was lowered, on the duals: a region again, to which forward
 mode's rule gives tangents. Only cotangents of tangents go the other way. What such a pullback reads
-can't be told from a tape of primals and tangents, so these replays run whole.
+can't be told from a tape of primals and tangents, so these replays run whole. A derivative may have
+two formulas, of which one has no derivative of its own (that of group_norm): torch takes the other
+where grad mode is on, or where cotangents of tangents come along. So it is on where that is needed.
 """
 
 from __future__ import annotations
@@ -38,6 +40,16 @@ def inside_a_transform(name: str) -> RematError:
         "functx.grad (or another transform), whose level can't keep their tangents. Take the "
         "tangents with functx.jvp there instead."
     )
+
+
+def off_the_tape(t: Tensor | None) -> Tensor | None:
+    """A gradient that is not to be differentiated backwards; its tangent stays."""
+    if t is None or not t.requires_grad:
+        return t
+    with tracking(SILENT), torch.no_grad():
+        primal, tangent = forward_ad.unpack_dual(t)
+        primal = primal.detach()
+        return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
 
 
 class Duals:

@@ -15,6 +15,7 @@ from functx._errors import RematError
 from functx._remat._apart import hides_history
 from functx._remat._custom import running
 from functx._remat._depth import nested
+from functx._remat._dual_level import off_the_tape
 from functx._remat._holders import base_of
 from functx._remat._known_pullbacks import known_gradients
 from functx._remat._letting_go import can_go, lent, nobody_differentiates
@@ -117,9 +118,20 @@ def gradients_with_tangents(
         gradients = gradients_of(payload, saved, needs, tangent, given, payload.cut)
     if primal:
         places = [payload.places[i] for i, _ in primal]
-        pullback = duals.pullback(payload.region, needs, payload.cut, places)
-        given = [*tensors, *(c for _, c in primal)]
-        results = iter(_pull_back(payload.region, pullback, given, duals=True))
+
+        def pulled_back() -> Sequence[Tensor | None]:
+            pullback = duals.pullback(payload.region, needs, payload.cut, places)
+            given = [*tensors, *(c for _, c in primal)]
+            return _pull_back(payload.region, pullback, given, duals=True)
+
+        try:
+            results = iter(pulled_back())
+        except NotImplementedError as error:
+            if torch.is_grad_enabled() or "forward AD" not in str(error):
+                raise
+            # Without remat the cotangents of tangents come along, which are for that other formula.
+            with torch.enable_grad():
+                results = map(off_the_tape, pulled_back())
         for i in duals.inputs():
             if needs[i] and (found := next(results)) is not None:
                 before = gradients[i]
