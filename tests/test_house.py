@@ -59,6 +59,7 @@ LAYERS = [
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
+    ("functx._remat._contents",),
     ("functx._remat._read_results",),
     (
         "functx._remat._profile",

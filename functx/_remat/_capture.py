@@ -17,7 +17,7 @@ from functx._remat import _wrappers
 from functx._remat._aliases import PassedOn, passed_on
 from functx._remat._apart import Reached
 from functx._remat._compared import Compared
-from functx._remat._constant import is_foreign
+from functx._remat._constant import is_foreign, may_be_unseen
 from functx._remat._entry import MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._functions import IN_C, known_of
@@ -367,6 +367,11 @@ class FirstRun(Compared):
             if not (known or (self._pulls_back and self._computed_here(t))):  # in the replay
                 refuse_unseen(self._region.options.name, t)
         return Reached(map(id, reached), outs, self._region.frames, nodes)
+
+    def had(self, t: Tensor) -> bool:
+        """Whether the body made ``t``, or was given it, so that a replay knows its own one."""
+        found = self._index.get(id(t))
+        return self.knows(t) or (found is not None and found[1] is t) or may_be_unseen(t)
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""

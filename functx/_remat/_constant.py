@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Sequence, Set
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
@@ -143,6 +144,11 @@ def is_foreign(t: Tensor) -> bool:
         return not t.untyped_storage().resizable() and t.numel() > 0
     except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
         return False
+
+
+def may_be_unseen(t: Tensor) -> bool:
+    """Whether a body may have made ``t`` by what modes are not shown: NumPy, or a parameter."""
+    return isinstance(t, Parameter) or is_foreign(t)
 
 
 def foreign_bits(t: Tensor) -> int | None:

@@ -131,14 +131,15 @@ class Environment:
         of = self._random.items()
         return [(key, how) for key, how in of if key == "cpu" or isinstance(key, torch.device)]
 
-    def seal(self, written: set[int], *read: Iterable[Tensor]) -> None:
+    def seal(self, written: set[int], ours: Any, *read: Iterable[Tensor]) -> None:
         """The first run ended: what it did not change need not be kept.
 
         Args:
             written: ids of tensors that were written to in place.
+            ours: whether it made a tensor, or was given it.
             read: tensors that it read, inputs and captures.
         """
-        self._state.seal(written)
+        self._state.seal(written, ours)
         if self._modes != _torch_modes.user_modes():
             raise RematError(
                 f"remat: when the region {self._name!r} ended, other modes were active than when "
@@ -184,10 +185,15 @@ class Environment:
         """Whether autocast was on."""
         return self._settings[-3] or any(state[0] for state in self._autocast.values())
 
-    def restored(self) -> AbstractContextManager[None] | None:
-        """The same surroundings, for a replay; ``None`` where they are so already."""
-        changed = self._random or self._state.changed() or self.differ()
-        return self._put_back() if changed else None
+    def restored(self, replay: Any = None) -> AbstractContextManager[None] | None:
+        """The same surroundings, for a replay; ``None`` where they are so already.
+
+        Args:
+            replay: its tracker; code that is known runs nothing of the user's, whose objects and
+                lists stay as they are then.
+        """
+        changed = self._random or (replay is not None and self._state.changed()) or self.differ()
+        return self._put_back(replay) if changed else None
 
     def differ(self) -> bool:
         """Whether anything is not as it was of what operations depend on, but generators."""
@@ -202,7 +208,7 @@ class Environment:
         return [*self._random] if self._in_turn else None
 
     @contextmanager
-    def _put_back(self) -> Iterator[None]:
+    def _put_back(self, replay: Any) -> Iterator[None]:
         with ExitStack() as stack:
             of_cpu = {"cpu": tuple(self._settings[-3:])}
             for kind, (enabled, dtype, cache) in (of_cpu | self._autocast).items():
@@ -232,7 +238,9 @@ class Environment:
                     write(state)
             if self._seeds:
                 stack.push(self._check_seeds)
-            stack.enter_context(self._state.restored())
+            if replay is not None:
+                ours = getattr(replay, "has", None)
+                stack.enter_context(self._state.restored(self._name, ours))
             yield
 
     def _check_seeds(self, kind: Any, *exc: object) -> None:

@@ -22,13 +22,14 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from functx import _torch_modules
 from functx._remat._containers import MUTABLE, elements, reached
+from functx._remat._contents import Grown, Length, Ours, add, copy_of, fill, value, values
 from functx._remat._slots import slots_of
 from functx._remat._within_reach import Reached
 
@@ -50,7 +51,7 @@ class ModuleState:
 
     Attributes:
         changes: of attributes and globals, with what they were.
-        contents: of containers: the way to each, and what it held.
+        contents: of containers: the way to each, what it held, and what was put there.
         lost: those to which there is none, by id, until the call has ended.
     """
 
@@ -70,15 +71,16 @@ class ModuleState:
             self._before.append((d, _of(d, names)))
         self._containers = [*_remembered(found.containers)]
         self.changes: list[Change] = []
-        self.contents: list[tuple[Any, int, Any]] = []
+        self.contents: list[tuple[Any, int, Any, Grown]] = []
         self.lost: dict[int, tuple[Any, Any]] = {}
 
-    def seal(self, written: set[int]) -> None:
+    def seal(self, written: set[int], ours: Ours) -> None:
         """The first run ended.
 
         Args:
             written: ids of tensors that were written to in place. ``self.calls += 1`` writes, and
                 binds the result to the name it had; in a replay, that is the replay's own copy.
+            ours: whether it has made a tensor, or was given it.
         """
         assert self._found is not None
         first_scope = len(self._before) - len(self._found.scopes) - len(self._found.attributes)
@@ -97,19 +99,20 @@ class ModuleState:
                 if was is not now or id(now) in written:
                     if isinstance(d, _Attributes) and not d.may_be_known():
                         continue
-                    self.changes.append((self._known_weakly(d), key, _value(was)))
+                    self.changes.append((self._known_weakly(d), key, value(was)))
         for c, before in self._containers:
-            if isinstance(before, _Length):
+            if isinstance(before, Length):
                 if not before.grown(c):
                     continue
             elif _same_contents(c, before) and not _holds(c, written):
                 continue
             way = _Ways(self._found).to(c, set())
             if way is None:
-                if not isinstance(before, _Length):
-                    self.lost[id(c)] = c, _values(before)
+                if not isinstance(before, Length):
+                    self.lost[id(c)] = c, values(before)
             elif _is_owned(way) or _has_tensors(c) or _has_tensors(before):
-                self.contents.append((way, id(c), _values(before)))
+                grown = Grown(c, before, ours)
+                self.contents.append((way, id(c), values(before), grown))
         self._before = self._containers = []
         self._found = None
 
@@ -125,8 +128,13 @@ class ModuleState:
         return d
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """As the first run found it; put back afterwards."""
+    def restored(self, name: str, ours: Ours | None) -> Iterator[None]:
+        """As the first run found it; put back afterwards, with what others put there meanwhile.
+
+        Args:
+            name: of the region.
+            ours: whether the replay has made a tensor, or was given it, if it knows.
+        """
         if not self.changed():
             yield
             return
@@ -135,24 +143,38 @@ class ModuleState:
                 (d, key, was) for d, key, was in map(_found_again, self.changes) if d is not None
             ]
             now = [(d, key, d.get(key, _MISSING)) for d, key, _ in changes]
-            ways = [(_follow(way), key, was) for way, key, was in self.contents]
+            ways = [(_follow(way), key, *rest) for way, key, *rest in self.contents]
             containers = [
-                (c, was.tail(c) if isinstance(was, _Length) else _copy(c), was)
-                for c, key, was in ways
+                (c, was.tail(c) if isinstance(was, Length) else copy_of(c), was, grown)
+                for c, key, was, grown in ways
                 if id(c) == key
             ]
             _bind(changes)
-            for c, _, was in containers:
-                _fill(c, was)
+            for c, _, was, _ in containers:
+                fill(c, was)
+            whole = False
             try:
                 yield
+                whole = True
             finally:
                 _bind(now)
-                for c, held, was in containers:
-                    if isinstance(was, _Length):
-                        was.put(c, held)
-                    else:
-                        _fill(c, held)
+                with ExitStack() as rest:  # all of them are put back, whatever one raises
+                    for those in containers:
+                        rest.callback(_put_back, *those, name, ours, whole)
+
+
+def _put_back(
+    c: Any, held: Any, was: Any, grown: Grown, name: str, ours: Ours | None, whole: bool
+) -> None:
+    """Let a container hold what it held before a replay, and what others have put there since."""
+    try:
+        others = grown.others(c, was, ours, name) if whole else []
+    finally:
+        if isinstance(was, Length):
+            was.put(c, held)
+        else:
+            fill(c, held)
+    add(c, others)
 
 
 class _Attributes:
@@ -206,49 +228,15 @@ def _found_again(change: Change) -> Change:
 
 
 def _bind(changes: Iterable[Change]) -> None:
-    for d, key, value in changes:
-        if value is _MISSING:
+    for d, key, bound in changes:
+        if bound is _MISSING:
             d.pop(key, None)
         else:
-            d[key] = value
+            d[key] = bound
 
 
 def _of(scope: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: scope.get(name, _MISSING) for name in names}
-
-
-def _value(x: Any) -> Any:
-    """Its value only: a tape of the step before must not live on in this one."""
-    if not isinstance(x, Tensor) or x.grad_fn is None:
-        return x
-    try:
-        return x.detach()
-    except RuntimeError:  # a wrapper of levels that have ended, or are not entered here
-        return x
-
-
-class _Length:
-    """Of a long list: what is behind was appended."""
-
-    __slots__ = ("_last", "_length")
-
-    def __init__(self, c: list[Any]) -> None:
-        self._length, self._last = len(c), id(c[-1])
-
-    def grown(self, c: list[Any]) -> bool:
-        """Whether something was appended, and that alone as far as can be told."""
-        return len(c) > self._length and id(c[self._length - 1]) == self._last
-
-    def tail(self, c: list[Any]) -> list[Any]:
-        """What was appended."""
-        return c[self._length :]
-
-    def put(self, c: list[Any], tail: Iterable[Any]) -> None:
-        """Let that be behind."""
-        c[self._length :] = tail
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 def _remembered(containers: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -256,33 +244,11 @@ def _remembered(containers: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     for c in containers:
         left -= len(c)
         if left >= 0:
-            yield c, _copy(c)
+            yield c, copy_of(c)
         else:
             left += len(c)
             if type(c) is list:
-                yield c, _Length(c)
-
-
-def _values(c: Any) -> Any:
-    if isinstance(c, _Length):
-        return c
-    return {k: _value(x) for k, x in c.items()} if isinstance(c, dict) else [*map(_value, c)]
-
-
-def _copy(c: Any) -> Any:
-    """What a container holds: a dict or a list."""
-    return dict(c) if isinstance(c, dict) else list(c)
-
-
-def _fill(c: Any, contents: Any) -> None:
-    if isinstance(contents, _Length):
-        contents.put(c, ())
-        return
-    c.clear()
-    if hasattr(c, "extend"):
-        c.extend(contents)
-    else:
-        c.update(contents)
+                yield c, Length(c)
 
 
 def _same(d: Any, before: Any) -> bool:

@@ -209,7 +209,7 @@ class Region:
     def _run_again(
         self, replay: Any, pruned: Pruned | Whole | None, explicit: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        environment = self.environment.restored()
+        environment = self.environment.restored(replay)
         if environment is None and pruned is None and torch.is_grad_enabled() == self.grad_mode:
             with tracking(replay), shown(self.options, replay=True):  # as in most calls
                 replay.modes = _torch.dispatch_mode_depth()

@@ -17,6 +17,7 @@ from functx import _torch
 from functx._places import where
 from functx._remat._aliases import PassedOn, known_again
 from functx._remat._arguments import NUMBERS, TENSOR, same
+from functx._remat._constant import may_be_unseen
 from functx._remat._departure import WHY, departed
 from functx._remat._entry import (
     KNOWN,
@@ -167,6 +168,13 @@ class Replay(Tracker):
         if self.passing is not None:
             self.passing.after(operation)
         return out
+
+    def has(self, t: Tensor) -> bool:
+        """Whether the body made ``t``, or was given it, as far as can be told."""
+        key = id(t)
+        if key in self._numbers or key in self._external_ids or key in self.aliases:
+            return True
+        return may_be_unseen(t)
 
     def made(self, t: Tensor) -> None:
         """Know it by its number, and keep what left the region in its forward."""
