@@ -8,14 +8,23 @@ do not are behind different nodes. Where both are pulled back, the region runs a
 input that comes right from another region counts as one with a hook if that has one, and so does
 what stands for one with a hook in the region around, or may have been computed from it there. Hooks
 further up the tape can't be seen from here.
+
+NOTE [all of a tape]
+Where gradients of some tensors are asked for, torch's engine comes by what leads to these, and a
+replay is pulled back like that. ``.backward()`` comes by all of a tape: by what leads to leaves
+that the body made, with its hooks and custom Functions, and by the node that raises for what the
+backward of a Function marked ``@once_differentiable`` gave. So where a tape ends in other leaves
+than those that stand for inputs, the node of the region has an edge to a leaf of nobody's. If the
+engine comes by that, replays are pulled back to all of their leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functx import _torch_nodes
@@ -38,6 +47,7 @@ class Reached(set[int]):
     Attributes:
         above: which results are computed from which others. `_partial`.
         by: those of each result, if an input has a hook.
+        elsewhere: results whose tapes end in others as well. ``NOTE [all of a tape]``.
         firsts: the number of the first node of each result.
         groups: of results that are pulled back together. ``NOTE [one by one]`` in `_one_by_one`.
         numbers: those of all nodes below.
@@ -46,6 +56,7 @@ class Reached(set[int]):
     """
 
     above: Above = MappingProxyType({})
+    elsewhere: Set[int] = frozenset()
     firsts: Sequence[int] = ()
     groups: Sequence[int] = ()
     numbers: Sequence[int] = ()
@@ -79,6 +90,14 @@ class Reached(set[int]):
         self.update(map(id, leaves_below(*nodes_of(tensors))))
         for i in results if self.by else ():
             self.by[i].update(map(id, leaves_below(*nodes_of(tensors))))
+
+    def leads_elsewhere(
+        self, results: Iterable[tuple[int, Tensor | None]], others: Set[int]
+    ) -> None:
+        """Some results may lead to these leaves, which stand for no input."""
+        self.elsewhere |= {
+            i for i, r in results if not others.isdisjoint(map(id, leaves_below(*nodes_of([r]))))
+        }
 
     def _look(self, results: Sequence[Tensor | None], nodes: Sequence[Any]) -> None:
         if len(results) > 1:
@@ -117,6 +136,31 @@ def _turn_inside(t: Tensor | None) -> Any:
         if (payload := getattr(node, "payload", None)) is not None:
             return turn_of(payload, output)
     return ()
+
+
+_nobodys = torch.zeros((), requires_grad=True)
+
+
+def is_nobodys(t: Tensor) -> bool:
+    """Whether ``t`` is the leaf that stands for all others. ``NOTE [all of a tape]``."""
+    return t is _nobodys
+
+
+def edges_elsewhere(frame: Any, places: Sequence[int]) -> list[Tensor]:
+    """The leaf to which a node has an edge if its results lead to others. ``NOTE [all of a tape]``.
+
+    Args:
+        frame: the level of the node.
+        places: of its results.
+    """
+    region = frame.region
+    elsewhere = getattr(region.reached, "elsewhere", None)
+    if not elsewhere or frame.level:  # in a transform, gradients are asked for
+        return []
+    places = [*places]
+    for inner in region.frames[region.frames.index(frame) + 1 :]:
+        places = inner.wanted_above(places)
+    return [] if elsewhere.isdisjoint(places) else [_nobodys]
 
 
 def hooked(t: Tensor, outer: Any) -> bool:

@@ -15,7 +15,7 @@ from functx._errors import RematError
 from functx._places import Place, is_internal, where
 from functx._remat import _wrappers
 from functx._remat._aliases import PassedOn, passed_on
-from functx._remat._apart import Reached
+from functx._remat._apart import Reached, is_nobodys
 from functx._remat._compared import Compared
 from functx._remat._constant import is_foreign, may_be_unseen
 from functx._remat._entry import MAKES, Entry, describe, results
@@ -362,11 +362,18 @@ class FirstRun(Compared):
             trust_no_twins([*self.holders, *(h for h in constants if h is not None)])
         if self._pulls_back and isinstance(fn := getattr(self._region.body, "fn", None), Replayed):
             fn.look(nodes, outs)
+        others = set()
         for t in reached:
-            known = id(t) in self.leaves or self.knows(t) or is_unread(t)
+            if id(t) in self.leaves or is_unread(t):
+                continue
+            known = self.knows(t) or is_nobodys(t)
             if not (known or (self._pulls_back and self._computed_here(t))):  # in the replay
                 refuse_unseen(self._region.options.name, t)
-        return Reached(map(id, reached), outs, self._region.frames, nodes)
+            others.add(id(t))
+        found = Reached(map(id, reached), outs, self._region.frames, nodes)
+        if others:
+            found.leads_elsewhere(enumerate(outs), others)
+        return found
 
     def had(self, t: Tensor) -> bool:
         """Whether the body made ``t``, or was given it, so that a replay knows its own one."""

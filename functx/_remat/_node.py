@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
-from functx._remat._apart import hooked, nodes_apart, watch_results
+from functx._remat._apart import edges_elsewhere, hooked, nodes_apart, watch_results
 from functx._remat._constant import foreign_bits, without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
@@ -40,6 +40,7 @@ class _Payload:
     apart: Sequence[Tensor] = ()  # kept values that torch refuses to save
     bits: Sequence[int | None] = ()  # of memory that is not torch's own, `_constant`
     duals: Duals | None = None
+    elsewhere = False  # whether its last edge leads there. NOTE [all of a tape] in `_apart`
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     in_turn: Any = None  # weakly; NOTE [order of hooks] in `_in_turn`
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
@@ -210,7 +211,7 @@ class RegionNode(_torch.SingleLevelFunction):
         del cotangents
         if payload.passing:
             ctx.maybe_clear_saved_tensors()
-        if payload.read:
+        if payload.read or payload.elsewhere:
             return (None, *_and_read(ctx, payload, saved, needs, asked, wanted, those))
         cut = [*map(or_, needs, payload.cut)]
         return (None, *gradients_of(payload, saved, asked, wanted, those, cut))
@@ -227,11 +228,14 @@ def _and_read(
 ) -> list[Tensor | None]:
     """``NOTE [read results]``: what flows to those comes last."""
     n = len(payload.needed)
+    everywhere = payload.elsewhere and _torch.will_be_reached(ctx.next_functions[-1][0])
     cut_at = looked_at(payload, ctx.next_functions[n:])
     if cut_at is not None:
         asked = needs
     cut = [*map(or_, needs[:n], payload.cut)]
-    gradients = gradients_of(payload, saved, asked[:n], wanted, cotangents, cut, cut_at)
+    gradients = gradients_of(
+        payload, saved, asked[:n], wanted, cotangents, cut, cut_at, everywhere=everywhere
+    )
     return [*gradients, *[None] * (len(needs) - len(gradients))]
 
 
@@ -318,6 +322,7 @@ def attach(
             tell_of_a_constant(constant.value)
     reached = frame.reached()
     asks = torch.is_grad_enabled() and not (dispatch_mode_depth() or _torch.tracing())
+    elsewhere = getattr(region.reached, "elsewhere", ())
     taped: dict[int, Tensor] = {}
     read = read_by(frame) if region.options.replay else NOTHING
     allowed = _torch.get_single_level_function_allowed()
@@ -335,6 +340,9 @@ def attach(
                 edges = [*map(behind_a_node, edges)]
             results = [o for p in places if (o := outs[p]) is not None]
             payload = _Payload(frame, tensors, cut, results, places)
+            if elsewhere and (nobodys := edges_elsewhere(frame, places)):
+                payload.elsewhere = True
+                edges = [*edges, *nobodys]
             if read:
                 payload.read = read
                 taped.update(zip(places, _and_reads(payload, edges), strict=True))
@@ -359,7 +367,9 @@ def _and_reads(payload: _Payload, edges: Sequence[Tensor]) -> tuple[Tensor, ...]
     """With edges to the results of another region that the pullback reads."""
     packed = packed_in(payload.read, payload.level)
     held = [t for one in packed if (t := one.primal()) is not None]
-    results = _apply(payload, [*edges, *still_there(payload.read, payload.level), *held])
+    n = len(payload.needed)
+    those = [*still_there(payload.read, payload.level), *held]
+    results = _apply(payload, [*edges[:n], *those, *edges[n:]])
     if packed:
         refusing = Refusing(packed, payload.region.options.name)
         _torch_nodes.hang_before(results[0].grad_fn, refusing)

@@ -19,6 +19,7 @@ from functx._remat._other_names import OtherNames
 from functx._remat._read_results import Cut
 from functx._remat._region import Flat
 from functx._remat._stored import pending, refuse_changed
+from functx._remat._tapes import leaves_below
 from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
 from functx._torch_edges import gradient_edge
 
@@ -84,11 +85,13 @@ class Pullback:
         passing: inputs that are such aliases, too.
         marked: whether an input has a class of its own, or attributes. `_alike`.
         cut: where the tape of the replay is cut, if somewhere. ``NOTE [read results]``.
+        everywhere: whether it is pulled back to all leaves. ``NOTE [all of a tape]`` in `_apart`.
         plainly: of `Asked`, where something may be left out by that.
         names: the stand-ins on the tape, and what they stand for, if that may make a difference.
     """
 
     cut: Cut | None = None
+    everywhere = False
     marked = False
     names: OtherNames | None = None
     plainly: bool | None = None
@@ -149,6 +152,9 @@ class Pullback:
         retain = plain and recording
         names, self.names = self.names, None
         pull_back = _pull_back if self.cut is None else self.cut.around(_pull_back)
+        n = len(inputs)
+        if self.everywhere:
+            inputs += _other_leaves(outs, inputs)
         if names is None:
             gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
         else:
@@ -159,7 +165,7 @@ class Pullback:
             refuse_changed()
         if tracker is not None:
             tracker.note(gradients)
-        return gradients
+        return gradients if len(gradients) == n else [*gradients[:n], *gradients[len(inputs) :]]
 
 
 Tape = tuple[list[Tensor], list[Any]]
@@ -240,6 +246,13 @@ def _tape(
         # An edge, not the result: results that the pullback does not read can go.
         [None if o is None or not o.requires_grad else gradient_edge(o) for o in wanted],
     )
+
+
+def _other_leaves(edges: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those that a tape ends in, beside some."""
+    nodes = [e.node for e in edges if e is not None and not isinstance(e, Tensor)]
+    own = {*map(id, inputs)}
+    return [t for t in leaves_below(*nodes) if id(t) not in own]
 
 
 def _pull_back(

@@ -36,11 +36,16 @@ def gradients_of(
     cotangents: list[Tensor],
     cut: Sequence[bool],
     beside: Cut | None = None,
+    *,
+    everywhere: bool = False,
 ) -> list[Tensor | None]:
     """The cotangents of the inputs, for those of some results; the lists are emptied.
 
-    Those of what a replay's tape is cut at come after them. ``NOTE [read results]``.
+    Those of what a replay's tape is cut at come after them. ``NOTE [read results]``. If told so, it
+    is pulled back to other leaves as well. ``NOTE [all of a tape]`` in `_apart`.
     """
+    if everywhere:
+        return _replayed(payload, (needs, wanted, cut), beside, saved, cotangents, True)
     if not any(needs):
         return [None] * len(needs)
     pull_back = functools.partial(_replayed, payload, (needs, wanted, cut), beside)
@@ -60,13 +65,16 @@ def _replayed(
     beside: Cut | None,
     saved: list[Tensor],
     cotangents: list[Tensor],
+    everywhere: bool = False,
 ) -> list[Tensor | None]:
     fn, region, (needs, wanted, cut) = payload.fn, payload.region, of
     if beside is not None or (torch.is_grad_enabled() and not _torch.tracing()):
         fn = Replayed(fn, region, payload.level, beside)
     pullback = Pullback(fn, needs, cut, wanted, payload.level, payload.want, payload.n_kept)
     some = pullback.needs != pullback.requires or payload.levels > 1
-    if some and payload.levels and not hides_history(region):
+    if everywhere:
+        pullback.everywhere = True
+    elif some and payload.levels and not hides_history(region):
         pullback.plainly = payload.plainly
     if beside is not None:
         pullback.cut = beside
