@@ -10,6 +10,7 @@ from references import assert_same
 
 import functx
 from functx import checkpoint_policies as policies
+from functx._remat import _known_runs, _letting_go
 from functx._remat._known_runs import ALIKE
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
@@ -301,3 +302,30 @@ def test_memory_given_again_is_the_same():
     p.untyped_storage().resize_(p.nbytes)
     p.data.copy_(X[0] * 2)
     assert_same(torch.autograd.grad(y.sum(), x)[0], (x * p).cos() * p)
+
+
+@pytest.mark.parametrize("size", [(), (4,), (8, 8)])
+@pytest.mark.parametrize("change", ["written", "another", "module"])
+@pytest.mark.parametrize("way", ["autograd", "vjp", "nested"])
+def test_what_no_pullback_reads_may_change(size, change, way, monkeypatch):
+    """However small: nobody compares what a replay does not compute with."""
+    monkeypatch.setattr(_letting_go, "_WORTH", 128)
+    monkeypatch.setattr(_known_runs, "_sightings", {})  # a run that differs keeps everything
+    module = torch.nn.Module()
+    for _ in range(ALIKE + 4):
+        module.register_buffer("c", numbers(*size, start=1.0) + 1)
+        c, x = module.c, X[0, 0].clone().requires_grad_(way != "vjp")
+
+        def f(x, c=c):
+            c = module.c if change == "module" else c
+            return functx.remat(lambda x: x.sin() + c * 2)(x)
+
+        around = functx.remat(lambda x, f=f: f(x) * 1.0) if way == "nested" else f
+        y, pull = functx.vjp(around, x) if way == "vjp" else (around(x), None)
+        if change == "another":
+            c.data = c.data * 3
+        else:
+            c.mul_(3)
+        one = torch.ones_like(y)
+        (gradient,) = pull(one) if pull is not None else torch.autograd.grad(y, x, one)
+        assert_same(gradient.detach(), (x.cos() * one).sum().detach())

@@ -86,9 +86,9 @@ class Constant:
             )
 
     def unread(self, ledger: Ledger, leaves: Set[int]) -> bool:
-        """Whether no pullback reads it, of a body that has run; and it is worth to let it go."""
+        """Whether no pullback reads it, of a body that has run; then it may change, too."""
         holders = self.holders
-        if holders is None or self.before is not None or not can_go(self.value):
+        if holders is None or self.before is not None or not can_go(self.value, 0):
             return False
         return not (ledger.needs(holders) or is_held(holders, ledger.viewed, leaves))
 

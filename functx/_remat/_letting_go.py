@@ -36,8 +36,8 @@ _WORTH = 128
 """Bytes; for less than that it is not worth the time."""
 
 
-def can_go(t: Tensor) -> bool:
-    """Whether an alias of ``t`` can be let go, and is worth it."""
+def can_go(t: Tensor, worth: int | None = None) -> bool:
+    """Whether an alias of ``t`` can be let go, and is worth it, at so many bytes."""
     base = t
     while _torch.is_wrapped(base):
         if _torch.is_functional(base):
@@ -47,7 +47,7 @@ def can_go(t: Tensor) -> bool:
         type(base) is Tensor
         and not base.__dict__  # what stands for it has them: `_alike`
         and base.layout is torch.strided
-        and base.nbytes >= _WORTH
+        and base.nbytes >= (_WORTH if worth is None else worth)
         and not (base.is_conj() or base.is_neg() or base.is_inference() or is_zero_tensor(base))
     )
 
