@@ -50,6 +50,30 @@ def find(
     return dict(last.values())
 
 
+def beyond_the_tape(
+    births: Sequence[Birth], found: dict[int, Tensor], returned: Sequence[Tensor | None]
+) -> dict[int, Tensor]:
+    """Which of those found are held by others than the tape; all are taken off it.
+
+    A hook on what is saved may keep the very tensor (``save_on_cpu`` does, on the CPU). If it is a
+    result of the node that saves it, it holds what holds it, till the node is pulled back.
+
+    Args:
+        births: what the body made.
+        found: emptied.
+        returned: what the body returned.
+    """
+    others = {*map(id, returned)}
+    for _, ref, _ in births:
+        t = ref()
+        if t is not None and t.grad_fn is not None and id(t) not in others and _torch.detachable(t):
+            _torch.detach_in_place(t)
+    t = None
+    numbers = {*found}
+    found.clear()
+    return {number: cell[0] for number, cell in _held(births, returned) if number in numbers}
+
+
 def any_held(births: Sequence[Birth], returned: Sequence[Tensor | None]) -> bool:
     """Whether anything that a body made is held, but what it returned; on a tape or not."""
     return any(number >= 0 or _taped(cell[0], True) for number, cell in _held(births, returned))

@@ -315,6 +315,8 @@ class Region:
         if not found:
             return found
         lenient = self.originals is not None or self.options.by_sight
+        if lenient and not (found := _escape.beyond_the_tape(births, found, [*returned, *views])):
+            return found
         if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
             _escape.refuse(self.options.name, births, found)
         self.left = list(found)
