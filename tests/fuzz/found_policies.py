@@ -93,4 +93,34 @@ def build(remat, env):
 """,
         set(),
     ),
+    "a norm is dropped that advances statistics which the region has made": Program(
+        """
+def build(remat, env):
+    policy = functx.checkpoint_policies.everything_saveable
+    def f(x):
+        def region():
+            mean = x.detach() * 0.5
+            var = mean.square() + 1.0
+            given = torch.outer(mean, mean)
+            buffers = {"running_mean": mean, "running_var": var}
+            torch.func.functional_call(remat(env.norm), buffers, (given,))
+            return torch.sigmoid(var) * x.sin()
+        return remat(region, policy=policy)()
+    return f
+""",
+        set(),
+    ),
+    "a constant that a region inside is given, and only hands back": Program(
+        """
+def build(remat, env):
+    def f(x):
+        made = remat(lambda: torch.sin(x.detach()))()
+        def region():
+            out, back = remat(lambda p: (torch.sigmoid(x), p))(made)
+            return out * 0.5
+        return remat(region)()
+    return f
+""",
+        set(),
+    ),
 }
