@@ -1,7 +1,10 @@
 """Bodies that do something else where a flag is set: ``CHANGES``, by what changes."""
 
+import contextlib
+
 import torch
 from cases import numbers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 
@@ -74,6 +77,26 @@ def unseen(x, flag):
     return h + x
 
 
+def compressed(x, flag):
+    """What the tape holds is rounded."""
+    h = torch.sin(x * 2)
+    if flag:
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.float, torch.Tensor.double):
+            return h.exp() * x
+    return h.exp() * x
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out.mul(64).round().div(64) if func is torch.ops.aten.sin.default else out
+
+
+def under_a_mode(x, flag):
+    with Rounding() if flag else contextlib.nullcontext():
+        return torch.sin(x * 2) * x
+
+
 CHANGES = {
     "another of two results": lambda x, flag: torch.mul(*(both(x)[flag], x)) + sum(both(x)),
     "another of two results with one tape": lambda x, flag: (
@@ -111,5 +134,7 @@ CHANGES = {
     "looked at": lambda x, flag: torch.exp(x) * (x.exp().sum().item() if flag else 2.0),
     "a shape": lambda x, flag: torch.exp(x[: 2 if flag else 3]).sum(0) * x,
     "a shape that values decide": lambda x, flag: torch.exp(x[x > (0.5 if flag else 0)]).sum() * x,
+    "hooks on what is saved": compressed,
+    "a dispatch mode": under_a_mode,
     "a dtype": lambda x, flag: torch.exp(x.float() if flag else x) * x,
 }

@@ -45,6 +45,7 @@ from functx._remat._watch import (
     unwatched,
 )
 from functx._remat._writes import ASKS, written_by
+from functx._torch_globals import hooks_on_saved
 from functx._torch_memory import shares_memory
 from functx._torch_modules import frame_above
 
@@ -217,6 +218,8 @@ class FirstRun(Compared):
             known = known_functions[func]
         except (KeyError, TypeError):
             known = known_of(func)
+        if hooks_on_saved(True) is not None:
+            self.odd = True  # the body has hung them, which change what its tape holds
         if self._plain and not now.savers:
             if known.ordinary and not kwargs:
                 if (expected := self.expected) is not None:

@@ -45,7 +45,7 @@ class Tracker:
     seed = 0  # of the generator when the body began
     pulls_back = False  # whether a node's tape is, for none of the functions that users wrote
     looks = False  # whether the body asked how a tensor lies in memory, or wrapped one
-    odd = False  # whether it took something whose contents are not compared
+    odd = False  # whether it took something whose contents are not compared, or entered a mode
     aliases: Aliases = MappingProxyType({})  # NOTE [aliases] in `_aliases`
 
     def __init__(self) -> None:
@@ -241,7 +241,9 @@ class RegionMode(TorchFunctionMode):
         what they work on; only their callers' operations count.
         """
         tracker = self.tracker
-        if dispatch_mode_depth() < tracker.modes or (
+        if (depth := dispatch_mode_depth()) > tracker.modes:
+            tracker.odd = True  # the body has entered one
+        if depth < tracker.modes or (
             current_graph_task_id() != -1 and _torch.inside_dispatcher() and not asked(func)
         ):
             return func(*args, **(kwargs or {}))
@@ -250,8 +252,7 @@ class RegionMode(TorchFunctionMode):
 
 def _active_mode() -> RegionMode | None:
     for i in range(_torch.function_mode_depth() - 1, -1, -1):
-        mode = _torch.get_function_mode_at(i)
-        if isinstance(mode, RegionMode):
+        if isinstance(mode := _torch.get_function_mode_at(i), RegionMode):
             return mode
     return None
 
