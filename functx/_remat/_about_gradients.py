@@ -30,6 +30,9 @@ class AboutGradients(Tracker):
         """Whether ``t`` was seen being made in this run."""
         raise NotImplementedError
 
+    def reads(self, t: Tensor) -> None:
+        """An operation reads what was made in this run. ``NOTE [written unseen]``."""
+
     def given(self) -> Sequence[Tensor]:
         """What the body was given, or has captured so far."""
         return self._originals

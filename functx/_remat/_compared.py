@@ -40,6 +40,8 @@ class Compared(Asking):
     tape: Any = None
     ends: Sequence[Any] = ()
     groups: Sequence[int] = ()
+    # Of what was made here and written to, how often, when an operation read it.
+    versions: Sequence[tuple[int, int]] = ()
     _number = -1
     _writes: Writes | None = None
 
@@ -77,6 +79,14 @@ class Compared(Asking):
     def departs(self) -> None:
         """It is no longer as was expected."""
         self.expected = None
+
+    def reads(self, t: Tensor) -> None:
+        """Note how often what was made here has been written to. ``NOTE [written unseen]``."""
+        try:
+            if version := t._version:
+                self.versions = [*self.versions, (len(self.entries), version)]
+        except RuntimeError:  # it was made in inference mode, where torch does not count
+            self.odd = True
 
     def externals(self) -> Sequence[Tensor]:
         """What the body read that it did not make, as it saw it."""
@@ -179,6 +189,11 @@ class Compared(Asking):
                     a = found[1]
                 elif (birth := births.get(key)) is not None and birth[1]() is a:
                     sources.append(KNOWN - birth[0])
+                    try:
+                        if a._version:  # of a fresh one it is 0
+                            self.reads(a)
+                    except RuntimeError:  # it was made in inference mode
+                        self.odd = True
                 else:
                     a = self._meet(a)
                     if sources[-1] < 0:

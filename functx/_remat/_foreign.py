@@ -114,6 +114,7 @@ class Standins(AboutGradients):
                     a = found[1]
                 elif (birth := births.get(key)) is not None and birth[1]() is a:
                     sources.append(KNOWN - birth[0])
+                    self.reads(a)
                 else:
                     a = self._meet(a)
                     if sources[-1] < 0:
@@ -133,6 +134,7 @@ class Standins(AboutGradients):
             return found[1]
         if self.knows(t):
             self._sources.append(KNOWN - self._births[id(t)][0])
+            self.reads(t)
             return t
         met = self._meet(t)
         if self._sources[-1] < 0:

@@ -13,6 +13,13 @@ nothing out, its inputs are all kept, and its code has to be known anew.
 What the key of a code is decides only what a run is compared with, never what is taken over. Only
 what can be compared is known: no region in another one, no policy, no Python on the tape, no
 argument or capture that is written to, no autocast, no modes of the user's.
+
+NOTE [written unseen]
+Function modes are not shown what runs with them turned off (``DisableTorchFunction``), in another
+thread or in an extension in C++. Where that writes to what the body has made, in some runs and not
+in others, torch counts it all the same: so the version of what an operation reads is compared too,
+where it is not 0, as that of a fresh tensor is. What is made in inference mode has none, and such a
+run is not known; nor has what is written by ``.data``, ``.numpy()`` or ``data_ptr()``, in there.
 """
 
 from __future__ import annotations
@@ -64,7 +71,7 @@ class KnownRun:
     __slots__ = (
         *("ends", "entries", "externals", "groups", "ledger", "looks", "made", "needed"),
         *("nodes", "origins", "passing", "relations", "settings", "shared", "tape", "unread"),
-        "unsure",
+        *("unsure", "versions"),
     )
 
     def __init__(
@@ -83,6 +90,7 @@ class KnownRun:
         self.externals = [*map(_signature, first.externals())]
         self.shared = sharing(first.externals())
         self.nodes = first.nodes
+        self.versions = first.versions
         self.tape, self.ends, self.groups = first.tape, first.ends, first.groups
         self.relations = first.relations()
         self.ledger = ledger
@@ -99,6 +107,7 @@ class KnownRun:
             and first.origins == self.origins
             and first.looks == self.looks
             and first.nodes == self.nodes
+            and first.versions == self.versions
             and first.settings == self.settings
             and [*map(_signature, first.externals())] == self.externals
             and sharing(first.externals()) == self.shared
