@@ -52,6 +52,32 @@ def composite(func: Any, args: Any, kwargs: Any) -> Any:
     return func if func.has_kernel_for_dispatch_key(_COMPOSITE) else None
 
 
+_KERNELS = ("_init_fn", "_setup_context_fn")
+
+
+def kernels_of(x: Any) -> list[Any]:
+    """The functions of Python that an operator runs: of ``torch.library.custom_op``."""
+    if isinstance(x, torch._ops.OpOverloadPacket):
+        x = torch._library.custom_ops.OPDEFS.get(x._qualified_op_name)
+    elif isinstance(x, torch._ops.OpOverload):
+        x = torch._library.custom_ops.OPDEFS.get(x._schema.name)
+    if not isinstance(x, torch._library.custom_ops.CustomOpDef):
+        return []
+    found = [getattr(x, name, None) for name in _KERNELS]
+    return [f for f in (*found, *x._backend_fns.values()) if f is not None]
+
+
+def kernels_named(names: Iterable[str]) -> list[Any]:
+    """Those of the operators that code names by ``torch.ops.namespace.name``."""
+    named = {*names}
+    found = []
+    for key, definition in [*torch._library.custom_ops.OPDEFS.items()]:
+        namespace, _, name = key.partition("::")
+        if namespace in named and name in named:
+            found += kernels_of(definition)
+    return found
+
+
 def run_inside(func: Any, args: Any, kwargs: Any, tensors: Iterable[torch.Tensor]) -> Any:
     """Run an overload so that function modes that are active see what it calls, and not itself.
 

@@ -56,6 +56,7 @@ LAYERS = [
         "functx._remat._depth",
         "functx._remat._observers",
         "functx._remat._parts_of_given",
+        "functx._remat._python_random",
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
@@ -75,7 +76,7 @@ LAYERS = [
         "functx._remat._module_state",
     ),
     ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
-    ("functx._remat._python_random", "functx._remat._tracker"),
+    ("functx._remat._tracker",),
     ("functx._remat._scripted",),
     (
         "functx._remat._parts",

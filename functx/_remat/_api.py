@@ -87,9 +87,10 @@ def remat(
             static here in any case.
         static_argnames: likewise, by name.
         preserve_rng_state: replay random numbers as they were drawn: torch's default generators
-            on every device of the inputs, ``torch.Generator`` arguments, and Python's and numpy's
-            global ones where the code of ``f``, or code it reaches, names them. ``"all"``: theirs
-            in any case. ``False`` draws anew, which is only right for functions that draw none.
+            on every device of the inputs, ``torch.Generator`` arguments, Python's and numpy's
+            global ones where the code of ``f``, or code it reaches (methods, custom Functions and
+            operators too), names them, and such of theirs as it reaches. ``"all"``: the global
+            ones in any case. ``False`` draws anew, which is only right where none are drawn.
         determinism_check: ``"default"`` compares each operation of a replay with the forward and
             raises where it departs; ``"values"`` also compares checksums of what the operations
             give, bit by bit. It then leaves nothing out of a replay, keeps every input, and reads

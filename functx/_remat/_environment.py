@@ -89,7 +89,8 @@ class Environment:
         self._settings = settings = settings_and_casts()
         self._hooks = hooks_of_all() if settings[-4] else None
         self._left_changed = False  # by the first run, when it had ended
-        self._state = ModuleState(reach(body, arguments))
+        found = reach(body, arguments)
+        self._state = ModuleState(found)
         self._modes = _torch_modes.user_modes()
         self._parametrizations = _torch_globals.parametrization_cache()
         # How to read and set each generator, and what it was.
@@ -97,8 +98,11 @@ class Environment:
         if options.preserve_rng_state:
             for key, generator in generators:
                 self._keep(key, generator.get_state, generator.set_state)
-            for name, read, write in _python_random.reachable(body, options.preserve_rng_state):
-                self._keep(name, read, write)
+            if found.packages or found.generators or options.preserve_rng_state == "all":
+                for key, read, write in _python_random.reachable(
+                    found.packages, found.generators.values(), options.preserve_rng_state
+                ):
+                    self._keep(key, read, write)
 
     def _casting(self, kind: str) -> None:
         if kind not in self._autocast and torch.amp.is_autocast_available(kind):

@@ -1,149 +1,95 @@
-"""Python's and numpy's global generators, where a function's code names them.
+"""Python's and numpy's generators: the global ones, and those that a program made.
 
 Reading their state at every call would cost more than most regions; so it is done where code that
-the function reaches (itself, functions it closes over, the methods of its module) names ``random``
-or ``numpy``, or where the caller asks for it.
+the function reaches (`_within_reach`) names ``random`` or ``numpy``, where it reaches a generator
+itself (``np.random.default_rng()``), or where the caller asks for it.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import random
 import sys
 import types
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch import nn
+Generator = tuple[Any, Callable[[], Any], Callable[[Any], Any]]
 
-from functx import _torch_modules
-from functx._remat._code_names import OfGlobals, names_in
+PACKAGES = frozenset({"random", "numpy"})
+_BUILT_IN = frozenset({bool, int, float, str, tuple, list, dict, set, frozenset})
+_IN_C = types.BuiltinFunctionType, types.MethodType
+_OF_A_MODULE = (types.FunctionType, type)
 
-Generator = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
+def reachable(
+    named: Collection[str], instances: Collection[Any], preserve: bool | str
+) -> list[Generator]:
+    """The generators whose state a region must keep: what each is, how to read it, how to set it.
 
-def reachable(f: Any, preserve: bool | str) -> list[Generator]:
-    """The global generators whose state a region must keep: name, how to read it, how to set it."""
-    named = {*_GENERATORS} if preserve == "all" else _named_by(f)
+    Args:
+        named: packages of global generators that code within reach names.
+        instances: generators within reach.
+        preserve: what the caller asked for: ``"all"`` for the global ones in any case.
+    """
+    if preserve == "all":
+        named = PACKAGES
     found: list[Generator] = []
     if "random" in named:
         found.append(("random", random.getstate, random.setstate))
     if "numpy" in named and "numpy" in sys.modules:
         np = sys.modules["numpy"]
         found.append(("numpy", np.random.get_state, np.random.set_state))
+    found += [(g, *_ways(g)) for g in instances]
     return found
 
 
-_GENERATORS = frozenset({"random", "numpy"})
-_BUILT_IN = frozenset({bool, int, float, str, tuple, list, dict, set, frozenset})
+def is_generator(x: Any) -> bool:
+    """Whether it is a generator of Python's or numpy's whose state can be read and set."""
+    if isinstance(x, random.Random):
+        return not isinstance(x, random.SystemRandom)
+    return _of_numpy(x, "Generator") or _of_numpy(x, "RandomState")
 
 
-def _top_of(value: Any) -> str:
+def _of_numpy(x: Any, name: str) -> bool:
+    np = sys.modules.get("numpy.random")
+    return np is not None and isinstance(x, getattr(np, name))
+
+
+def _ways(g: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    if isinstance(g, random.Random):
+        return g.getstate, g.setstate
+    if _of_numpy(g, "RandomState"):
+        return g.get_state, g.set_state
+    bits = g.bit_generator
+
+    def write(state: Any) -> None:
+        bits.state = state
+
+    return lambda: bits.state, write
+
+
+def behind(function: Any) -> Any:
+    """The generator whose method this is; ``None`` if it is something else."""
+    owner = getattr(function, "__self__", None) if isinstance(function, _IN_C) else None
+    return owner if owner is not None and is_generator(owner) else None
+
+
+def package_of(value: Any) -> str:
     """The package that a value is, or is of; ``""`` where that is not known."""
-    module = value.__name__ if isinstance(value, types.ModuleType) else None
-    module = module or getattr(value, "__module__", None)
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    else:
+        module = (value if isinstance(value, _OF_A_MODULE) else type(value)).__module__
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-def _named_by(f: Any) -> set[str]:
-    """Those of `_GENERATORS` that the code of functions names.
-
-    Of all that ``f`` reaches through globals, cells, partials, methods, and submodules.
-    """
+def named_by(names: Sequence[str], values: Sequence[Any]) -> frozenset[str]:
+    """The packages of generators that some globals are of; ``None`` is one that is not there."""
     named: set[str] = set()
-    if isinstance(f, types.BuiltinFunctionType):
-        return named
-    seen: set[int] = set()
-    stack = [f]
-    while stack:
-        f = stack.pop()
-        if id(f) in seen:
-            continue
-        seen.add(id(f))
-        if isinstance(f, types.FunctionType):
-            values, (found, functions) = _of_globals(f)
-            named |= found
-            stack += [values[i] for i in functions]
-            for cell in f.__closure__ or ():
-                try:
-                    contents = cell.cell_contents
-                except ValueError:
-                    continue
-                if callable(contents):
-                    stack.append(contents)
-        elif isinstance(f, nn.Module):
-            for cls in {*map(type, _torch_modules.modules_of(f))}:
-                forward = _torch_modules.forward_of(cls, _NOT_THE_USERS)
-                if forward is not None:
-                    stack += _methods_of(cls, forward)
-        elif isinstance(f, types.MethodType):
-            stack += (f.__func__, f.__self__)
-            if isinstance(f.__self__, nn.Module):  # whose class may have another forward
-                stack += _methods_of(type(f.__self__), f.__func__)
-        elif isinstance(f, functools.partial):
-            stack += (f.func, *f.args, *f.keywords.values())
-    return named
-
-
-def _among(names: Sequence[str], values: Sequence[Any]) -> tuple[set[str], list[int]]:
-    """The generators that some globals are of, and which globals are functions of the user's."""
-    named: set[str] = set()
-    functions = []
-    for i, (name, value) in enumerate(zip(names, values)):
-        if value is None:  # an attribute, mostly; or imported inside the function
-            if name in _GENERATORS:
+    for name, value in zip(names, values):
+        if value is None:  # an attribute, mostly
+            if name in PACKAGES:
                 named.add(name)
-            continue
-        kind = type(value)
-        if kind not in _BUILT_IN and (top := _top_of(value)) in _GENERATORS:
-            named.add(top)
-        if kind is types.FunctionType and not _not_the_users(value):
-            functions.append(i)
-    return named, functions
-
-
-_of_globals = OfGlobals(_among)
-
-# By class and the id of a forward, that forward and the methods that it calls: found once. A class
-# may have several: a module made of it by remat has its own, and calls that of the original.
-_methods: weakref.WeakKeyDictionary[type, dict[int, tuple[Any, ...]]]
-_methods = weakref.WeakKeyDictionary()
-
-
-def _methods_of(cls: type, forward: Any) -> tuple[Any, ...]:
-    """``forward``, and the methods of a class that it names, and those name."""
-    of_class = _methods.get(cls)
-    if of_class is None:
-        of_class = _methods[cls] = {}
-    known = of_class.get(id(forward))
-    if known is None:
-        found = [forward]
-        for f in found:  # which grows
-            if not isinstance(f, types.FunctionType):
-                continue
-            inside = [c.cell_contents for c in f.__closure__ or () if c != _EMPTY]  # decorated
-            for name in names_in(f.__code__)[0]:
-                method = inspect.getattr_static(cls, name, None)
-                if isinstance(method, property):
-                    method = method.fget
-                inside.append(getattr(method, "__func__", method))
-            found += [
-                m
-                for m in inside
-                if isinstance(m, types.FunctionType) and not _not_the_users(m) and m not in found
-            ]
-        if len(of_class) >= _FEW:  # set anew on the class at every step, perhaps
-            of_class.clear()
-        known = of_class[id(forward)] = (*found,)
-    return known
-
-
-_EMPTY = types.CellType()
-_FEW = 16
-_NOT_THE_USERS = ("torch", "functx")
-
-
-def _not_the_users(f: types.FunctionType) -> bool:
-    return (f.__module__ or "").partition(".")[0] in _NOT_THE_USERS
+        elif type(value) not in _BUILT_IN and not is_generator(value):
+            named.add(package_of(value))
+    return PACKAGES & named

@@ -1,4 +1,10 @@
-"""What a function can reach, and may change: modules, objects, containers, globals."""
+"""What a function can reach, and may change: modules, objects, containers, globals, generators.
+
+NOTE [methods]
+Which methods of a class are called, and which functions of a module of the user's, is told by their
+names: all that code within reach names, on whatever it calls it. What Python calls by itself
+(``__call__``, ``__getitem__``) counts as named. No attribute is asked for: a property would run.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,22 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from functx import _torch_modules
+from functx import _torch_modules, _torch_operators
 from functx._remat._code_names import OfGlobals, names_in
 from functx._remat._containers import MUTABLE
 from functx._remat._options import Options
+from functx._remat._python_random import PACKAGES, behind, is_generator, named_by, package_of
 from functx._remat._slots import slots_of
 
-_LEAVES = frozenset({type(None), types.BuiltinFunctionType, bool, int, float, str, Options})
-_DATA = _LEAVES | {Tensor, nn.Parameter, complex, bytes}
+_LEAVES = frozenset({type(None), bool, int, float, str, Options})
+_DATA = _LEAVES | {types.BuiltinFunctionType, Tensor, nn.Parameter, complex, bytes}
 _LARGE = 1024  # data, then, rather than modules
 _OBJECTS = 1024
 
@@ -31,6 +39,28 @@ _NOT_THE_USERS = frozenset(sys.stdlib_module_names) - {"types", "collections", "
 }
 _CONTAINERS = (list, dict, set, deque)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+# NOTE [methods]: what is called that no code names; and of a class that code may call.
+_NOT_NAMED = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getattr", "getattribute", "setattr", "get", "set", "len", "iter", "next"),
+        *("getitem", "setitem", "delitem", "contains", "enter", "exit", "bool", "float", "int"),
+        *("index", "array", "torch_function", "eq", "ne", "lt", "le", "gt", "ge", "hash", "neg"),
+        *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "matmul", "rmatmul"),
+        *("truediv", "rtruediv", "itruediv", "floordiv", "mod", "pow", "rpow", "abs", "invert"),
+        *("and", "rand", "or", "ror", "xor", "lshift", "rlshift", "rshift", "rrshift", "str"),
+    )
+) | {"forward", "setup_context"}
+_CACHED = type(functools.lru_cache(resolve_name))
+_MAKING = ("__init__", "__new__", "__post_init__")
+_INSIDE = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func",),
+}
 
 
 class Reached:
@@ -44,9 +74,15 @@ class Reached:
         hooks: of modules: nothing else leads to what they close over.
         scopes: globals that functions rebind: the dict, and the names.
         named: globals that they name, likewise.
+        packages: of generators (``random``, ``numpy``) that code is of or names.
+        generators: such of the user's, by id.
+        spaces: what classes and modules of the user's hold, by the id of each. NOTE [methods].
     """
 
-    __slots__ = ("attributes", "containers", "hooks", "modules", "named", "objects", "scopes")
+    __slots__ = (
+        *("attributes", "containers", "hooks", "modules", "named", "objects", "scopes"),
+        *("generators", "packages", "spaces"),
+    )
 
     def __init__(self) -> None:
         self.attributes: list[tuple[Any, tuple[str, ...]]] = []
@@ -56,20 +92,24 @@ class Reached:
         self.hooks: list[Any] = []
         self.named: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.scopes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self.packages: frozenset[str] = frozenset()
+        self.generators: dict[int, Any] = {}
+        self.spaces: dict[int, Mapping[str, Any]] = {}
 
 
 def reach(f: Any, arguments: Iterable[Any]) -> Reached:
     """What a function reaches: by cells, defaults and globals, as owner, as argument.
 
     And in containers and attributes of objects found there, if they are not large.
+    NOTE [methods].
     """
     reached = Reached()
     modules: dict[int, nn.Module] = {}
-    stack = [part for part in (f, *arguments) if type(part) not in _LEAVES]
+    stack = [part for part in (f, *arguments) if type(part) not in _DATA]
     if any(_torch_modules.GLOBAL_HOOKS):
         stack += _hooks(_torch_modules.GLOBAL_HOOKS, reached)
     seen: set[int] = set()
-    while stack:
+    while stack or (reached.spaces and _called(stack, reached, seen)):
         part = stack.pop()
         key, kind = id(part), type(part)
         if key in seen or kind in _LEAVES or kind is Tensor:
@@ -85,7 +125,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                     stack.append(cell.cell_contents)
                 except ValueError:  # not bound yet
                     continue
-            _globals_of(part, stack, reached, seen)
+            _globals_of(part, stack, reached)
         elif kind in MUTABLE or kind is tuple:
             if kind is not tuple:
                 reached.containers.append(part)
@@ -98,18 +138,22 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                 if id(module) not in modules and not _torch_modules.is_scripted(module):
                     modules[id(module)] = module
                     if type(module).__module__.partition(".")[0] not in _NOT_THE_USERS:
-                        _class_of(type(module), stack, reached, seen)
+                        _class_of(type(module), stack, reached)
                         own = module.__dict__
                         for name in own.keys() - _OF_EVERY_MODULE:
                             if type(own[name]) not in _LEAVES:
                                 stack.append(own[name])
-                        stack.append(type(module).forward)
+                    elif "forward" in module.__dict__:  # of a layer of torch's, in place of its own
+                        stack.append(module.__dict__["forward"])
         elif kind is types.MethodType:
             stack += (part.__func__, part.__self__)
+        elif kind is types.BuiltinFunctionType:
+            if (generator := behind(part)) is not None:
+                reached.generators[id(generator)] = generator
         elif isinstance(part, functools.partial):
             stack += (part.func, *part.args, *part.keywords.values())
         elif len(reached.objects) <= _OBJECTS:
-            _attributes_of(part, stack, reached, seen)
+            _attributes_of(part, stack, reached)
     reached.modules += modules.values()
     return reached
 
@@ -133,49 +177,59 @@ def _parts(c: Any) -> Iterable[Any]:
     return () if _DATA.issuperset(map(type, parts)) else parts
 
 
-def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached, seen: set[int]) -> None:
+def _globals_of(f: types.FunctionType, stack: list[Any], reached: Reached) -> None:
     scope = f.__globals__
-    names, rebound = names_in(f.__code__)
+    names, rebound, imports = names_in(f.__code__)
     reached.named.append((scope, names))
     if rebound:
         reached.scopes.append((scope, rebound))
-    values, which = _leading_on(f)
-    for i in which:
-        value = values[i]
-        kind = type(value)
-        if kind is types.FunctionType or kind in MUTABLE or isinstance(value, (nn.Module, tuple)):
-            stack.append(value)
-        elif isinstance(value, type):
-            _class_of(value, stack, reached, seen)
-        else:
-            _attributes_of(value, stack, reached, seen)
+    values, (which, packages) = _leading_on(f)
+    if packages:
+        reached.packages |= packages
+    if which:
+        stack += [values[i] for i in which]
+    if imports:
+        stack += _imported(imports, scope)
+    if "ops" in names:
+        stack += _torch_operators.kernels_named(names)
 
 
-def _lead_on(names: Sequence[str], values: Sequence[Any]) -> list[int]:
-    """Which of some globals lead to what may be changed."""
+def _imported(names: Iterable[str], scope: dict[str, Any]) -> list[Any]:
+    """The modules that code imports when it runs, as far as they are there."""
+    package = scope.get("__package__") or ""
+    if not package:
+        names = [name for name in names if name[:1] != "."]
+    found = [sys.modules.get(resolve_name(name, package)) for name in names]
+    return [module for module in found if module is not None]
+
+
+def _lead_on(names: Sequence[str], values: Sequence[Any]) -> tuple[list[int], frozenset[str]]:
+    """Which of some globals lead to what may be changed, and the packages of generators named."""
     found = []
     for i, value in enumerate(values):
         kind = type(value)
-        if kind is types.FunctionType or isinstance(value, type):
-            leads = (value.__module__ or "").partition(".")[0] not in _NOT_THE_USERS
+        if kind is types.FunctionType or isinstance(value, (type, types.ModuleType)):
+            leads = package_of(value) not in _NOT_THE_USERS
+        elif kind is types.BuiltinFunctionType:
+            leads = behind(value) is not None
         else:
             leads = kind not in _LEAVES and kind not in _NO_STATE
         if leads:
             found.append(i)
-    return found
+    return found, named_by(names, values)
 
 
 _leading_on = OfGlobals(_lead_on)
 
 
-def _class_of(cls: type, stack: list[Any], reached: Reached, seen: set[int]) -> None:
+def _class_of(cls: type, stack: list[Any], reached: Reached) -> None:
     """What a class of the user's holds: a counter, a list of losses."""
     for base in cls.__mro__:
-        if id(base) in seen or base.__module__.partition(".")[0] in _NOT_THE_USERS:
+        if id(base) in reached.spaces or base.__module__.partition(".")[0] in _NOT_THE_USERS:
             continue
-        seen.add(id(base))
+        held = reached.spaces[id(base)] = base.__dict__
         names = []
-        for name, x in base.__dict__.items():
+        for name, x in held.items():
             kind = type(x)
             if name[:2] != "__" and (kind in _STATE or kind in MUTABLE):
                 names.append(name)
@@ -185,10 +239,32 @@ def _class_of(cls: type, stack: list[Any], reached: Reached, seen: set[int]) -> 
             reached.attributes.append((base, (*names,)))
 
 
-def _attributes_of(part: Any, stack: list[Any], reached: Reached, seen: set[int]) -> None:
+def _called(stack: list[Any], reached: Reached, seen: set[int]) -> bool:
+    """Go on with the methods of classes, and what modules hold, that are named. NOTE [methods]."""
+    names = _NOT_NAMED.union(*[names for _, names in reached.named])
+    for held in reached.spaces.values():
+        for name in held.keys() & names:
+            x = held[name]
+            if id(x) not in seen:
+                _inside(x, stack, seen)
+    return bool(stack)
+
+
+def _inside(x: Any, stack: list[Any], seen: set[int]) -> None:
+    """Go on with an attribute of a class, or with the functions in it."""
+    parts = _INSIDE.get(type(x))
+    if parts is not None:
+        seen.add(id(x))
+        stack += [getattr(x, part) for part in parts]
+    elif type(x) not in _LEAVES:
+        stack.append(x)
+
+
+def _attributes_of(part: Any, stack: list[Any], reached: Reached) -> None:
     """What an object of the user's holds."""
     kind = type(part)
-    if kind.__module__.partition(".")[0] in _NOT_THE_USERS or isinstance(part, _NO_OBJECTS):
+    if isinstance(part, _NO_OBJECTS) or kind.__module__.partition(".")[0] in _NOT_THE_USERS:
+        _other(part, stack, reached)
         return
     own = getattr(part, "__dict__", None)
     if isinstance(part, _CONTAINERS):
@@ -197,9 +273,36 @@ def _attributes_of(part: Any, stack: list[Any], reached: Reached, seen: set[int]
     if own is not None:
         reached.objects.append(part)
         stack += [x for x in own.values() if type(x) not in _LEAVES]
-        if callable(part):
-            stack.append(kind.__call__)
-    _class_of(kind, stack, reached, seen)
+    _class_of(kind, stack, reached)
     if names := slots_of(kind):
         reached.attributes.append((part, names))
         stack += [getattr(part, name, None) for name in names]
+    if is_generator(part):  # of a class derived from one
+        reached.generators[id(part)] = part
+
+
+def _other(part: Any, stack: list[Any], reached: Reached) -> None:
+    """What is no object of the user's, and may lead to one, or draw."""
+    if isinstance(part, Tensor):
+        return
+    package = package_of(part)
+    if package in PACKAGES:
+        if is_generator(part):
+            reached.generators[id(part)] = part
+        else:
+            reached.packages |= {package}
+    elif isinstance(part, type):
+        if package not in _NOT_THE_USERS:
+            _class_of(part, stack, reached)
+            for base in part.__mro__:
+                if package_of(base) not in _NOT_THE_USERS:
+                    for name in _MAKING:
+                        if name in base.__dict__:
+                            _inside(base.__dict__[name], stack, set())
+    elif isinstance(part, types.ModuleType):
+        if package not in _NOT_THE_USERS:
+            reached.spaces[id(part)] = part.__dict__
+    elif type(part) is _CACHED:
+        stack.append(part.__wrapped__)
+    elif package == "torch":
+        stack += _torch_operators.kernels_of(part)
