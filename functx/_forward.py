@@ -19,6 +19,7 @@ _forward_product = forward_mode(torch.func.jvp)
 @functools.wraps(torch.func.jacfwd)
 def jacfwd(func: Callable[..., Any], argnums: Argnums = 0, *options: Any, **named: Any) -> Any:
     """As :func:`torch.func.jacfwd`."""
+    _validate.check_argnums(argnums, "jacfwd")
     transformed = _forward_jacobian(func, argnums, *options, **named)
     if torch.compiler.is_dynamo_compiling():
         return transformed

@@ -33,7 +33,7 @@ def check_argnums(argnums: Any, api: str) -> None:
     if isinstance(argnums, int):
         return
     if not isinstance(argnums, tuple) or not all(isinstance(i, int) for i in argnums):
-        raise RuntimeError(f"{api}: argnums must be int or tuple[int, ...], got {argnums!r}")
+        raise RuntimeError(f"{api}: argnums must be int or Tuple[int, ...], got {argnums!r}")
     if not argnums:
         raise RuntimeError(f"{api}: argnums must be non-empty, got ()")
     if len(set(argnums)) != len(argnums):
@@ -124,8 +124,10 @@ def check_scalar(output: Any, api: str) -> None:
 
 def check_outputs(outputs: Sequence[Any], api: str) -> None:
     """Raises ``RuntimeError`` unless ``outputs`` are tensors that can have derivatives."""
-    if not outputs:
-        raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got [])")
+    if not outputs or [*outputs] == [None]:
+        raise RuntimeError(
+            f"{api}: Expected f to be a function that has non-empty output (got {[*outputs]})"
+        )
     for output in outputs:
         if not isinstance(output, torch.Tensor):
             raise RuntimeError(

@@ -241,3 +241,36 @@ def test_an_operator_that_runs_functions_may_be_given_keywords_alone():
     sine.fallthrough(torch._C.DispatchKey.AutogradCPU)
     x = numbers(3).requires_grad_()
     assert torch.equal(functx.remat(lambda x: sine(x=x) * x)(x), x.sin() * x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda h: torch._foreach_mul([h], 2.0)[0],
+        lambda h: sum(torch._foreach_exp((h, h + 1))),
+        lambda h: torch._foreach_lerp([h], [h * 2], 0.5)[0],
+    ],
+)
+def test_lists_that_are_only_read(f):
+    """``torch._foreach_add`` writes nothing, as ``torch._foreach_add_`` does."""
+    x = numbers(3).requires_grad_()
+    for _ in range(8):
+        h = x.tanh()
+        y = functx.remat(f)(h)
+        assert h._version == 0
+        (found,) = torch.autograd.grad(y.sum(), x)
+        (expected,) = torch.autograd.grad(f(x.tanh()).sum(), x)
+        assert torch.equal(found, expected)
+
+
+def test_lists_that_are_written_to():
+    def f(x):
+        h = x * 2
+        torch._foreach_mul_([h], [x])
+        return h.sin()
+
+    x = numbers(3).requires_grad_()
+    for _ in range(8):
+        (found,) = torch.autograd.grad(functx.remat(f)(x).sum(), x)
+        (expected,) = torch.autograd.grad(f(x).sum(), x)
+        assert torch.equal(found, expected)

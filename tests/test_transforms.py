@@ -258,8 +258,16 @@ class TestScalarErrors:
             getattr(transforms, name)(lambda x: output, has_aux=True)(numbers(3))
 
 
+@pytest.mark.parametrize("argnums", ["x", 0.5, [0], (), (0, 0), ("x",), None])
+def test_argnums_of_jacfwd_that_name_nothing(argnums):
+    with pytest.raises(RuntimeError, match="jacfwd.*argnums"):
+        transforms.jacfwd(loss, argnums)(numbers(2))
+
+
 def test_vjp_errors():
     x = numbers(2)
+    with pytest.raises(RuntimeError, match=r"non-empty output \(got \[None\]\)"):
+        transforms.vjp(lambda x: None, x)
     with pytest.raises(TypeError, match="vjp: expected a callable, got 3 of type int"):
         transforms.vjp(3, x)
     for output, message in (((), "non-empty output"), (1.0, "only tensors"), (x > 0, "floating")):

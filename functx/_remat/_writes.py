@@ -39,9 +39,14 @@ def to_the_first(name: str) -> bool:
     return name in _TO_THE_FIRST
 
 
+def _to_lists(name: str) -> bool:
+    """Whether what is called so writes in place, to tensors in lists: ``torch._foreach_add_``."""
+    return name.startswith(("_foreach", "_fused")) and name.endswith("_")
+
+
 def only_reads(func: Any, name: str) -> bool:
     """Whether what is written in C and called so writes to no argument given by position."""
-    if name in _BY_VALUE or name.startswith(("_foreach", "_fused")) or to_the_first(name):
+    if name in _BY_VALUE or _to_lists(name) or to_the_first(name):
         return False
     packet = _torch_operators.packet_of(func)
     return packet is None or not any(_torch_operators.packet_writes(packet))
@@ -70,7 +75,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
         return [*args, *kwargs.values()]
     if isinstance(func, FunctionType) and any(a is True for a in args):
         return [args[0]]  # `inplace`, perhaps, of a function in torch.nn.functional
-    if _torch_operators.is_mutable(func) or name.startswith(("_foreach", "_fused")):
+    if _torch_operators.is_mutable(func) or _to_lists(name):
         return [*args, *kwargs.values()]
     if isinstance(func, FunctionType) or (packet := _torch_operators.packet_of(func)) is None:
         return []
