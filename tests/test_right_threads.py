@@ -212,3 +212,58 @@ class TestTasks:
         except functx.RematError:
             return
         assert_same(ours, program(identity))
+
+
+# What a thread computes, of what another one computes.
+OF_A_THREAD = {
+    "all": lambda run, x, w: run(lambda: (x * w).tanh().sin()) * 2,
+    "the result": lambda run, x, w: run(lambda: (x * w).tanh().sin()),
+    "of an intermediate": lambda run, x, w: (lambda h: run(h.sin) * 2)((x * w).tanh()),
+    "with an intermediate": lambda run, x, w: (lambda h: run(h.sin) * h)((x * w).tanh()),
+    "detached": lambda run, x, w: (lambda h: run(lambda: h.detach().sin()) * h)((x * w).tanh()),
+    "twice": lambda run, x, w: (lambda h: run((run(h.sin) * h).exp))((x * w).tanh()),
+}
+
+
+class TestAThreadInside:
+    """Torch operations of another thread are not shown to a region, and nodes have its numbers."""
+
+    @pytest.mark.parametrize("nodes", [0, 2000])
+    @pytest.mark.parametrize("closure", [False, True])
+    @pytest.mark.parametrize("body", OF_A_THREAD)
+    def test_gradients(self, body, closure, nodes):
+        with ThreadPoolExecutor(1) as pool:
+
+            def run(f):
+                return pool.submit(f).result()
+
+            def count():
+                t = numbers(1).requires_grad_()
+                for _ in range(nodes):
+                    t * 2
+
+            run(count)
+            f = OF_A_THREAD[body]
+
+            def program(remat):
+                w, x = numbers(4, start=1.0).requires_grad_(), numbers(4).requires_grad_()
+                g = (lambda x: f(run, x, w)) if closure else (lambda x, w: f(run, x, w))
+                out = remat(g)(x, *(() if closure else (w,)))
+                return out.detach(), torch.autograd.grad(out.sum(), (x, w))
+
+            expected = program(identity)
+            if closure and body in ("all", "the result"):  # which reads `w` nowhere else
+                with pytest.raises(functx.RematError, match=r"in another thread.* as an argument"):
+                    program(functx.remat)
+                return
+            for _ in range(8):
+                assert_same(program(functx.remat), expected)
+
+    def test_what_was_there_before_is_no_result_of_the_body(self):
+        """Whichever thread made it: the tape of a capture does not end in what stands for it."""
+        x = numbers(4).requires_grad_()
+        h = elsewhere(lambda: x.sin().exp())
+        for _ in range(8):
+            y = functx.remat(lambda x: x.cos() * h)(x)
+            (found,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            assert_same(found, torch.autograd.grad((x.cos() * h).sum(), x, retain_graph=True)[0])

@@ -260,7 +260,7 @@ class TestScalarErrors:
 
 @pytest.mark.parametrize("argnums", ["x", 0.5, [0], (), (0, 0), ("x",), None])
 def test_argnums_of_jacfwd_that_name_nothing(argnums):
-    with pytest.raises(RuntimeError, match="jacfwd.*argnums"):
+    with pytest.raises(RuntimeError, match=r"jacfwd.*argnums"):
         transforms.jacfwd(loss, argnums)(numbers(2))
 
 

@@ -141,14 +141,21 @@ class FirstRun(Compared):
             # A body may close over what it is also given.
             self._region.given = [weakref.ref(t) for t in originals]
 
+    def remember(self, t: Tensor) -> None:
+        """What another thread has made read what nobody saw."""
+        super().remember(t)
+        in_body = t.grad_fn is not None and _torch.current_graph_task_id() == self._engine
+        if in_body and not self._computed_here(t):
+            self.must_run_whole()
+
     def _computed_here(self, t: Tensor) -> bool:
         """By its memory, which it may have past torch: of an array over a tensor."""
         if self.ledger is not None and self.ledger.computed(t):
             return True
         if not is_foreign(t):
             return False
-        made = [base_of(one) for _, ref, _ in self.births if (one := ref()) is not None]
-        made = [one for one in made if type(one) in PLAIN]  # a fake one has no memory
+        those = (base_of(one) for _, ref, _ in self.births if (one := ref()) is not None)
+        made = [one for one in those if type(one) in PLAIN]  # a fake one has no memory
         given = [*map(base_of, self._standins)]
         found = any(shares_memory(t, one) for one in made)
         found = found and not any(shares_memory(t, one) for one in given)
@@ -327,8 +334,7 @@ class FirstRun(Compared):
             tell_of_a_view(args[1])
         elif func in ASKS:
             self.asked_for_a_gradient(args[0], all(args[1:]) and all(kwargs.values()))
-        targets = tensors_of(written_by(func, args, kwargs))
-        if targets:
+        if targets := tensors_of(written_by(func, args, kwargs)):
             self.written(targets)
 
     def written(self, tensors: Sequence[Tensor]) -> None:

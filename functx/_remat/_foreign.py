@@ -36,6 +36,7 @@ from functx._remat._tapes import (
     PLAIN,
     anonymous_below,
     below,
+    leads_to,
     leaves_below,
     nodes_of,
     of_ended_level,
@@ -362,7 +363,9 @@ class Standins(AboutGradients):
             ):
                 return True
             if not _torch.is_wrapped(value):
-                return False
+                # Another thread numbers nodes itself.
+                older = (one.grad_fn for one in self._originals)
+                return node is not None and value is t and leads_to(node, self.leaves, older)
             value = _torch.get_unwrapped(value)
 
     def given_for(self, leaf: Tensor) -> Tensor | None:

@@ -36,7 +36,7 @@ from functx._remat._iterators import iterators_reached
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._prune import Pruned
-from functx._remat._tapes import rewrap
+from functx._remat._tapes import leads_to, rewrap
 from functx._remat._tracker import Tracker
 from functx._torch import sequence_number
 
@@ -239,6 +239,7 @@ class Replay(Tracker):
             node is not None
             and _torch.sequence_number(node) < self._start
             and _torch.current_graph_task_id() == self._engine
+            and not leads_to(node, self._external_ids)  # another thread numbers nodes itself
         ):
             self._depart(
                 f"operation {self._at} ({describe(self._entries[self._at].func)}) reads a tensor "

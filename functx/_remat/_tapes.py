@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +56,30 @@ def tape_below(nodes: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
         elif type(current).__name__ == "AccumulateGrad" and current.variable is not None:
             found.append(current.variable)  # not a leaf that has been given a history since
     return stack, found
+
+
+def leads_to(node: Any, leaves: Container[int], before: Iterable[Any] = ()) -> bool:
+    """Whether the tape below a node ends in one of some leaves, as far as a short walk tells.
+
+    Args:
+        node: where it begins.
+        leaves: by id.
+        before: nodes that are older than all of these.
+    """
+    stack, seen = [node], {None, node, *before}
+    for current in stack:  # which grows
+        for below, _ in current.next_functions:
+            if below not in seen:
+                seen.add(below)
+                stack.append(below)
+                if type(below).__name__ == "AccumulateGrad" and id(below.variable) in leaves:
+                    return True
+        if len(stack) > _SHORT:
+            break
+    return False
+
+
+_SHORT = 1000  # nodes
 
 
 def edges_below(edge: tuple[Any, int]) -> Iterator[tuple[Any, int]]:

@@ -18,6 +18,6 @@ def refuse_unseen(region: str, t: Tensor) -> NoReturn:
     """
     raise RematError(
         f"remat: the region {region!r} used a tensor of shape {tuple(t.shape)} that requires grad "
-        "where functx can't see it (in an extension that is called past torch's Python API, most "
-        "likely), so its gradient would be lost. Pass it to the region as an argument."
+        "where functx can't see it (in another thread, or in an extension that is called past "
+        "torch's Python API), so its gradient would be lost. Pass it to the region as an argument."
     )
