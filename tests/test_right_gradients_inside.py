@@ -1,5 +1,7 @@
 """What a body does about gradients by name: ``.grad``, ``retain_grad``, ``.data``, casts."""
 
+import re
+
 import pytest
 import torch
 from cases import numbers
@@ -328,3 +330,25 @@ def test_gradients_by_what_others_do_not_depend_on(way, leaf, closes):
 
     for _ in range(6):
         assert_same(program(functx.remat), program(identity), 8)
+
+
+REFUSING = {
+    "grad": lambda f: functx.grad(f)(X),
+    "vmap": lambda f: functx.vmap(f)(X[None]),
+    "jvp": lambda f: functx.jvp(f, (X,), (X,)),
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f))(X[None]),
+    "no gradient": lambda f: f(X),
+}
+
+
+@pytest.mark.parametrize("way", REFUSING)
+def test_gradients_that_torch_refuses_to_retain(way):
+    def f(x):
+        y = x.sin()
+        y.retain_grad()
+        return y.sum()
+
+    with pytest.raises(RuntimeError) as expected:
+        REFUSING[way](f)
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value).partition("\n")[0])):
+        REFUSING[way](functx.remat(f))

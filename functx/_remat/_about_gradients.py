@@ -46,6 +46,9 @@ class AboutGradients(Tracker):
         t = args[0]
         found = self._index.get(id(t))
         if func == RETAIN_GRAD:
+            if _torch.interpreter_depth() or not t.requires_grad:
+                with tracking(SILENT):
+                    t.retain_grad()  # which torch refuses
             original = None if found is None else self._originals[found[2]]
             ask = weakref.ref(t) if original is None else lambda: original
             self._retained = [*self._retained, ask]
