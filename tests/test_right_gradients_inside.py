@@ -352,3 +352,25 @@ def test_gradients_that_torch_refuses_to_retain(way):
         REFUSING[way](f)
     with pytest.raises(RuntimeError, match=re.escape(str(expected.value).partition("\n")[0])):
         REFUSING[way](functx.remat(f))
+
+
+class TestIsLeaf:
+    def f(self, x, h):
+        return x * (1 if h.is_leaf else 2)
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_of_an_argument_that_is_none(self, nested):
+        x = X.clone().requires_grad_()
+        f = functx.remat(functx.remat(self.f)) if nested else functx.remat(self.f)
+        with pytest.raises(functx.RematError, match=r"is a leaf.* pass the answer"):
+            f(x, x * 1)
+
+    def test_of_others(self):
+        x, w = X.clone().requires_grad_(), X.clone()
+        for h in (x, w, w * 1):
+            y = functx.remat(self.f)(x, h)
+            assert_same(y, self.f(x, h))
+            assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(self.f(x, h).sum(), x))
+        h = x * 1
+        for f in (lambda x: self.f(x, h), lambda x: self.f(x, x.sin())):
+            assert_same(functx.remat(f)(x), f(x))
