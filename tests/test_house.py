@@ -37,6 +37,7 @@ LAYERS = [
         "functx._remat._code_names",
         "functx._remat._levels",
         "functx._remat._options",
+        "functx._remat._past_torch",
         "functx._remat._slots",
         "functx._remat._alike",
         "functx._remat._cond",

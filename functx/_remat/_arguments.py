@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from functx._remat._past_torch import held_by
+
 SCALARS = (
     *(int, float, complex, str, type(None), range, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -52,9 +54,10 @@ def token(a: Any) -> Any:
     """Something that is equal for arguments that hold the same; ``None`` for what holds nothing.
 
     Functions, types and other objects are not told apart: a body may well make new ones each time.
+    But what a function holds that is not torch's memory is compared (`_past_torch`).
     """
     if a in _TYPES if isinstance(a, type) else callable(a):
-        return a if isinstance(a, type) else None
+        return a if isinstance(a, type) else held_by([a]) or None
     try:
         view = memoryview(a)
     except (TypeError, ValueError, BufferError):

@@ -17,7 +17,6 @@ from functx._remat import _wrappers
 from functx._remat._aliases import PassedOn, passed_on
 from functx._remat._apart import Reached, is_nobodys
 from functx._remat._compared import Compared
-from functx._remat._constant import is_foreign, may_be_unseen
 from functx._remat._entry import MAKES, Entry, describe, results
 from functx._remat._escape import Birth
 from functx._remat._functions import IN_C, known_of
@@ -29,6 +28,7 @@ from functx._remat._known_runs import layout_of
 from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
+from functx._remat._past_torch import is_foreign, may_be_unseen
 from functx._remat._prune import is_unread
 from functx._remat._read_results import Replayed
 from functx._remat._region import Region

@@ -6,31 +6,27 @@ before and did not write (a key-value cache, a step counter), at no cost: it is 
 is written outside of regions nobody sees beforehand.
 
 NOTE [memory of others]
-What is in memory that is not torch's own (of a NumPy array, a buffer, another library) changes
-without a version. So where there is little of it, the bits are compared, of what a region is given
-as well (`_node`). Those of parameters are not. A tensor of such memory that the body has come by
-itself (`torch.from_numpy(h.numpy())`) is no constant: a replay comes by it, too.
+What is in memory that is not torch's own (`_past_torch`) changes without a version. So where there
+is little of it, the bits are compared, of what a region is given as well (`_node`). Those of
+parameters are not. A tensor of such memory that the body has come by itself
+(`torch.from_numpy(h.numpy())`) is no constant: a replay comes by it, too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Sequence, Set
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from functx import _torch
 from functx._errors import RematError, ReplayError
 from functx._remat._holders import Holders
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import can_go, is_held
+from functx._remat._past_torch import foreign_bits
 from functx._remat._prune import placeholder
 from functx._torch_memory import Places, memory_of
-
-_LITTLE = 1 << 20
-"""So many bytes are compared."""
 
 
 class Constant:
@@ -134,35 +130,6 @@ class Constant:
                 "the backward, or pass a clone."
             )
         return self.value
-
-
-def is_foreign(t: Tensor) -> bool:
-    """Whether memory is not torch's own. ``NOTE [memory of others]``."""
-    if type(t) is not Tensor or t.grad_fn is not None:  # what was computed is torch's
-        return False
-    try:
-        return not t.untyped_storage().resizable() and t.numel() > 0
-    except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
-        return False
-
-
-def may_be_unseen(t: Tensor) -> bool:
-    """Whether a body may have made ``t`` by what modes are not shown: NumPy, or a parameter."""
-    return isinstance(t, Parameter) or is_foreign(t)
-
-
-def foreign_bits(t: Tensor) -> int | None:
-    """A hash of memory that is not torch's own. ``NOTE [memory of others]``."""
-    if type(t) is not Tensor or t.grad_fn is not None:  # what was computed is torch's
-        return None
-    try:
-        if t.untyped_storage().resizable() or not t.is_cpu or not t.numel():
-            return None
-        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
-        size = (last + 1) * t.element_size()
-        return hash(ctypes.string_at(t.data_ptr(), size)) if size <= _LITTLE else None
-    except (RuntimeError, NotImplementedError):  # no memory: sparse, fake, a wrapper
-        return None
 
 
 def unread(constants: Sequence[Constant], ledger: Ledger, leaves: Set[int]) -> Sequence[bool]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_globals, _torch_nodes
+from functx._remat._past_torch import held_by
 from functx._remat._tapes import nodes_of, tensors_of
 
 Apply = Callable[..., Any]
@@ -80,6 +81,7 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
         return []
     kept: list[tuple[str, Any]] = []
     for node in nodes_of([first]):
+        kept += _past_torch(node, tensors_of(args))
         if attributes := getattr(node, "__dict__", None):
             kept += [
                 (key, _ADDRESS.sub("0x", x) if type(x) is str else x)
@@ -90,6 +92,19 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
         named = {address for t in tensors_of(out, args) for address in _addresses(t)}
         kept = [(key, x) for key, x in kept if type(x) is not int or x not in named]
     return [x for pair in sorted(kept, key=repr) for x in pair]
+
+
+def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
+    """What a node keeps of memory that is not torch's, and that was not given to its Function."""
+    if not _torch_nodes.is_of_python(node):
+        return []
+    attributes = getattr(node, "__dict__", None) or {}
+    kept = [(key, x) for key, x in attributes.items() if not key.startswith("_")]
+    if _torch_globals.hooks_on_saved(True) is None:  # which would run
+        with suppress(AttributeError, RuntimeError):  # written to since it was saved, perhaps
+            kept.append(("saved_tensors", node.saved_tensors))
+    found = [(key, held_by([x], given)) for key, x in kept if type(x) not in _KEPT]
+    return [(key, held) for key, held in found if held]
 
 
 _A_PAGE = 4096

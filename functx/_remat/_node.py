@@ -14,7 +14,7 @@ from torch import Tensor
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
 from functx._remat._apart import edges_elsewhere, hooked, nodes_apart, watch_results
-from functx._remat._constant import foreign_bits, without
+from functx._remat._constant import without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
 from functx._remat._in_turn import each_alone, hung
@@ -22,6 +22,7 @@ from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
 from functx._remat._one_by_one import Rest, of_the_body, rest_of, still_saved
 from functx._remat._packed import Refusing
+from functx._remat._past_torch import foreign_bits
 from functx._remat._prune import placeholder
 from functx._remat._pulled_back import gradients_of, gradients_with_tangents
 from functx._remat._read_results import looked_at, packed_in, read_by, still_there

@@ -17,7 +17,6 @@ from functx import _torch
 from functx._places import where
 from functx._remat._aliases import PassedOn, known_again
 from functx._remat._arguments import NUMBERS, TENSOR, same
-from functx._remat._constant import may_be_unseen
 from functx._remat._departure import WHY, departed
 from functx._remat._entry import (
     KNOWN,
@@ -35,6 +34,7 @@ from functx._remat._functions import known_of
 from functx._remat._iterators import iterators_reached
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
+from functx._remat._past_torch import AllHeld, may_be_unseen
 from functx._remat._prune import Pruned
 from functx._remat._tapes import leads_to, rewrap
 from functx._remat._tracker import Tracker
@@ -270,6 +270,11 @@ class Replay(Tracker):
                 )
             if func is custom_state:
                 self._depart(_kept_otherwise(at, entry.scalars, scalars))
+            if any(type(x) is AllHeld for x in (*entry.scalars, *scalars)):
+                self._depart(
+                    f"operation {at} ({describe(func)}) is given a function that holds other "
+                    f"values than in the forward, {[*scalars]} for {[*entry.scalars]}"
+                )
             if func is nested_values:
                 self._depart(f"operation {at}, a region inside it, gives other values than it gave")
             self._depart(

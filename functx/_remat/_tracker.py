@@ -32,6 +32,7 @@ from functx._remat._entry import custom_function, custom_state, nested_transform
 from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import RETAIN_GRAD, on_the_tape
+from functx._remat._past_torch import AllHeld
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
@@ -118,11 +119,9 @@ class Tracker:
             parts = [self.swap(x) for x in a]
             new = hasattr(a, "_fields") and any(p is not x for p, x in zip(parts, a))
             return cls(*parts) if new else a
-        held = token(a)
-        if held is not None:
+        if (held := token(a)) is not None:
             self._scalars.append(held)
-        else:
-            self.odd = True
+        self.odd = self.odd or held is None or held.__class__ is AllHeld
         return a
 
     def operands(self, func: Any, values: Sequence[Any]) -> Any:
