@@ -1,7 +1,7 @@
 """What another thread puts into a list, while a region that changes it is replayed, stays there."""
 
-import threading
 from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,15 +34,21 @@ class Net(nn.Module):
         return y.exp()
 
 
+POOL = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool():
+    """A thread that is there all the time."""
+    with ThreadPoolExecutor(1) as found:
+        POOL.append(found)
+        yield
+    POOL.clear()
+
+
 def elsewhere(f):
     """``f()``, in another thread, while this one waits."""
-
-    def run():
-        thread = threading.Thread(target=f)
-        thread.start()
-        thread.join()
-
-    return run
+    return lambda: POOL[0].submit(f).result()
 
 
 def append(thing):
