@@ -78,20 +78,33 @@ class EngineHook:
 
 
 class _Hooks(OrderedDict[int, Any]):
-    """Hooks on a tensor's gradient, of which a user's are not called with ``None``."""
+    """Hooks on a tensor's gradient, of which a user's are not called with ``None``.
+
+    Attributes:
+        given: those that gave another gradient, by their keys, since it was cleared.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: set[int] = set()
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        super().__setitem__(key, hook if isinstance(hook, EngineHook) else _unless_nothing(hook))
+        if not isinstance(hook, EngineHook):
+            hook = _unless_nothing(hook, functools.partial(self.given.add, key))
+        super().__setitem__(key, hook)
 
 
-def _unless_nothing(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _unless_nothing(hook: Callable[[Any], Any], changes: Callable[[], None]) -> Any:
     if is_of_several(hook):
         _only_with_something(hook)
         return hook
 
     @functools.wraps(hook)
     def called(gradient: Any) -> Any:
-        return None if gradient is None else hook(gradient)
+        if gradient is None or (other := hook(gradient)) is None:
+            return None
+        changes()
+        return other
 
     return called
 
@@ -138,6 +151,11 @@ def has_hooks(t: torch.Tensor) -> bool:
 def hooks_of(t: torch.Tensor) -> Any:
     """The dict of the hooks of a tensor that has some."""
     return t._backward_hooks
+
+
+def users_keys(hooks: Any) -> list[int]:
+    """Of a dict of hooks, the keys of those that are not functx's own."""
+    return [key for key, hook in hooks.items() if not isinstance(hook, EngineHook)]
 
 
 def has_users_hook(hooks: Any) -> bool:

@@ -46,7 +46,7 @@ LAYERS = [
     ("functx._remat._holders",),
     ("functx._remat._one_by_one",),
     ("functx._remat._partial",),
-    ("functx._remat._in_turn",),
+    ("functx._remat._in_turn", "functx._remat._hung_inside"),
     (
         "functx._remat._aliases",
         "functx._remat._apart",

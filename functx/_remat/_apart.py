@@ -20,7 +20,7 @@ engine comes by that, replays are pulled back to all of their leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch_nodes
+from functx._remat._hung_inside import Inside, hung_inside
 from functx._remat._in_turn import turn_of
 from functx._remat._one_by_one import groups_of
 from functx._remat._partial import Above, above, watch, with_left
@@ -50,6 +51,7 @@ class Reached(set[int]):
         elsewhere: results whose tapes end in others as well. ``NOTE [all of a tape]``.
         firsts: the number of the first node of each result.
         groups: of results that are pulled back together. ``NOTE [one by one]`` in `_one_by_one`.
+        inside: the hooks that the body hung on results. ``NOTE [hooks inside and outside]``.
         numbers: those of all nodes below.
         start: what these two are to be added to.
         within: the turn of each result in the region inside that made it, if one made several.
@@ -59,6 +61,7 @@ class Reached(set[int]):
     elsewhere: Set[int] = frozenset()
     firsts: Sequence[int] = ()
     groups: Sequence[int] = ()
+    inside: Mapping[int, Inside] = MappingProxyType({})
     numbers: Sequence[int] = ()
     start = 0
     within: Sequence[Any] = ()
@@ -100,6 +103,8 @@ class Reached(set[int]):
         }
 
     def _look(self, results: Sequence[Tensor | None], nodes: Sequence[Any]) -> None:
+        if found := hung_inside(results):
+            self.inside = found
         if len(results) > 1:
             self.above = above(results, nodes)
         starts = len({*nodes_of(results)})  # which come first
@@ -253,6 +258,10 @@ def has_left(region: Any, left: Iterable[Tensor]) -> None:
         numbers = [n + reached.start for n in reached.numbers]
         firsts = [n + reached.start for n in reached.firsts]
         left = [*left]
+        inside = hung_inside(left, len(firsts))
+        for one in inside.values():
+            one.let_go()
+        reached.inside = {**reached.inside, **inside}
         reached.above = with_left(reached.above, numbers, firsts, left)
         further = [_number_of_first(t) - reached.start for t in left]
         reached.firsts = [*reached.firsts, *further]

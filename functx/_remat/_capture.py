@@ -100,6 +100,8 @@ class FirstRun(Compared):
         otherwise, at their memory or their tape, must find them as they are.
         """
         region, body = self._region, self._region.body
+        for inside in getattr(region.reached, "inside", NOTHING).values():
+            inside.let_go()
         if self.given_a_gradient:  # which are the caller's
             theirs = self.given_a_gradient
             self.births = [b for b in self.births if id(b[1]()) not in theirs]

@@ -17,6 +17,7 @@ from functx._remat._apart import edges_elsewhere, hooked, nodes_apart, watch_res
 from functx._remat._constant import without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
+from functx._remat._hung_inside import watch_inside
 from functx._remat._in_turn import each_alone, hung
 from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
@@ -361,6 +362,8 @@ def attach(
     region.taped = {**region.taped, frame.level: known}
     if len(given) > 1 and not _torch.tracing():
         watch_results(frame, given)
+    if getattr(region.reached, "inside", None) and not _torch.tracing():
+        watch_inside(frame, given)
     return given
 
 

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
+from functx._remat._hung_inside import OfADual
 from functx._remat._partial import is_asked_for
 
 
@@ -64,6 +65,8 @@ def note_packed(region: Any, dual: Tensor) -> None:
     if found and torch.is_grad_enabled():
         with _torch.without_modes():
             region.packed = [*_of(region), *map(Packed, found)]
+            for t in found if getattr(region.reached, "inside", None) else ():
+                t.register_hook(OfADual(t, region.options.name))
 
 
 def packed_by(regions: Collection[Any], level: int) -> list[Packed]:

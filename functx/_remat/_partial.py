@@ -147,36 +147,50 @@ class _Pulled(_torch_nodes.EngineHook):
             self._passes.note(self._place)
 
 
-class _Watcher(_torch_nodes.EngineHook):
-    """Raises where somebody looks at a part of a gradient. ``NOTE [part of a gradient]``."""
+class Looker:
+    """Tells how somebody looks at a result in the backward pass under way."""
 
-    def __init__(self, t: Tensor, others: Sequence[int], passes: _Passes, name: str) -> None:
+    def __init__(self, t: Tensor) -> None:
         # Known weakly, or the node would hold itself.
         self._edge = id(t.grad_fn), t.output_nr
         self._result = weakref.ref(t)
         self._hooks = weakref.ref(_torch_nodes.hooks_of(t))
         self._payload = getattr(t.grad_fn, "payload", None)
         self._shape = tuple(t.shape)
+
+    def is_on(self, t: Tensor) -> None:
+        """It is another tensor now."""
+        self._result = weakref.ref(t)
+
+    def looks(self) -> str | None:
+        """How, in words; ``None`` if nobody does."""
+        t = self._result()
+        if _torch_nodes.has_users_hook(self._hooks()):
+            return "it has a hook"
+        if t is not None and t.retains_grad and (id(t.grad_fn), t.output_nr) == self._edge:
+            return "its gradient is retained"
+        if self.is_asked_for():
+            return "its gradient is asked for"
+        if self._payload is not None and self._payload.watched:
+            return "the node that they share has a hook"
+        return None
+
+    def is_asked_for(self) -> bool:
+        """Whether the pass hands out its gradient."""
+        return is_asked_for(*self._edge)
+
+
+class _Watcher(Looker, _torch_nodes.EngineHook):
+    """Raises where somebody looks at a part of a gradient. ``NOTE [part of a gradient]``."""
+
+    def __init__(self, t: Tensor, others: Sequence[int], passes: _Passes, name: str) -> None:
+        super().__init__(t)
         self._others = others
         self._passes = passes
         self._name = name
 
-    def is_on(self, t: Tensor) -> None:
-        self._result = weakref.ref(t)
-
     def __call__(self, cotangent: Tensor | None) -> None:
-        if not self._passes.any_of(self._others):
-            return
-        t = self._result()
-        if _torch_nodes.has_users_hook(self._hooks()):
-            how = "it has a hook"
-        elif t is not None and t.retains_grad and (id(t.grad_fn), t.output_nr) == self._edge:
-            how = "its gradient is retained"
-        elif is_asked_for(*self._edge):
-            how = "its gradient is asked for"
-        elif self._payload is not None and self._payload.watched:
-            how = "the node that they share has a hook"
-        else:
+        if not self._passes.any_of(self._others) or (how := self.looks()) is None:
             return
         raise RematError(
             f"remat: the region {self._name!r} has a result of shape {self._shape} from which it "

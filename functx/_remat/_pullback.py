@@ -153,6 +153,10 @@ class Pullback:
         names, self.names = self.names, None
         pull_back = _pull_back if self.cut is None else self.cut.around(_pull_back)
         n = len(inputs)
+        if self.by_name and len(outs) == 1 and not _torch.tracing():
+            # Of the one node that a pass begins with, torch does not tell hooks on several tensors
+            # that it runs it (`register_multi_grad_hook`): they would not be called.
+            outs, cotangents = [*outs, _BESIDE], (*cotangents, _NOTHING)
         if self.everywhere:
             inputs += _other_leaves(outs, inputs)
         if names is None:
@@ -167,6 +171,10 @@ class Pullback:
             tracker.note(gradients)
         return gradients if len(gradients) == n else [*gradients[:n], *gradients[len(inputs) :]]
 
+
+_NOTHING = torch.zeros(())
+_BESIDE = gradient_edge(torch.zeros((), requires_grad=True).view(()))
+"""Begins a pass too, and leads nowhere."""
 
 Tape = tuple[list[Tensor], list[Any]]
 """The inputs that need a gradient, and where the tape of each wanted result begins."""

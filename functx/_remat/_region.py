@@ -35,6 +35,7 @@ from functx._remat._aliases import PassedOn
 from functx._remat._constant import Constant, let_go
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
+from functx._remat._hung_inside import look_inside
 from functx._remat._in_turn import viewed_again
 from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
@@ -122,7 +123,7 @@ class Region:
     passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
     retained: Sequence[Any] = ()
-    hung: Mapping[Any, Any] = NOTHING
+    hung = inside = NOTHING  # hooks on results: the caller's, the body's
     taped: Mapping[int, dict[int, Any]] = NOTHING
     sightings: Any = None
     unread: Sequence[bool] = ()
@@ -204,6 +205,8 @@ class Region:
         results = self._distinct(outs)
         if replay.left:
             results += [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
+        if self.inside:
+            look_inside(self.inside, results, name)
         return results
 
     def _run_again(
@@ -242,9 +245,8 @@ class Region:
         of, _wanted.of = _wanted.of, None
         ours = of is not None and of[0] is self
         wanted, kept, passing, asked = of[1:] if ours else (None, (), (), None)
-        if (ledger := self.ledger) is None:
-            return None, ()
-        return planned(ledger, wanted, kept, asked), passing
+        ledger = self.ledger
+        return (None, ()) if ledger is None else (planned(ledger, wanted, kept, asked), passing)
 
     def _find_out(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         first = self.first_run
@@ -377,13 +379,11 @@ class Region:
 
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
-        self.inputs = ()
         self.reaches = (None, ())
         self.outer = self.outer_levels = None
         self.captured = []
-        self.kept = ()
         self._results = [r if isinstance(r, int) else None for r in self._results]
-        self.owners = self.leaving = self.settled = ()
+        self.inputs = self.kept = self.owners = self.leaving = self.settled = ()
         self.before = {}  # a result may be the very tensor that was written to
         if self.unread:
             let_go(self.constants, self.unread)
