@@ -102,11 +102,9 @@ class FirstRun(Compared):
         region, body = self._region, self._region.body
         for inside in getattr(region.reached, "inside", NOTHING).values():
             inside.let_go()
-        if self.given_a_gradient:  # which are the caller's
-            theirs = self.given_a_gradient
+        if theirs := self.given_a_gradient:  # which are the caller's
             self.births = [b for b in self.births if id(b[1]()) not in theirs]
-        ledger = self.ledger or region.ledger  # a known one
-        if ledger is None:
+        if (ledger := self.ledger or region.ledger) is None:  # a known one
             return
         if region.outer is not None:
             region.outer.looks = region.outer.looks or self.looks
