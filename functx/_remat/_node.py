@@ -104,11 +104,6 @@ class _Payload:
             return None
         return [t for c in region.constants for t in c.held()]
 
-    @_torch_compiler.uncompiled
-    def hand_over(self, cotangents: tuple[Tensor | None, ...]) -> Any:
-        """What the node is given in place of cotangents. ``NOTE [let go]``."""
-        return None if self.watched or _torch.tracing() else hand_over(self, cotangents)
-
     def want(
         self, wanted: Sequence[int], kept: Sequence[Tensor], passing: Sequence[int], asked: Any
     ) -> list[int]:
@@ -116,6 +111,20 @@ class _Payload:
         places = [self.places[i] for i in wanted]
         self.region.want((*of_the_body(self.frames, places),), kept, passing, asked)
         return places
+
+
+@_torch_compiler.uncompiled
+def _given(of: weakref.ref[_Payload], cotangents: tuple[Tensor | None, ...]) -> Any:
+    """What a node is given in place of cotangents. ``NOTE [let go]``.
+
+    A hook on a node is hidden from the garbage collector, which has to see all that leads to the
+    function of the region: an object that it closes over may hold a result. So this knows the node
+    weakly.
+    """
+    payload = of()
+    if payload is None or payload.watched or _torch.tracing():
+        return None
+    return hand_over(payload, cotangents)
 
 
 class RegionNode(_torch.SingleLevelFunction):
@@ -159,7 +168,7 @@ class RegionNode(_torch.SingleLevelFunction):
             ctx.save_for_backward(*kept, *values, *payload.duals.tensors)
             payload.duals.tensors = []
         if payload.lets_go() and any(map(can_go, outs)):
-            _torch_nodes.register_prehook(ctx, payload.hand_over)
+            _torch_nodes.register_prehook(ctx, functools.partial(_given, weakref.ref(payload)))
         return tuple(outs)
 
     @staticmethod

@@ -151,11 +151,12 @@ class Looker:
     """Tells how somebody looks at a result in the backward pass under way."""
 
     def __init__(self, t: Tensor) -> None:
-        # Known weakly, or the node would hold itself.
+        # Known weakly, or the node would hold itself, and what its function holds.
+        payload = getattr(t.grad_fn, "payload", None)
         self._edge = id(t.grad_fn), t.output_nr
         self._result = weakref.ref(t)
         self._hooks = weakref.ref(_torch_nodes.hooks_of(t))
-        self._payload = getattr(t.grad_fn, "payload", None)
+        self._payload = None if payload is None else weakref.ref(payload)
         self._shape = tuple(t.shape)
 
     def is_on(self, t: Tensor) -> None:
@@ -171,7 +172,7 @@ class Looker:
             return "its gradient is retained"
         if self.is_asked_for():
             return "its gradient is asked for"
-        if self._payload is not None and self._payload.watched:
+        if getattr(self._payload and self._payload(), "watched", False):
             return "the node that they share has a hook"
         return None
 
