@@ -21,7 +21,7 @@ from functx._remat._hung_inside import watch_inside
 from functx._remat._in_turn import each_alone, hung
 from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
-from functx._remat._one_by_one import Rest, of_the_body, rest_of, still_saved
+from functx._remat._one_by_one import Rest, let_go, of_the_body, rest_of, still_saved
 from functx._remat._packed import Refusing
 from functx._remat._past_torch import foreign_bits
 from functx._remat._prune import placeholder
@@ -223,9 +223,12 @@ class RegionNode(_torch.SingleLevelFunction):
         if payload.passing:
             ctx.maybe_clear_saved_tensors()
         if payload.read or payload.elsewhere:
-            return (None, *_and_read(ctx, payload, saved, needs, asked, wanted, those))
-        cut = [*map(or_, needs, payload.cut)]
-        return (None, *gradients_of(payload, saved, asked, wanted, those, cut))
+            gs = _and_read(ctx, payload, saved, needs, asked, wanted, those)
+        else:
+            cut = [*map(or_, needs, payload.cut)]
+            gs = gradients_of(payload, saved, asked, wanted, those, cut)
+        let_go(payload)
+        return (None, *gs)
 
 
 def _and_read(

@@ -9,6 +9,7 @@ it saved until all of them have been pulled back. A node that saved nothing can 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,10 @@ class Rest:
         """The group that a result is in."""
         return self._groups[result]
 
+    def is_left(self) -> bool:
+        """Whether some have not been pulled back."""
+        return bool(self._left)
+
     def take(self, wanted: Sequence[int]) -> list[Tensor] | None:
         """What was saved, when torch has let go of it, unless it has gone for these results."""
         saved = self._saved
@@ -89,6 +94,37 @@ class Rest:
         elif self._saved is None:
             self._saved, self._versions = [*saved], [*map(_version, saved)]
         return bool(self._left)
+
+
+def let_go(payload: Any) -> None:
+    """A node has run: where it can't again, it needs neither the function nor what that holds.
+
+    An object that the function closes over may lead back to the node by tapes, which the garbage
+    collector does not look into. Whoever else is to run the region again has it.
+    """
+    region = payload.region
+    f: Any = getattr(region.body, "function", None)
+    kind: Any = type(f)
+    if kind is types.BuiltinFunctionType:
+        return
+    bare = kind is types.FunctionType and f.__closure__ is f.__defaults__ is None
+    if bare and f.__kwdefaults__ is None and all(s is None for s in region.body.statics):
+        return  # all that it is given are tensors, and it has nothing else of its own
+    rest: Rest | None = payload.rest
+    if payload.duals is not None or (rest is not None and rest.is_left()):
+        return
+    if _torch_nodes.graph_is_kept() or not (payload.n_kept or any(payload.needed)):
+        return
+    payload.region = payload.fn = emptied = object.__new__(region.__class__)
+    emptied.__dict__.update(region.__dict__)
+    emptied.__dict__.update(_NOTHING)
+    payload.frames = ()
+
+
+_NOTHING: dict[str, Any] = {
+    **{"body": None, "environment": None, "originals": None},
+    **{"constants": (), "entries": (), "inner_keeps": ()},
+}
 
 
 def _version(t: Tensor) -> int:
