@@ -121,10 +121,8 @@ def _given(of: weakref.ref[_Payload], cotangents: tuple[Tensor | None, ...]) -> 
     function of the region: an object that it closes over may hold a result. So this knows the node
     weakly.
     """
-    payload = of()
-    if payload is None or payload.watched or _torch.tracing():
-        return None
-    return hand_over(payload, cotangents)
+    watched = (payload := of()) is None or payload.watched or _torch.tracing()
+    return None if watched else hand_over(payload, cotangents)
 
 
 class RegionNode(_torch.SingleLevelFunction):
