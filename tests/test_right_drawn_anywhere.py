@@ -4,6 +4,7 @@ A replay draws what its forward drew, and the program after it goes on where it 
 """
 
 import functools
+import importlib
 import random
 
 import drawing
@@ -13,6 +14,7 @@ import torch
 from drawing import Drawn, Noise, coin, noise, noisy
 
 import functx
+from functx._remat import _within_reach
 
 DTYPE = torch.float64
 TABLE, FUNCTIONS, NOISE = {"noise": noise}, [noise], functools.partial(noise)
@@ -259,3 +261,19 @@ def test_left_to_the_caller_where_the_caller_says_so():
     y = functx.remat(lambda x: x.sin() * g.random(), preserve_rng_state=False)(x)
     with pytest.raises(functx.ReplayError, match="called with"):
         y.sum().backward()
+
+
+def test_functions_of_installed_packages_are_not_all_looked_into(tmp_path, monkeypatch):
+    """A library has thousands, of which a body may name many."""
+    library = tmp_path / "site-packages" / "functx_library"
+    library.mkdir(parents=True)
+    helpers = "".join(f"def helper{i}(x):\n    return other{i}(x)\n" for i in range(200))
+    others = "".join(f"def other{i}(x):\n    return x\n" for i in range(200))
+    (library / "__init__.py").write_text(helpers + others)
+    monkeypatch.syspath_prepend(str(library.parent))
+    module = importlib.import_module("functx_library")
+    names = " + ".join(f"module.helper{i}(x)" for i in range(200))
+    body = eval(f"lambda x: {names}", {"module": module})
+    assert len(_within_reach.reach(body, []).named) == 1
+    x = torch.ones(3, dtype=DTYPE)
+    assert torch.equal(functx.remat(body)(x), body(x))

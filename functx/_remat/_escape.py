@@ -28,8 +28,15 @@ Birth = tuple[int, "weakref.ref[Tensor]", Place]
 """A number, the tensor, and where it was made."""
 
 
+# The code (the class of what is no function) of bodies of which something was held.
+_holding: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def find(
-    births: Sequence[Birth], returned: Sequence[Tensor | None], duals: Set[int] = frozenset()
+    births: Sequence[Birth],
+    returned: Sequence[Tensor | None],
+    duals: Set[int] = frozenset(),
+    f: Any = None,
 ) -> dict[int, Tensor]:
     """What a body made (by its number) that a derivative flows through and that is alive.
 
@@ -37,14 +44,20 @@ def find(
         births: what the body made.
         returned: what it returned of that.
         duals: numbers of tensors that had a tangent.
+        f: the body, if what is found may be in cycles and held by nobody, where that of a run
+            before was held: to look takes as long as thousands of operations.
     """
     if not any(_alive(births, returned, duals)):
         return {}
-    for generation in (0, 1, 2):  # garbage in cycles is held by nobody; most of it is young
-        gc.collect(generation)
-        if not any(_alive(births, returned, duals)):
-            return {}
-    _torch_modules.forget_lent_weights()
+    code = getattr(getattr(f, "__func__", f), "__code__", type(f))
+    if f is None or code not in _holding:
+        for generation in (0, 1, 2):  # garbage in cycles is held by nobody; most of it is young
+            gc.collect(generation)
+            if not any(_alive(births, returned, duals)):
+                return {}
+        _torch_modules.forget_lent_weights()
+        if f is not None and any(_alive(births, returned, duals)):
+            _holding.add(code)
     # A tensor written in place was made more than once; its last number counts.
     last = {id(t): (number, t) for number, t in _alive(births, returned, duals)}
     return dict(last.values())

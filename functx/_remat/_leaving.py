@@ -17,10 +17,25 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
-from functx._remat._escape import Birth
+from functx._remat._escape import Birth, find
 from functx._remat._prune import is_unread
 from functx._remat._tapes import held_by_python, leaves_below, nodes_of
 from functx._remat._unseen import refuse_unseen
+
+
+def escaped(
+    births: Sequence[Birth],
+    returned: Sequence[Tensor | None],
+    duals: Set[int],
+    frames: Sequence[Any],
+    f: Any,
+) -> dict[int, Tensor]:
+    """What left a region with frames: `_escape.find`, looking for cycles at the latest now."""
+    found = find(births, returned, duals, f)
+    if f is not None and not all(can_leave(t, n, frames) for n, t in found.items()):
+        found.clear()
+        found = find(births, returned, duals)
+    return found
 
 
 def can_leave(t: Tensor, number: int, frames: Sequence[Any]) -> bool:

@@ -39,7 +39,7 @@ from functx._remat._hung_inside import look_inside
 from functx._remat._in_turn import viewed_again
 from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
-from functx._remat._leaving import can_leave, leaves_of
+from functx._remat._leaving import can_leave, escaped, leaves_of
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
@@ -309,15 +309,14 @@ class Region:
             self.sightings.differs()  # NOTE [known runs]: nothing was known of such a run
             self.ledger, self.needed = None, [True] * len(self.needed)
             self.passing = self.unread = ()
-        views = [r[1] for r in self._results if isinstance(r, tuple)]
+        known = [*returned, *(r[1] for r in self._results if isinstance(r, tuple))]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
-        found = _escape.find(births, [*returned, *views], duals)
-        if len(self.frames) > 2:
-            self.settled = _escape.constants(births, [*found.values(), *views])
-        if not found:
-            return found
         lenient = self.originals is not None or self.options.by_sight
-        if lenient and not (found := _escape.beyond_the_tape(births, found, [*returned, *views])):
+        f = None if lenient or self.outer is not None else self.reaches[0]
+        found = escaped(births, known, duals, self.frames, f)
+        if len(self.frames) > 2:
+            self.settled = _escape.constants(births, [*found.values(), *known[len(returned) :]])
+        if not found or (lenient and not (found := _escape.beyond_the_tape(births, found, known))):
             return found
         if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
             _escape.refuse(self.options.name, births, found)

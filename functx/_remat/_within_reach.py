@@ -3,7 +3,9 @@
 NOTE [methods]
 Which methods of a class are called, and which functions of a module of the user's, is told by their
 names: all that code within reach names, on whatever it calls it. What Python calls by itself
-(``__call__``, ``__getitem__``) counts as named. No attribute is asked for: a property would run.
+(``__call__``, ``__getitem__``) counts as named. No attribute is asked for: a property would run. Of
+packages that are installed, only classes of ``nn.Module`` are looked into like that: some have
+thousands of functions.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import resolve_name
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +56,7 @@ _NOT_NAMED = frozenset(
     )
 ) | {"forward", "setup_context"}
 _CACHED = type(functools.lru_cache(resolve_name))
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _MAKING = ("__init__", "__new__", "__post_init__")
 _INSIDE = {
     staticmethod: ("__func__",),
@@ -138,7 +142,7 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
                 if id(module) not in modules and not _torch_modules.is_scripted(module):
                     modules[id(module)] = module
                     if type(module).__module__.partition(".")[0] not in _NOT_THE_USERS:
-                        _class_of(type(module), stack, reached)
+                        _class_of(type(module), stack, reached, whole=True)
                         own = module.__dict__
                         for name in own.keys() - _OF_EVERY_MODULE:
                             if type(own[name]) not in _LEAVES:
@@ -222,12 +226,25 @@ def _lead_on(names: Sequence[str], values: Sequence[Any]) -> tuple[list[int], fr
 _leading_on = OfGlobals(_lead_on)
 
 
-def _class_of(cls: type, stack: list[Any], reached: Reached) -> None:
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """Whether a package is a library, in one of the places for these."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return not _LIBRARIES.isdisjoint(Path(file).parts)
+
+
+_LIBRARIES = frozenset({"site-packages", "dist-packages"})
+
+
+def _class_of(cls: type, stack: list[Any], reached: Reached, *, whole: bool = False) -> None:
     """What a class of the user's holds: a counter, a list of losses."""
     for base in cls.__mro__:
-        if id(base) in reached.spaces or base.__module__.partition(".")[0] in _NOT_THE_USERS:
+        package = base.__module__.partition(".")[0]
+        known = reached.spaces.get(id(base))
+        if package in _NOT_THE_USERS or not (known is None or (whole and known is _NOTHING)):
             continue
-        held = reached.spaces[id(base)] = base.__dict__
+        held = base.__dict__
+        reached.spaces[id(base)] = held if whole or not _is_installed(package) else _NOTHING
         names = []
         for name, x in held.items():
             kind = type(x)
@@ -295,12 +312,12 @@ def _other(part: Any, stack: list[Any], reached: Reached) -> None:
         if package not in _NOT_THE_USERS:
             _class_of(part, stack, reached)
             for base in part.__mro__:
-                if package_of(base) not in _NOT_THE_USERS:
+                if (of := package_of(base)) not in _NOT_THE_USERS and not _is_installed(of):
                     for name in _MAKING:
                         if name in base.__dict__:
                             _inside(base.__dict__[name], stack, set())
     elif isinstance(part, types.ModuleType):
-        if package not in _NOT_THE_USERS:
+        if package not in _NOT_THE_USERS and not _is_installed(package):
             reached.spaces[id(part)] = part.__dict__
     elif type(part) is _CACHED:
         stack.append(part.__wrapped__)
