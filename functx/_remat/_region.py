@@ -309,13 +309,14 @@ class Region:
             self.sightings.differs()  # NOTE [known runs]: nothing was known of such a run
             self.ledger, self.needed = None, [True] * len(self.needed)
             self.passing = self.unread = ()
-        known = [*returned, *(r[1] for r in self._results if isinstance(r, tuple))]
+        views = [r[1] for r in self._results if isinstance(r, tuple)]
+        known = [*returned, *views]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
         lenient = self.originals is not None or self.options.by_sight
         f = None if lenient or self.outer is not None else self.reaches[0]
         found = escaped(births, known, duals, self.frames, f)
         if len(self.frames) > 2:
-            self.settled = _escape.constants(births, [*found.values(), *known[len(returned) :]])
+            self.settled = _escape.constants(births, [*found.values(), *views])
         if not found or (lenient and not (found := _escape.beyond_the_tape(births, found, known))):
             return found
         if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
