@@ -96,8 +96,9 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
 
 def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     """What a node keeps of memory that is not torch's, and that was not given to its Function."""
-    if not _torch_nodes.is_of_python(node):
-        return []
+    of = getattr(node, "_forward_cls", None)
+    if not _torch_nodes.is_of_python(node) or getattr(of, "__module__", "").startswith("functx."):
+        return []  # what calls JAX, of which all arguments are compared
     attributes = getattr(node, "__dict__", None) or {}
     kept = [(key, x) for key, x in attributes.items() if not key.startswith("_")]
     if _torch_globals.hooks_on_saved(True) is None:  # which would run
