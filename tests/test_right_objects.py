@@ -374,8 +374,8 @@ def test_what_is_reached_costs_no_more_than_a_few_thousand_entries(monkeypatch):
     from functx._remat import _module_state
 
     copied = []
-    copy = _module_state._copy
-    monkeypatch.setattr(_module_state, "_copy", lambda c: copied.append(len(c)) or copy(c))
+    copy = _module_state.copy_of
+    monkeypatch.setattr(_module_state, "copy_of", lambda c: copied.append(len(c)) or copy(c))
     tables = [dict.fromkeys(range(4000)) for _ in range(100)]
     functx.remat(lambda x: x.sin() * len(tables))(X.clone().requires_grad_()).sum().backward()
     assert 0 < sum(copied) <= _module_state._MANY
