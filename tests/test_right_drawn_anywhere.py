@@ -277,3 +277,27 @@ def test_functions_of_installed_packages_are_not_all_looked_into(tmp_path, monke
     assert len(_within_reach.reach(body, []).named) == 1
     x = torch.ones(3, dtype=DTYPE)
     assert torch.equal(functx.remat(body)(x), body(x))
+
+
+def test_what_a_class_holds_is_looked_at_once(monkeypatch):
+    """A method that calls the next that calls the next; and a tensor that all of them name."""
+    looked = []
+    inside = _within_reach._inside
+    monkeypatch.setattr(_within_reach, "_inside", lambda x, s: looked.append(x) or inside(x, s))
+    space = {"weight": torch.rand(3, dtype=DTYPE, generator=torch.Generator().manual_seed(0))}
+    for i in range(200):
+        then = f"self.method{i + 1}(x)" if i < 199 else "self.weight.sin()"
+        exec(f"def method{i}(self, x):\n    return {then} * self.weight * x", space)
+    thing = type("Thing", (), {**space, "__module__": __name__})()
+
+    def reached(x):
+        return thing.method0(x).sum()
+
+    for f in (reached, lambda x: x * type(thing).weight):
+        looked.clear()
+        _within_reach.reach(f, [])
+        assert len(looked) == len(set(map(id, looked))) <= 201, f
+    x = torch.ones(3, dtype=DTYPE, requires_grad=True)
+    (gradient,) = torch.autograd.grad(functx.remat(reached)(x), x)
+    (expected,) = torch.autograd.grad(reached(x), x)
+    assert torch.equal(gradient, expected)

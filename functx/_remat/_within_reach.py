@@ -113,7 +113,8 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
     if any(_torch_modules.GLOBAL_HOOKS):
         stack += _hooks(_torch_modules.GLOBAL_HOOKS, reached)
     seen: set[int] = set()
-    while stack or (reached.spaces and _called(stack, reached, seen)):
+    calls: _Calls | None = None
+    while stack or (reached.spaces and (calls := calls or _Calls(reached)).go_on(stack)):
         part = stack.pop()
         key, kind = id(part), type(part)
         if key in seen or kind in _LEAVES or kind is Tensor:
@@ -256,22 +257,38 @@ def _class_of(cls: type, stack: list[Any], reached: Reached, *, whole: bool = Fa
             reached.attributes.append((base, (*names,)))
 
 
-def _called(stack: list[Any], reached: Reached, seen: set[int]) -> bool:
-    """Go on with the methods of classes, and what modules hold, that are named. NOTE [methods]."""
-    names = _NOT_NAMED.union(*[names for _, names in reached.named])
-    for held in reached.spaces.values():
-        for name in held.keys() & names:
-            x = held[name]
-            if id(x) not in seen:
-                _inside(x, stack, seen)
-    return bool(stack)
+class _Calls:
+    """The methods of classes, and what modules hold, that are named. NOTE [methods].
+
+    Each is looked up once: where its name is new, or what holds it.
+    """
+
+    __slots__ = ("_looked", "_names", "_read", "_reached")
+
+    def __init__(self, reached: Reached) -> None:
+        self._reached = reached
+        self._names: frozenset[str] | set[str] = _NOT_NAMED
+        self._read = 0
+        self._looked: dict[int, Mapping[str, Any]] = {}
+
+    def go_on(self, stack: list[Any]) -> bool:
+        """Go on with those named since the last call; whether there are any."""
+        named, looked = self._reached.named, self._looked
+        new = set[str]().union(*[names for _, names in named[self._read :]]) - self._names
+        self._read = len(named)
+        self._names = names = self._names | new
+        for key, held in self._reached.spaces.items():
+            wanted = new if looked.get(key) is held else names
+            looked[key] = held
+            for name in held.keys() & wanted:
+                _inside(held[name], stack)
+        return bool(stack)
 
 
-def _inside(x: Any, stack: list[Any], seen: set[int]) -> None:
+def _inside(x: Any, stack: list[Any]) -> None:
     """Go on with an attribute of a class, or with the functions in it."""
     parts = _INSIDE.get(type(x))
     if parts is not None:
-        seen.add(id(x))
         stack += [getattr(x, part) for part in parts]
     elif type(x) not in _LEAVES:
         stack.append(x)
@@ -315,7 +332,7 @@ def _other(part: Any, stack: list[Any], reached: Reached) -> None:
                 if (of := package_of(base)) not in _NOT_THE_USERS and not _is_installed(of):
                     for name in _MAKING:
                         if name in base.__dict__:
-                            _inside(base.__dict__[name], stack, set())
+                            _inside(base.__dict__[name], stack)
     elif isinstance(part, types.ModuleType):
         if package not in _NOT_THE_USERS and not _is_installed(package):
             reached.spaces[id(part)] = part.__dict__
