@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import types
-import weakref
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -27,8 +25,6 @@ _ABOUT_HOOKS: tuple[dict[int, Any], ...] = (
     *(_modules._global_forward_hooks_always_called, _modules._global_forward_hooks_with_kwargs),
 )
 _own_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
-
-_MANY = 4096
 
 # A frame further up than that of the caller; `inspect` has it by way of the caller's own.
 frame_above = sys._getframe
@@ -73,36 +69,6 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
                 found[child] = None
                 stack.append(child)
     return [*found]
-
-
-# A parametrized module has a class of its own, which holds it.
-_forwards: weakref.WeakKeyDictionary[type[torch.nn.Module], tuple[Callable[[], Any], bool]]
-_forwards = weakref.WeakKeyDictionary()
-
-
-def forward_of(kind: type[torch.nn.Module], theirs: tuple[str, ...]) -> Any:
-    """The ``forward`` of a class of modules, if it is a function of none of some packages.
-
-    Args:
-        kind: the class.
-        theirs: names of packages, always the same.
-    """
-    forward = getattr(kind, "forward", None)  # a scripted class has none
-    known = _forwards.get(kind)
-    if known is None or known[0]() is not forward:
-        package = (getattr(forward, "__module__", None) or "").partition(".")[0]
-        users = isinstance(forward, types.FunctionType) and package not in theirs
-        if len(_forwards) >= _MANY:  # classes made anew at every step, perhaps
-            _forwards.clear()
-        known = _forwards[kind] = _weakly(forward), users
-    return forward if known[1] else None
-
-
-def _weakly(x: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(x)
-    except TypeError:  # of a kind that has no weak references
-        return lambda: x
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:

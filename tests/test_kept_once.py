@@ -22,6 +22,21 @@ WAYS = {
 }
 
 
+def by_backward(f):
+    x = LARGE.clone().requires_grad_()
+    f(x).backward()
+    return x.grad
+
+
+DERIVED = {
+    "backward": by_backward,
+    "grad": lambda f: functx.grad(f)(LARGE),
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f))(torch.stack([LARGE, LARGE + 1])),
+    "grad(grad)": lambda f: functx.grad(lambda x: functx.grad(f)(x).square().sum())(LARGE),
+    "jvp": lambda f: functx.jvp(functx.grad(f), (LARGE,), (LARGE,)),
+}
+
+
 def chain(way, f, x):
     for _ in range(4):
         x = functx.remat(WAYS[way](f, x))()
@@ -50,16 +65,7 @@ def test_values(way, stack):
                 x = remat(WAYS[way](remat(torch.sin), x))() * x.shape[0]
             return x.square().sum()
 
-        grad = functx.grad(f)
-        if stack == "backward":
-            x = LARGE.clone().requires_grad_()
-            f(x).backward()
-            return x.grad
-        if stack == "grad":
-            return grad(LARGE)
-        if stack == "vmap(grad)":
-            return functx.vmap(grad)(LARGE[:, :, None] * LARGE[0])
-        return functx.grad(lambda x: grad(x).square().sum())(LARGE)
+        return DERIVED[stack](f)
 
     check_program(program, eps=8)
 
@@ -132,7 +138,7 @@ def test_constants_that_no_pullback_reads_are_not_kept(way, name):
 STACKS = [  # torch shows no memory below transforms
     (name, stack)
     for name in CONSTANTS
-    for stack in ("backward", "grad", "vmap(grad)", "grad(grad)", "jvp")
+    for stack in DERIVED
     if stack == "backward" or name != "looked at in memory"
 ]
 
@@ -155,18 +161,7 @@ def test_values_with_constants(name, stack):
                 x = remat(lambda x=x: remat(inner)(x) * x + c)()
             return x.square().sum()
 
-        grad = functx.grad(h)
-        if stack == "backward":
-            x = LARGE.clone().requires_grad_()
-            h(x).backward()
-            return x.grad
-        if stack == "grad":
-            return grad(LARGE)
-        if stack == "jvp":
-            return functx.jvp(grad, (LARGE,), (LARGE,))
-        if stack == "vmap(grad)":
-            return functx.vmap(grad)(torch.stack([LARGE, LARGE + 1]))
-        return functx.grad(lambda x: grad(x).square().sum())(LARGE)
+        return DERIVED[stack](h)
 
     check_program(program, eps=64)
 
@@ -224,7 +219,7 @@ def test_what_is_only_handed_back_is_not_kept(way):
         torch.testing.assert_close(gradient, x.cos(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)", "grad(grad)", "jvp"])
+@pytest.mark.parametrize("stack", DERIVED)
 def test_values_of_what_is_only_handed_back(stack):
     """Also by a region in another one, and at levels of transforms."""
 
@@ -239,18 +234,7 @@ def test_values_of_what_is_only_handed_back(stack):
             out, first, second = remat(lambda: outer(x))()
             return (out * first * second).square().sum()
 
-        grad = functx.grad(h)
-        if stack == "backward":
-            x = LARGE.clone().requires_grad_()
-            h(x).backward()
-            return x.grad
-        if stack == "grad":
-            return grad(LARGE)
-        if stack == "jvp":
-            return functx.jvp(grad, (LARGE,), (LARGE,))
-        if stack == "vmap(grad)":
-            return functx.vmap(grad)(torch.stack([LARGE, LARGE + 1]))
-        return functx.grad(lambda x: grad(x).square().sum())(LARGE)
+        return DERIVED[stack](h)
 
     check_program(program, eps=64)
 

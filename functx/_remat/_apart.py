@@ -30,7 +30,7 @@ from torch import Tensor
 from functx import _torch_nodes
 from functx._remat._hung_inside import Inside, hung_inside
 from functx._remat._in_turn import turn_of
-from functx._remat._one_by_one import groups_of
+from functx._remat._one_by_one import groups_of, of_the_body
 from functx._remat._partial import Above, above, watch, with_left
 from functx._remat._tapes import edges_of, leaves_below, nodes_of
 from functx._torch import sequence_number
@@ -162,10 +162,8 @@ def edges_elsewhere(frame: Any, places: Sequence[int]) -> list[Tensor]:
     elsewhere = getattr(region.reached, "elsewhere", None)
     if not elsewhere or frame.level:  # in a transform, gradients are asked for
         return []
-    places = [*places]
-    for inner in region.frames[region.frames.index(frame) + 1 :]:
-        places = inner.wanted_above(places)
-    return [] if elsewhere.isdisjoint(places) else [_nobodys]
+    those = of_the_body(frame.levels_inside(), [*places])
+    return [] if elsewhere.isdisjoint(those) else [_nobodys]
 
 
 def hooked(t: Tensor, outer: Any) -> bool:
@@ -218,14 +216,12 @@ def nodes_apart(
     by = getattr(region.reached, "by", ())
     if not by or hides_history(region) or any(f.holds_duals() for f in region.frames):
         return [([*places], set())]
-    inside = region.frames[region.frames.index(frame) + 1 :]
+    inside = frame.levels_inside()
     those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i], region.outer)}
     groups: dict[frozenset[int], list[int]] = {}
     turns: dict[frozenset[int], Any] = {}
     for place in places:
-        own = [place]
-        for inner in inside:
-            own = inner.wanted_above(own)
+        own = of_the_body(inside, [place])
         known = all(i < len(by) for i in own)  # what left otherwise than by return is not
         reached = {leaf for i in own if known for leaf in by[i]}
         beyond = frozenset(i for i, leaf in those.items() if known and leaf not in reached)
@@ -239,8 +235,7 @@ def watch_results(frame: Any, results: Sequence[Tensor | None]) -> None:
     """Raise where a part of a gradient would be taken for it. ``NOTE [part of a gradient]``."""
     region = frame.region
     known = getattr(region.reached, "above", None)
-    inside = region.frames[region.frames.index(frame) + 1 :]
-    if (dual := next((f for f in inside if f.dual()), None)) is not None:
+    if (dual := next((f for f in frame.levels_inside() if f.dual()), None)) is not None:
         known = dual.above
     if known:
         watch(known, results, region.options.name)

@@ -56,10 +56,10 @@ def find(
             if not any(_alive(births, returned, duals)):
                 return {}
         _torch_modules.forget_lent_weights()
-        if f is not None and any(_alive(births, returned, duals)):
-            _holding.add(code)
     # A tensor written in place was made more than once; its last number counts.
     last = {id(t): (number, t) for number, t in _alive(births, returned, duals)}
+    if f is not None and last:
+        _holding.add(code)
     return dict(last.values())
 
 

@@ -150,7 +150,7 @@ def watch_inside(frame: Any, results: Sequence[Tensor | None]) -> None:
     region = frame.region
     inside: Mapping[int, Inside] = region.reached.inside
     region.inside = inside
-    frames = region.frames[region.frames.index(frame) + 1 :]
+    frames = frame.levels_inside()
     with _torch.without_modes():
         for place, t in enumerate(results):
             if t is not None and t.grad_fn is not None and (those := _those(frames, place, inside)):

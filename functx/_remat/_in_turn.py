@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_nodes
+from functx._remat._one_by_one import of_the_body
 from functx._remat._partial import is_asked_for
 from functx._remat._tapes import nodes_of
 
@@ -163,10 +164,8 @@ def each_alone(node: Any) -> None:
 
 def turn_of(payload: Any, n: int) -> Any:
     """When a result of a node was made, to be compared with others of that node."""
-    of_the_body = [payload.places[n]]
-    for frame in payload.frames:
-        of_the_body = frame.wanted_above(of_the_body)
-    return max(map(payload.region.reached.turn, of_the_body))
+    those = of_the_body(payload.frames, [payload.places[n]])
+    return max(map(payload.region.reached.turn, those))
 
 
 def viewed_again(

@@ -76,7 +76,7 @@ class _Payload:
         self.places = places
         frames, dual = region.frames, None
         if len(frames) > 1:
-            self.frames = frames[frames.index(frame) + 1 :]
+            self.frames = frame.levels_inside()
             dual = dual_frame(frames) if self.level == 0 else None
             several = any(f.dual() for f in frames)
             self.levels = 0 if several else sum(f.differentiates() for f in frames)

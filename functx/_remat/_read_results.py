@@ -128,8 +128,7 @@ def read_by(frame: Any) -> Mapping[Slot, bool]:
 
 def _across_duals(fn: Replayed, frame: Any) -> bool:
     """Whether a result of the other region is two here: a level between is of forward mode."""
-    inside = frame.region.frames[frame.region.frames.index(frame) + 1 :]
-    return any(f.dual() and f.level < fn.level for f in inside)
+    return any(f.dual() and f.level < fn.level for f in frame.levels_inside())
 
 
 def packed_in(read: Mapping[Slot, bool], level: int) -> list[Packed]:

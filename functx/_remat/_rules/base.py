@@ -62,6 +62,11 @@ class Frame(ABC):
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Results of the level below as results of this level; attaches a node if it must."""
 
+    def levels_inside(self) -> Sequence[Any]:
+        """The frames of the levels inside of this one, outermost first."""
+        frames = self.region.frames
+        return frames[frames.index(self) + 1 :]
+
     def kind(self) -> Any:
         """What tells levels apart that do the same to all tensors that they are given."""
         return type(self), self.level
