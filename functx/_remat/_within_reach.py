@@ -263,7 +263,7 @@ class _Calls:
     Each is looked up once: where its name is new, or what holds it.
     """
 
-    __slots__ = ("_looked", "_names", "_read", "_reached")
+    __slots__ = ("_looked", "_names", "_reached", "_read")
 
     def __init__(self, reached: Reached) -> None:
         self._reached = reached
