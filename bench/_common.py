@@ -14,7 +14,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def environment(device: torch.device, *packages: str) -> dict[str, str]:
     if device.type == "cuda":
         return found | {"device": torch.cuda.get_device_name(device)}
     return found | {"on": platform.machine(), "threads": str(torch.get_num_threads())}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Threads of torch's that wait for work use CPU time as well."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def installed(*packages: str) -> list[str]:

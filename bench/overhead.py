@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import functx
-from bench._common import Column, Result, device_argument, environment, least_seconds
+from bench._common import Column, Result, device_argument, environment, least_seconds, one_thread
 
 NAME = "overhead"
 CLAIM = "CPU time of one region around one sin, microseconds (20 regions, one thread)"
@@ -44,9 +44,8 @@ def programs(library: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
+@one_thread()
 def run(device: torch.device) -> Result:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     x = torch.linspace(0, 1, 8, device=device)
     regions: dict[str, tuple[Any, Any]] = {
         "none": (torch.func, torch.sin),
@@ -78,7 +77,6 @@ def run(device: torch.device) -> Result:
         NAME, CLAIM + ".", columns, list(rows.values()), environment=environment(device)
     )
     result.notes = [f'error: "{error}".' for error in sorted(errors)]
-    torch.set_num_threads(threads)
     return result
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from bench._common import Column, Result, device_argument, environment, median_seconds, ratios
+from bench._common import (
+    Column,
+    Result,
+    device_argument,
+    environment,
+    median_seconds,
+    one_thread,
+    ratios,
+)
 from functx.compat import random
 
 NAME = "random_numbers"
@@ -38,11 +46,10 @@ def draws(device: torch.device) -> dict[str, tuple[Callable[..., Any], Callable[
     }
 
 
+@one_thread()
 def run(device: torch.device) -> Result:
     import jax
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     key = random.key(42, device=device)
     x = torch.ones(SIZE, device=device)
     own: dict[str, Callable[[], Any]] = {
@@ -67,7 +74,6 @@ def run(device: torch.device) -> Result:
     for row in rows.values():
         row["best"] = row.get("compiled", row["eager"])
     ratios(list(rows.values()), "best", rows["torch.rand"])
-    torch.set_num_threads(threads)
     columns = [
         Column("draw", "draw"),
         Column("eager", "eager", ".2f", 1e-3),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import functx
-from bench._common import Column, Result, device_argument, environment, least_seconds
+from bench._common import Column, Result, device_argument, environment, least_seconds, one_thread
 from functx import memory
 
 NAME = "scale"
@@ -138,13 +138,11 @@ def draw(rows: list[dict[str, Any]], path: Path = PICTURE) -> None:
     figure.savefig(path, dpi=120)
 
 
+@one_thread()
 def run(device: torch.device) -> Result:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     rows = lengths(device)
     draw(rows)
     rows += [many_tensors(device), *nests(device)]
-    torch.set_num_threads(threads)
     columns = [
         Column("what", "program"),
         Column("plain", "no regions, CPU time a layer, µs", ".0f", 1e-6),

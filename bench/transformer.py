@@ -2,8 +2,8 @@
 
 12 blocks, width 256, 8 examples of 128 tokens, forward and backward. A replay leaves out the last
 product of a block, which no pullback reads. "by hand" is what that takes at least: boundaries kept,
-and each block but its last product run again, written out. CPU time, variants in turns, to the same
-without regions. Threads of torch's that wait for work use CPU time as well.
+and each block but its last product run again, written out. CPU time of one thread, in turns, to the
+same without regions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import torch
 
 import functx
 from bench._blocks import REGIONS, Stack, loss, stacks
-from bench._common import Column, Result, device_argument, environment, least_seconds, ratios
+from bench._common import (
+    Column,
+    Result,
+    device_argument,
+    environment,
+    least_seconds,
+    one_thread,
+    ratios,
+)
 
 NAME = "transformer"
 CLAIM = "Time of gradients of a transformer of 12 blocks (width 256, T 128, B 8), a region each"
@@ -49,6 +57,7 @@ def by_hand(stack: Stack) -> list[torch.Tensor]:
     return [g for those in reversed(gradients) for g in those]
 
 
+@one_thread()
 def run(device: torch.device) -> Result:
     stack = stacks(device)[1]
     block = stack.blocks[0]
