@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -120,6 +121,17 @@ def is_of_several(hook: Any) -> bool:
         and name.startswith(torch.autograd.graph.register_multi_grad_hook.__qualname__)
         and "fn" in hook.__code__.co_freevars
         and "nb_calls" in hook.__code__.co_freevars
+    )
+
+
+def is_of_many(hook: Any) -> bool:
+    """Whether it is one of those that ``register_multi_grad_hook`` hangs on several tensors."""
+    by = torch.autograd.graph.register_multi_grad_hook
+    code = getattr(hook, "__code__", None)
+    return (
+        isinstance(code, types.CodeType)
+        and code.co_filename == by.__code__.co_filename
+        and code.co_qualname.startswith(by.__qualname__)
     )
 
 

@@ -55,6 +55,7 @@ LAYERS = [
         "functx._remat._by_name",
         "functx._remat._containers",
         "functx._remat._depth",
+        "functx._remat._hung_on_given",
         "functx._remat._observers",
         "functx._remat._parts_of_given",
         "functx._remat._python_random",

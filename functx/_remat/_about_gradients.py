@@ -10,9 +10,10 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
+from functx._remat._hung_on_given import HANGING, gradient_refused, hang, hook_refused
 from functx._remat._region import Region
 from functx._remat._tapes import of_ended_level, tensors_of
-from functx._remat._tracker import SILENT, Tracker, tracking
+from functx._remat._tracker import LEFT, SILENT, Tracker, tracking
 
 
 class AboutGradients(Tracker):
@@ -25,6 +26,7 @@ class AboutGradients(Tracker):
     _start: int
     # Whose gradients are to be retained: what is to ask for them, weakly or not.
     _retained: Sequence[Callable[[], Tensor | None]] = ()
+    _hung: Sequence[Tensor] = ()  # what it did not make, and has hung hooks on
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` was seen being made in this run."""
@@ -37,12 +39,29 @@ class AboutGradients(Tracker):
         """What the body was given, or has captured so far."""
         return self._originals
 
-    def about_gradients(self, func: Any, args: Any) -> bool:
+    def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
+        """NOTE [hooks on what is given] in `_hung_on_given`."""
+        name, found = self._region.options.name, self._index.get(id(t))
+        node = None if found is None else found[1].grad_fn
+        if found is not None and node and _torch.sequence_number(node) >= self._start:
+            if found[1] is not t:
+                raise hook_refused(t, name)
+            return LEFT
+        outside = t if of_ended_level(t) else self._outside(t)
+        if outside is None:
+            return LEFT
+        self._hung = [*self._hung, outside]
+        return hang(func, outside, hook, self._region.outer, name)
+
+    def about_gradients(self, func: Any, args: Any) -> Any:
         """Ask the tensor that a stand-in stands for, or raise."""
+        if func in HANGING:
+            with tracking(SILENT):
+                return self.hang(func, *args)
         if func is GRADIENTS:
             with tracking(SILENT):
                 self._about_to_differentiate(*args[:2])
-            return False
+            return LEFT
         t = args[0]
         found = self._index.get(id(t))
         if func == RETAIN_GRAD:
@@ -52,7 +71,7 @@ class AboutGradients(Tracker):
             original = None if found is None else self._originals[found[2]]
             ask = weakref.ref(t) if original is None else lambda: original
             self._retained = [*self._retained, ask]
-            return True
+            return None
         if found is not None or not self.knows(t):
             region, tracker = self._region, self
             while found is not None:  # as the regions around this one know it
@@ -60,11 +79,14 @@ class AboutGradients(Tracker):
                 found = tracker._index.get(id(t)) if isinstance(tracker, AboutGradients) else None
             with tracking(SILENT):
                 refuse_if_lost(func, t, args, region.options.name)
-        return False
+        return LEFT
 
     def _about_to_differentiate(self, outputs: Any, inputs: Any) -> None:
         outs = tensors_of(outputs)
         wanted = [t for t in map(self._outside, tensors_of(inputs)) if t is not None]
+        for t in wanted:
+            if any(t is one for one in self._hung):
+                raise gradient_refused(t, self._region.options.name)
         if wanted:
             known = {id(found[0]): found[1] for found in self._index.values()}
             foreign = [(t, known.get(id(t), t)) for t in self._originals]

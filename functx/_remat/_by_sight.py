@@ -18,11 +18,12 @@ from functx import _torch, _tree
 from functx._errors import ReplayError
 from functx._remat._capture import FirstRun
 from functx._remat._entry import MADE_HERE
+from functx._remat._hung_on_given import hung_already
 from functx._remat._levels import at_level
 from functx._remat._region import Region
 from functx._remat._replay import by_sight_replay
 from functx._remat._tapes import tracked
-from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._remat._tracker import LEFT, SILENT, active_tracker, tracking
 from functx._remat._watch import watching
 from functx._torch_edges import requires_grad_anywhere
 
@@ -57,6 +58,10 @@ class BySight(FirstRun):
         """Nothing is recorded."""
         self._sources.clear()
         self._scalars.clear()
+
+    def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
+        """Only on what it makes: the first run has hung the others."""
+        return LEFT if self._outside(t) is None else hung_already()
 
     def made(self, t: Tensor) -> None:
         """Remember that it was made."""

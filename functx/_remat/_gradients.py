@@ -15,6 +15,7 @@ from torch import Tensor
 
 from functx._errors import RematError
 from functx._remat._holders import base_of
+from functx._remat._hung_on_given import HANGING
 from functx._remat._tapes import edges_below, leaves_below, nodes_of, of_ended_level
 from functx._torch_memory import key_of_storage
 
@@ -26,7 +27,7 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 GRADIENTS = torch.autograd.grad
 
-ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, _IS_LEAF, SET_DATA, GRADIENTS)
+ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, _IS_LEAF, SET_DATA, GRADIENTS, *HANGING)
 
 
 def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:

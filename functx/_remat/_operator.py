@@ -21,7 +21,8 @@ from functx._remat._leaving import put_in_place, settle
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
+from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._remat._watch import nobody_watches
 
 _RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}
 _BASE: list[Callable[[Flat, Sequence[Tensor], Region], list[Tensor | None]]] = []

@@ -20,7 +20,8 @@ from functx._remat._read_results import Cut
 from functx._remat._region import Flat
 from functx._remat._stored import pending, refuse_changed
 from functx._remat._tapes import leaves_below
-from functx._remat._tracker import SILENT, active_tracker, nobody_watches, tracking
+from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._remat._watch import nobody_watches
 from functx._torch_edges import gradient_edge
 
 

@@ -32,9 +32,12 @@ from functx._remat._entry import custom_function, custom_state, nested_transform
 from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import RETAIN_GRAD, on_the_tape
+from functx._remat._hung_on_given import HANGING
 from functx._remat._past_torch import AllHeld
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
+
+LEFT = object()
 
 
 class Tracker:
@@ -154,8 +157,8 @@ class Tracker:
             known = known_of(func)
         if known.python:
             python_on_tape()
-        if known.gradients and self.about_gradients(func, args):
-            return None
+        if known.gradients and (done := self.about_gradients(func, args)) is not LEFT:
+            return done
         if known.passive:
             if known.instead is not None:
                 with tracking(self):
@@ -189,9 +192,15 @@ class Tracker:
             self.keeps_numbers(out, (args, kwargs))
         return out
 
-    def about_gradients(self, func: Any, args: Any) -> bool:
-        """Something that `_gradients` is about; whether that is all there is to do."""
-        return func == RETAIN_GRAD  # a replay's own gradients concern nobody
+    def about_gradients(self, func: Any, args: Any) -> Any:
+        """What `_gradients` is about: what it gives, or `LEFT` to be done."""
+        if func in HANGING:
+            return self.hang(func, *args)
+        return None if func == RETAIN_GRAD else LEFT  # a replay's own gradients concern nobody
+
+    def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
+        """Hang a hook on ``t``, if this run has not made it; its handle, or `LEFT`."""
+        return LEFT
 
     def keeps_numbers(self, out: Any, args: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""
@@ -282,11 +291,6 @@ def leave_transform(tree: Any) -> Any:
     return tree
 
 
-def nobody_watches() -> bool:
-    """Whether there is no mode to hide the engine's own operations from."""
-    return not (_torch.function_mode_depth() or dispatch_mode_depth())
-
-
 class tracking:
     """Run the enclosed code as the body of a region, watched by ``tracker`` alone."""
 
@@ -341,15 +345,11 @@ class tracking:
             self._watching.__exit__(*exc)
 
 
-def _wrapped(t: Any) -> Any:
-    """What stands for something that a transform of torch.func takes, where a region is running."""
-    tracker = active_tracker()
-    return t if tracker is None else tracker.operands(nested_transform, [t])[0]
-
-
 def _wrap(t: Any, level: int) -> Any:
     """What a transform of torch.func wraps for its level: never a foreign tensor itself."""
-    return _torch.wrap_for_grad(_wrapped(t), level)
+    tracker = active_tracker()
+    t = t if tracker is None else tracker.operands(nested_transform, [t])[0]
+    return _torch.wrap_for_grad(t, level)
 
 
 def _unbatched(t: Tensor, remove: Callable[[Tensor], Tensor]) -> Tensor:

@@ -174,6 +174,11 @@ def tell_of_a_view(t: Tensor) -> None:
         mode.take_view(t)
 
 
+def nobody_watches() -> bool:
+    """Whether there is no mode to hide the engine's own operations from."""
+    return not (_torch.function_mode_depth() or _torch.dispatch_mode_depth())
+
+
 def python_on_tape() -> None:
     """A body put Python code on its tape; all regions it is in take note."""
     for mode in around():
