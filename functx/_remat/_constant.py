@@ -75,11 +75,19 @@ class Constant:
             self.value = self.before
             self._readers = None
         elif _torch.version(self.value) != self.version:
-            raise RematError(
-                f"remat: the region {name!r} wrote to a tensor of shape {tuple(self.value.shape)} "
-                "that it did not make, in a way functx can't see beforehand, so a replay could "
-                "not start from the same value. Write to it outside of the region."
-            )
+            raise self._written_unseen(name)
+
+    def _written_unseen(self, name: str) -> RematError:
+        return RematError(
+            f"remat: the region {name!r} wrote to a tensor of shape {tuple(self.value.shape)} "
+            "that it did not make, in a way functx can't see beforehand, so a replay could "
+            "not start from the same value. Write to it outside of the region."
+        )
+
+    def _is_as_it_was(self) -> bool:
+        return _torch.version(self.value) == self.version and (
+            self._bits is None or self._bits == foreign_bits(self.value)
+        )
 
     def unread(self, ledger: Ledger, leaves: Set[int]) -> bool:
         """Whether no pullback reads it, of a body that has run; then it may change, too."""
@@ -119,17 +127,24 @@ class Constant:
         """The value that the forward found, to which nobody may write."""
         if self.before is not None:
             return self.before
-        if (
-            _torch.version(self.value) != self.version
-            or memory_of((self.value,)) != self._memory.keys
-            or (self._bits is not None and self._bits != foreign_bits(self.value))
-        ):
+        if not self._is_as_it_was() or memory_of((self.value,)) != self._memory.keys:
             raise ReplayError(
                 f"remat: a tensor of shape {tuple(self.value.shape)} that the region {name!r} "
                 "reads was modified in place between its forward and its replay. Modify it after "
                 "the backward, or pass a clone."
             )
         return self.value
+
+    def still(self, name: str) -> None:
+        """What a replay reads is as it was, when it has run."""
+        if self._absent is None and self.before is None and not self._is_as_it_was():
+            raise self._written_unseen(name)
+
+
+def still(constants: Sequence[Constant], name: str) -> None:
+    """A replay has run, which may have written unseen, as the forward may before it read."""
+    for constant in constants:
+        constant.still(name)
 
 
 def unread(constants: Sequence[Constant], ledger: Ledger, leaves: Set[int]) -> Sequence[bool]:

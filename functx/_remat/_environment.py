@@ -42,6 +42,7 @@ from functx._errors import RematError, ReplayError
 from functx._remat import _python_random
 from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
+from functx._remat._past_torch import ways_of
 from functx._remat._within_reach import reach
 from functx._torch import default_generators
 from functx._torch_kernels import casts, put_back, settings_and_casts
@@ -95,6 +96,8 @@ class Environment:
         self._parametrizations = _torch_globals.parametrization_cache()
         # How to read and set each generator, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
+        for array in found.arrays:
+            self._keep(id(array), *ways_of(array))
         if options.preserve_rng_state:
             for key, generator in generators:
                 self._keep(key, generator.get_state, generator.set_state)

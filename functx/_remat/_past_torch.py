@@ -12,7 +12,7 @@ import ctypes
 import functools
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,11 +21,16 @@ from torch.nn import Parameter
 
 from functx import _torch
 
-_LITTLE = 1 << 20
+LITTLE = 1 << 20
 """So many bytes are compared of what operations read."""
 
 _MANY = 256
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def ways_of(array: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to read what is in a NumPy array, and to write it."""
+    return array.copy, functools.partial(array.__setitem__, ...)
 
 
 def is_foreign(t: Tensor) -> bool:
@@ -43,7 +48,7 @@ def may_be_unseen(t: Tensor) -> bool:
     return isinstance(t, Parameter) or is_foreign(t)
 
 
-def foreign_bits(t: Tensor, most: int | None = _LITTLE) -> int | None:
+def foreign_bits(t: Tensor, most: int | None = LITTLE) -> int | None:
     """A hash of memory that is not torch's own; ``None`` where it is, or there is too much."""
     if type(t) is not Tensor or t.grad_fn is not None:  # what was computed is torch's
         return None

@@ -43,6 +43,12 @@ def reachable(
     return found
 
 
+def is_array(x: Any) -> bool:
+    """Whether it is an array of NumPy's whose memory holds no objects."""
+    np = sys.modules.get("numpy")
+    return np is not None and type(x) is np.ndarray and not x.dtype.hasobject
+
+
 def is_generator(x: Any) -> bool:
     """Whether it is a generator of Python's or numpy's whose state can be read and set."""
     if isinstance(x, random.Random):

@@ -32,7 +32,7 @@ from torch import Tensor
 from functx import _torch, _torch_globals
 from functx._remat import _escape
 from functx._remat._aliases import PassedOn
-from functx._remat._constant import Constant, let_go
+from functx._remat._constant import Constant, let_go, still
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
 from functx._remat._hung_inside import look_inside
@@ -195,6 +195,7 @@ class Region:
         try:
             outs = replay.returned(self._run_again(replay, pruned, explicit))
             replay.complete()
+            still(self.constants, name)
             if pruned is not None:
                 pruned.check(outs)
         except Exception as error:
@@ -379,8 +380,7 @@ class Region:
 
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
-        self.reaches = (None, ())
-        self.outer = self.outer_levels = None
+        self.reaches, self.outer, self.outer_levels = (None, ()), None, None
         self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         self.inputs = self.kept = self.owners = self.leaving = self.settled = ()

@@ -26,7 +26,15 @@ from functx import _torch_modules, _torch_operators
 from functx._remat._code_names import OfGlobals, names_in
 from functx._remat._containers import MUTABLE
 from functx._remat._options import Options
-from functx._remat._python_random import PACKAGES, behind, is_generator, named_by, package_of
+from functx._remat._past_torch import LITTLE
+from functx._remat._python_random import (
+    PACKAGES,
+    behind,
+    is_array,
+    is_generator,
+    named_by,
+    package_of,
+)
 from functx._remat._slots import slots_of
 
 _LEAVES = frozenset({type(None), bool, int, float, str, Options})
@@ -79,13 +87,14 @@ class Reached:
         scopes: globals that functions rebind: the dict, and the names.
         named: globals that they name, likewise.
         packages: of generators (``random``, ``numpy``) that code is of or names.
+        arrays: of NumPy's, that may be written to, while they are within `memory` bytes.
         generators: such of the user's, by id.
         spaces: what classes and modules of the user's hold, by the id of each. NOTE [methods].
     """
 
     __slots__ = (
         *("attributes", "containers", "hooks", "modules", "named", "objects", "scopes"),
-        *("generators", "packages", "spaces"),
+        *("arrays", "generators", "memory", "packages", "spaces"),
     )
 
     def __init__(self) -> None:
@@ -97,6 +106,8 @@ class Reached:
         self.named: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.scopes: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.packages: frozenset[str] = frozenset()
+        self.arrays: list[Any] = []
+        self.memory = LITTLE
         self.generators: dict[int, Any] = {}
         self.spaces: dict[int, Mapping[str, Any]] = {}
 
@@ -321,7 +332,11 @@ def _other(part: Any, stack: list[Any], reached: Reached) -> None:
         return
     package = package_of(part)
     if package in PACKAGES:
-        if is_generator(part):
+        if is_array(part):
+            if part.flags.writeable and (left := reached.memory - part.nbytes) >= 0:
+                reached.memory = left
+                reached.arrays.append(part)
+        elif is_generator(part):
             reached.generators[id(part)] = part
         else:
             reached.packages |= {package}
