@@ -175,7 +175,7 @@ def test_what_a_function_was_given_is_not_hashed_again(monkeypatch):
 
     seen = []
     held = _past_torch.held
-    monkeypatch.setattr(_past_torch, "held", lambda x: seen.append(x) or held(x))
+    monkeypatch.setattr(_past_torch, "held", lambda x, *a: seen.append(x) or held(x, *a))
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -208,3 +208,188 @@ def test_under_transforms():
         return KeepsAList.apply(x.sin(), lambda *a: from_numpy(2, *a)).sum()
 
     assert torch.equal(functx.grad(functx.remat(same))(X), functx.grad(same)(X))
+
+
+class Trainer:
+    """What a program keeps of its own, some of which its hooks read."""
+
+    def __init__(self, k=2.0):
+        self.mask = self.veil = np.full(3, k)
+        self.losses = np.zeros(1)
+
+    def save(self, g):
+        self.saved = g.clone()
+
+    def scale(self, g):
+        return scaled(self, g)
+
+    def by_name(self, g):
+        return g * torch.from_numpy(getattr(self, "".join(("ve", "il"))))
+
+    def __call__(self, g):
+        return self.scale(g)
+
+
+class TrainerOfSlots:
+    __slots__ = ("losses", "mask", "veil")
+
+    def __init__(self, k=2.0):
+        self.mask = self.veil = np.full(3, k)
+        self.losses = np.zeros(1)
+
+    scale, by_name, __call__ = Trainer.scale, Trainer.by_name, Trainer.__call__
+
+
+def scaled(trainer, g):
+    return g * torch.from_numpy(trainer.mask)
+
+
+def hook_that(hook_of):
+    def f(x, trainer):
+        y = x.sin()
+        y.register_hook(hook_of(trainer))
+        return y * y
+
+    return f
+
+
+class KeepsTheTrainer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, trainer):
+        ctx.trainer = trainer
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.trainer.scale(g), None
+
+
+HELD_BY_AN_OBJECT = {
+    "method": hook_that(lambda t: t.scale),
+    "a function": hook_that(lambda t: lambda g: t.scale(g)),
+    "the object": hook_that(lambda t: t),
+    "by a name made up": hook_that(lambda t: t.by_name),
+    "custom Function": lambda x, t: KeepsTheTrainer.apply(x.sin(), t),
+}
+
+
+@pytest.mark.parametrize("name", HELD_BY_AN_OBJECT)
+def test_what_the_program_binds_in_an_object_is_read_as_it_is_then(name):
+    """The same object in both runs: a replay has not made it."""
+
+    def program(remat):
+        trainer = Trainer()
+        g = remat(lambda x: HELD_BY_AN_OBJECT[name](x, trainer))
+        found = []
+        for k in range(8):
+            x = X.clone().requires_grad_()
+            y = g(x).sum()
+            trainer.losses = np.append(trainer.losses, y.item())
+            trainer.mask = np.full(3, 3.0 + k)
+            found.append(torch.autograd.grad(y, x)[0])
+        return torch.stack(found)
+
+    assert torch.equal(program(functx.remat), program(lambda f: f))
+
+
+@pytest.mark.parametrize("make", [Trainer, TrainerOfSlots])
+@pytest.mark.parametrize("name", HELD_BY_AN_OBJECT)
+def test_an_object_that_the_replay_makes_anew_is_compared_by_what_code_names(name, make):
+    def run(mask, losses):
+        runs = []
+
+        def f(x):
+            runs.append(1)
+            trainer = make(2.0 + mask * len(runs))
+            trainer.losses = np.full(3, float(losses * len(runs)))
+            if name == "by a name made up":
+                trainer.mask = None
+            return HELD_BY_AN_OBJECT[name](x, trainer)
+
+        return torch.autograd.grad(functx.remat(f)(x := X.clone().requires_grad_()).sum(), x)[0]
+
+    with pytest.raises(functx.ReplayError, match=r"holds other values|keeps other numbers"):
+        run(1, 0)
+    if name != "by a name made up":
+        assert torch.equal(run(0, 1), run(0, 0))
+
+
+class Lies:
+    dtype = "none"
+
+    @property
+    def __array_interface__(self):
+        return {}
+
+    def tobytes(self):
+        raise TypeError("no bytes")
+
+
+def test_what_cannot_be_looked_at_is_passed_by():
+    class NoShape:
+        @property
+        def __array_interface__(self):
+            return {"shape": (2,), "typestr": "|u1", "data": b"ab", "version": 3}
+
+        def tobytes(self):
+            return b"ab"
+
+    parts = [Lies(), NoShape(), np.array([Trainer(), None], dtype=object), np.zeros(2, "f4,i4")]
+
+    def f(x):
+        y = x.sin()
+        y.register_hook(lambda g: parts and g * 2)
+        return y
+
+    assert torch.equal(gradient(functx.remat(f)), gradient(f))
+
+
+def test_of_large_arrays_a_sample_is_compared(monkeypatch):
+    """Of all that a hook holds, 1 MiB is hashed; and of a broadcast what is in memory."""
+    from functx._remat import _past_torch
+
+    hashed = []
+
+    def counted(x):
+        hashed.append(len(x) if isinstance(x, bytes) else 0)
+        return hash(x)
+
+    monkeypatch.setattr(_past_torch, "hash", counted, raising=False)
+    large = [np.zeros((2, 200_000)) for _ in range(4)]
+    large += [np.zeros((3, 2, 70_000))[:, ::-1], np.broadcast_to(np.zeros(3), (40_000, 3_000, 3))]
+    large += [torch.from_numpy(np.zeros(200_000)), *(np.zeros(60_000) for _ in range(4))]
+    k = [0]
+
+    def f(x):
+        held = [a + 0.0 if isinstance(a, np.ndarray) and a.strides[0] else a for a in large]
+        held.append(np.full(200_000, float(k[0])))
+        y = x.sin()
+        y.register_hook(lambda g: g * len(held))
+        return y
+
+    assert torch.equal(gradient(functx.remat(f)), gradient(f))
+    # In a forward and a replay; samples are of no more than 256 entries of 8 bytes.
+    assert 2 * 480_000 <= sum(hashed) <= 2 * ((1 << 20) + len(large) * 8 * 513)
+
+    y = functx.remat(f)(x := X.clone().requires_grad_())
+    k[0] = 1
+    with pytest.raises(functx.ReplayError, match="holds other values"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_of_a_broadcast_what_is_in_memory_is_compared():
+    k = [0]
+
+    def f(x):
+        a = np.zeros(1000)
+        a[1] = k[0]
+        a = np.broadcast_to(a, (10**6, 1000))
+        y = x.sin()
+        y.register_hook(lambda g: g * a.shape[0])
+        return y
+
+    assert torch.equal(gradient(functx.remat(f)), gradient(f))
+    y = functx.remat(f)(x := X.clone().requires_grad_())
+    k[0] = 1
+    with pytest.raises(functx.ReplayError, match="holds other values"):
+        torch.autograd.grad(y.sum(), x)

@@ -104,7 +104,8 @@ def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     if _torch_globals.hooks_on_saved(True) is None:  # which would run
         with suppress(AttributeError, RuntimeError):  # written to since it was saved, perhaps
             kept.append(("saved_tensors", node.saved_tensors))
-    found = [(key, held_by([x], given)) for key, x in kept if type(x) not in _KEPT]
+    code = getattr(of, "backward", None)
+    found = [(key, held_by([x], given, code)) for key, x in kept if type(x) not in _KEPT]
     return [(key, held) for key, held in found if held]
 
 
