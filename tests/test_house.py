@@ -76,6 +76,7 @@ LAYERS = [
         "functx._remat._gradients",
         "functx._remat._given",
         "functx._remat._module_state",
+        "functx._remat._ways",
     ),
     ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
     ("functx._remat._tracker",),

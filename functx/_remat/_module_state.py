@@ -28,9 +28,9 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch_modules
-from functx._remat._containers import MUTABLE, elements, reached
+from functx._remat._containers import elements
 from functx._remat._contents import Grown, Length, Ours, add, copy_of, fill, value, values
-from functx._remat._slots import slots_of
+from functx._remat._ways import Attributes, Followed, Ways
 from functx._remat._within_reach import Reached
 
 _MISSING = object()
@@ -55,19 +55,19 @@ class ModuleState:
         lost: those to which there is none, by id, until the call has ended.
     """
 
-    __slots__ = ("_before", "_containers", "_found", "changes", "contents", "lost")
+    __slots__ = ("_before", "_containers", "_found", "_objects", "changes", "contents", "lost")
 
     def __init__(self, found: Reached) -> None:
         self._found: Reached | None = found
         self._before: list[tuple[Any, dict[str, Any]]] = [
             (d, dict(d)) for m in found.modules for d in (m.__dict__, _torch_modules.buffers_of(m))
         ]
-        for o in found.objects:
-            self._before.append((o.__dict__, dict(o.__dict__)))
+        # A run may give an object another dict.
+        self._objects = [(o, dict(o.__dict__)) for o in found.objects] if found.objects else []
         for scope, names in found.scopes:
             self._before.append((scope, _of(scope, names)))
         for one, names in found.attributes:
-            d = _Attributes(one)
+            d = Attributes(one)
             self._before.append((d, _of(d, names)))
         self._containers = [*_remembered(found.containers)]
         self.changes: list[Change] = []
@@ -97,35 +97,42 @@ class ModuleState:
                     continue
                 was, now = before.get(key, _MISSING), d.get(key, _MISSING)
                 if was is not now or id(now) in written:
-                    if isinstance(d, _Attributes) and not d.may_be_known():
+                    if isinstance(d, Attributes) and not d.may_be_known():
                         continue
-                    self.changes.append((self._known_weakly(d), key, value(was)))
+                    self.changes.append((d, key, value(was)))
+        if self._objects:
+            self._seal_objects(written)
+        ways: Ways | None = None
         for c, before in self._containers:
             if isinstance(before, Length):
                 if not before.grown(c):
                     continue
             elif _same_contents(c, before) and not _holds(c, written):
                 continue
-            way = _Ways(self._found).to(c, set())
+            ways = ways or Ways(self._found)
+            way = ways.to(c)
             if way is None:
                 if not isinstance(before, Length):
                     self.lost[id(c)] = c, values(before)
-            elif _is_owned(way) or _has_tensors(c) or _has_tensors(before):
+            elif ways.is_owned(c) or _has_tensors(c) or _has_tensors(before):
                 grown = Grown(c, before, ours)
                 self.contents.append((way, id(c), values(before), grown))
-        self._before = self._containers = []
+        self._before, self._objects, self._containers = [], [], []
         self._found = None
+
+    def _seal_objects(self, written: set[int]) -> None:
+        for o, before in self._objects:
+            d = o.__dict__
+            if not written and _same(d, before):
+                continue
+            for key in before.keys() | d.keys():
+                was, now = before.get(key, _MISSING), d.get(key, _MISSING)
+                if key not in _DONE_ONCE and (was is not now or id(now) in written):
+                    self.changes.append((_weakly(o), key, value(was)))
 
     def changed(self) -> bool:
         """Whether the run changed anything."""
         return bool(self.changes or self.contents)
-
-    def _known_weakly(self, d: dict[str, Any]) -> Any:
-        assert self._found is not None
-        for o in self._found.objects:
-            if o.__dict__ is d:
-                return _weakly(o)
-        return d
 
     @contextmanager
     def restored(self, name: str, ours: Ours | None) -> Iterator[None]:
@@ -139,17 +146,19 @@ class ModuleState:
             yield
             return
         with _replaying:
-            changes = [
-                (d, key, was) for d, key, was in map(_found_again, self.changes) if d is not None
+            now = [
+                (known, key, d.get(key, _MISSING))
+                for known, key, _ in self.changes
+                if (d := _found_again(known)) is not None
             ]
-            now = [(d, key, d.get(key, _MISSING)) for d, key, _ in changes]
-            ways = [(_follow(way), key, *rest) for way, key, *rest in self.contents]
+            followed = Followed()
+            ways = [(followed.to(way), key, *rest) for way, key, *rest in self.contents]
             containers = [
                 (c, was.tail(c) if isinstance(was, Length) else copy_of(c), was, grown)
                 for c, key, was, grown in ways
                 if id(c) == key
             ]
-            _bind(changes)
+            _bind(self.changes)
             for c, _, was, _ in containers:
                 fill(c, was)
             whole = False
@@ -177,62 +186,26 @@ def _put_back(
     add(c, others)
 
 
-class _Attributes:
-    """Those of an object, by name, that are in no dict: in slots, or of a class."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Any) -> None:
-        try:
-            self._of: Any = weakref.ref(of)
-        except TypeError:
-            self._of = of
-
-    def _object(self) -> Any:
-        return self._of() if isinstance(self._of, weakref.ref) else self._of
-
-    def may_be_known(self) -> bool:
-        """Whether a node may know the object: it is not held, or holds nothing of a tape."""
-        one = self._of
-        if isinstance(one, weakref.ref):
-            return True
-        held = [getattr(one, name, None) for name in slots_of(type(one))]
-        found = (x for c in reached([held]).values() for x in elements(c))
-        return not any(isinstance(x, Tensor) and x.grad_fn is not None for x in found)
-
-    def get(self, name: str, default: Any) -> Any:
-        """The value of an attribute; of a class, its own."""
-        one = self._object()
-        if isinstance(one, type):
-            return one.__dict__.get(name, default)
-        return getattr(one, name, default)
-
-    def pop(self, name: str, default: Any) -> None:
-        """Take an attribute away."""
-        if self.get(name, default) is not default:
-            delattr(self._object(), name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        one = self._object()
-        if isinstance(one, type):
-            setattr(one, name, value)
-        elif one is not None:
-            object.__setattr__(one, name, value)
-
-
-def _found_again(change: Change) -> Change:
-    d, key, was = change
-    if isinstance(d, weakref.ref):
-        d = getattr(d(), "__dict__", None)
-    return d, key, was
+def _found_again(known: Any) -> Any:
+    """The dict that is there now; ``None`` if the object is gone."""
+    return getattr(known(), "__dict__", None) if isinstance(known, weakref.ref) else known
 
 
 def _bind(changes: Iterable[Change]) -> None:
-    for d, key, bound in changes:
-        if bound is _MISSING:
+    for known, key, bound in changes:
+        d = _found_again(known)
+        if d is not None and bound is _MISSING:
             d.pop(key, None)
-        else:
+        elif d is not None:
             d[key] = bound
+
+
+def _weakly(o: Any) -> Any:
+    """A reference to an object; its attributes themselves, where there is no such reference."""
+    try:
+        return weakref.ref(o)
+    except TypeError:
+        return o.__dict__
 
 
 def _of(scope: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -269,93 +242,5 @@ def _holds(c: Any, ids: set[int]) -> bool:
     return bool(ids) and any(id(x) in ids for x in elements(c))
 
 
-def _weakly(o: Any) -> Any:
-    """A reference to an object; its attributes themselves, where there is no such reference."""
-    try:
-        return weakref.ref(o)
-    except TypeError:
-        return o.__dict__
-
-
-class _Ways:
-    """The ways to containers. NOTE [containers that a node knows]."""
-
-    def __init__(self, found: Reached) -> None:
-        self._found = found
-
-    def to(self, c: Any, seen: set[int]) -> Any:
-        """One that holds nothing, else the container, or ``None`` if it leads to a tape."""
-        if id(c) in seen:
-            return None
-        seen.add(id(c))
-        classes = [one for one, _ in self._found.attributes if isinstance(one, type)]
-        for o in (*self._found.objects, *self._found.modules, *classes):
-            for name, x in o.__dict__.items():
-                if x is c:
-                    return (_weakly(o), name)
-        for scope, names in self._found.named:
-            for name in names:
-                if scope.get(name) is c:
-                    return (scope, name)
-        for hook in self._found.hooks:
-            for i, cell in enumerate(getattr(hook, "__closure__", None) or ()):
-                if _content(cell) is c:
-                    return (weakref.ref(hook), i)
-        for parent in self._found.containers:
-            for key, x in parent.items() if isinstance(parent, dict) else enumerate(parent):
-                if x is c and not isinstance(parent, set):
-                    way = self.to(parent, seen)
-                    if way is not None and not isinstance(way, _Held):
-                        return (way, key)
-        if type(c) not in MUTABLE and type(c).__weakrefoffset__:  # of a class of the user's
-            return weakref.ref(c)
-        tensors = (x for one in reached([c]).values() for x in elements(one))
-        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tensors):
-            return None
-        return _Held(c)
-
-
-def _is_owned(way: Any) -> bool:
-    """Whether it begins at an object, and in no cell. NOTE [what counts runs]."""
-    key: Any = ""
-    while isinstance(way, tuple):
-        way, key = way
-    return isinstance(way, weakref.ref) and isinstance(key, str)
-
-
 def _has_tensors(c: Any) -> bool:
     return any(isinstance(x, Tensor) for x in elements(c))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
-
-
-class _Held:
-    """A container in no object and no global."""
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-
-
-def _follow(way: Any) -> Any:
-    """The container that a way leads to now."""
-    if isinstance(way, _Held):
-        return way.container
-    if isinstance(way, weakref.ref):
-        return way()
-    start, key = way
-    if isinstance(start, weakref.ref):
-        one = start()
-        if isinstance(key, int):  # a cell of a hook
-            return None if one is None else _content(one.__closure__[key])
-        start = getattr(one, "__dict__", None)
-    elif isinstance(start, tuple):
-        start = _follow(start)
-    try:
-        return start[key]
-    except (LookupError, TypeError):
-        return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 
 def slots_of(cls: type) -> tuple[str, ...]:
     """Names of all slots, those that classes below have declared too, as `getattr` takes them."""
@@ -17,3 +19,11 @@ def slots_of(cls: type) -> tuple[str, ...]:
     for name in ("__dict__", "__weakref__"):
         found.pop(name, None)
     return tuple(found)
+
+
+def slot_of(cls: type, name: str) -> types.MemberDescriptorType | None:
+    """A slot itself, which a property of a class above may hide."""
+    for base in cls.__mro__:
+        if type(slot := base.__dict__.get(name)) is types.MemberDescriptorType:
+            return slot
+    return None
