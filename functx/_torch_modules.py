@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +27,15 @@ _ABOUT_HOOKS: tuple[dict[int, Any], ...] = (
 )
 _own_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 
+# Of classes: in C, and whatever an object says is its class.
+_are_modules = torch.nn.Module.__subclasscheck__
+_are_scripted = torch.jit.ScriptModule.__subclasscheck__
+
 # A frame further up than that of the caller; `inspect` has it by way of the caller's own.
 frame_above = sys._getframe
 
 
-def hooks_in(modules: list[torch.nn.Module]) -> list[dict[int, Any]]:
+def hooks_in(modules: Collection[torch.nn.Module]) -> list[dict[int, Any]]:
     """The hooks that run around the forwards of some modules."""
     after, before = _own_hooks
     return [*filter(None, map(after, modules)), *filter(None, map(before, modules))]
@@ -59,16 +64,43 @@ def is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module and all below it: ``modules()``, which takes three times as long to find names."""
-    found = {module: None}
+def modules_of(module: torch.nn.Module, others: Any) -> dict[int, torch.nn.Module]:
+    """By its id, a module and all below it: ``modules()``, which takes three times as long.
+
+    None where it is scripted, or has not begun to be a module (``super().__init__()``).
+
+    Args:
+        module: by its type.
+        others: there what is below but is none by its type is added: a child may know its parent
+            by a weak proxy, which says that it is a module.
+    """
+    found = {id(module): module}
+    try:
+        stack = [module]
+        while stack:
+            for child in [*stack.pop()._modules.values()]:
+                if child is not None and id(child) not in found:
+                    found[id(child)] = child
+                    stack.append(child)
+        kinds = {*map(type, found.values())}
+        unusual = not all(map(_are_modules, kinds)) or any(map(_are_scripted, kinds))
+    except Exception:  # none by its type, or not yet
+        unusual = True
+    return _unusual(module, others) if unusual else found
+
+
+def _unusual(module: torch.nn.Module, others: Any) -> dict[int, torch.nn.Module]:
+    found: dict[int, torch.nn.Module] = {}
     stack = [module]
     while stack:
-        for child in stack.pop()._modules.values():
-            if child is not None and child not in found and not is_scripted(child):
-                found[child] = None
-                stack.append(child)
-    return [*found]
+        one = stack.pop()
+        if not _are_modules(type(one)):
+            others.append(one)
+        elif not _are_scripted(type(one)) and "_modules" in one.__dict__:
+            found[id(one)] = one
+            children = one.__dict__["_modules"].values()
+            stack += [c for c in children if c is not None and id(c) not in found]
+    return found
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_function_modes_are_not_shown_what_sets_memory():
 def test_modules_of_a_module():
     inner = nn.Linear(2, 2)
     module = nn.Sequential(nn.Sequential(inner), inner)
-    assert set(_torch_modules.modules_of(module)) == set(module.modules())
+    assert set(_torch_modules.modules_of(module, []).values()) == set(module.modules())
 
 
 def test_weak_references_to_memory():

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import dis
+import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import resolve_name
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-_Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+_Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 # By the id of the code, which is kept with them: the hash of a code is that of all that is in it.
 _known: dict[int, tuple[types.CodeType, _Names]] = {}
 _MANY = 4096
 _REBINDS = dis.opmap["STORE_GLOBAL"]
 _IMPORTS = dis.opmap["IMPORT_NAME"]
+_STORES = dis.opmap["STORE_ATTR"]
+
+# What is called that no code names.
+NOT_NAMED = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getattr", "getattribute", "setattr", "get", "set", "len", "iter", "next"),
+        *("getitem", "setitem", "delitem", "contains", "enter", "exit", "bool", "float", "int"),
+        *("index", "array", "torch_function", "eq", "ne", "lt", "le", "gt", "ge", "hash", "neg"),
+        *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "matmul", "rmatmul"),
+        *("truediv", "rtruediv", "itruediv", "floordiv", "mod", "pow", "rpow", "abs", "invert"),
+        *("and", "rand", "or", "ror", "xor", "lshift", "rlshift", "rshift", "rrshift", "str"),
+    )
+) | {"forward", "setup_context"}
+# What may set attributes of any name.
+SETTERS = frozenset({"setattr", "vars", "__dict__", "__setattr__"})
 
 
 def names_in(code: types.CodeType) -> _Names:
-    """Names that code and what is nested in it reads (attributes too), globals it rebinds, imports.
+    """Names that code and what is nested in it uses: all, globals rebound, imports, attributes set.
 
     A module that is imported relative to the package of the code begins with a dot for each level.
     """
@@ -26,12 +44,16 @@ def names_in(code: types.CodeType) -> _Names:
         names: dict[str, None] = dict.fromkeys(code.co_names)
         rebound: dict[str, None] = {}
         imports: dict[str, None] = {}
+        stored: dict[str, None] = {}
         operations = code.co_code[::2]
-        if _REBINDS in operations or _IMPORTS in operations:  # or a cache there is the same number
+        # Or a cache there is the same number.
+        if not {_REBINDS, _IMPORTS, _STORES}.isdisjoint(operations):
             level = 0
             for i in dis.get_instructions(code):
                 if i.opcode == _REBINDS:
                     rebound[i.argval] = None
+                elif i.opcode == _STORES:
+                    stored[i.argval] = None
                 elif i.opcode == _IMPORTS:
                     imports["." * level + i.argval] = None
                 elif type(i.argval) is int:  # the last number but the names is the level
@@ -42,10 +64,27 @@ def names_in(code: types.CodeType) -> _Names:
                 names |= dict.fromkeys(inner[0])
                 rebound |= dict.fromkeys(inner[1])
                 imports |= dict.fromkeys(inner[2])
+                stored |= dict.fromkeys(inner[3])
         if len(_known) >= _MANY:
             _known.clear()
-        found = _known[id(code)] = code, (tuple(names), tuple(rebound), tuple(imports))
+        found = _known[id(code)] = (
+            code,
+            (tuple(names), tuple(rebound), tuple(imports), tuple(stored)),
+        )
     return found[1]
+
+
+def imported(names: Iterable[str], scope: dict[str, Any]) -> list[Any]:
+    """The modules that code imports when it runs, as far as they are there."""
+    package = scope.get("__package__") or ""
+    found = []
+    for name in names:
+        if package or name[:1] != ".":
+            try:
+                found.append(sys.modules.get(resolve_name(name, package)))
+            except (ImportError, AttributeError):  # beyond the package; it says no name
+                continue
+    return [module for module in found if module is not None]
 
 
 class OfGlobals(Generic[T]):

@@ -220,7 +220,7 @@ class Body:
 
     def _closed_over(self) -> list[Tensor]:
         f = self.function
-        found = [c for _, c in self._cells.values() if isinstance(c, Tensor)]
+        found = [c for _, c in self._cells.values() if issubclass(type(c), Tensor)]
         if isinstance(f, functools.partial):
             found += [x for x in (*f.args, *f.keywords.values()) if isinstance(x, Tensor)]
         elif type(f) is types.FunctionType and (f.__defaults__ or f.__kwdefaults__):
@@ -270,12 +270,12 @@ def snapshot(f: Any) -> Cells:
         return cells
     stack = [f]
     while stack:
-        f = stack.pop()
-        if isinstance(f, functools.partial):
+        kind = type(f := stack.pop())
+        if issubclass(kind, functools.partial):
             stack += (f.func, *f.args, *f.keywords.values())
-        elif isinstance(f, types.MethodType):
+        elif kind is types.MethodType:
             stack.append(f.__func__)
-        elif isinstance(f, types.FunctionType):
+        elif kind is types.FunctionType:
             for cell, contents in _cells_of(f):
                 if id(cell) not in cells:
                     cells[id(cell)] = (cell, contents)
@@ -368,15 +368,15 @@ class _Rebinder:
     def rebind(self, f: Any) -> Any:
         if type(f) in MUTABLE or id(f) in self._tensors:
             return self._container(f)
-        if isinstance(f, functools.partial):
+        if issubclass(type(f), functools.partial):
             return functools.partial(
                 self.rebind(f.func),
                 *(self.rebind(a) for a in f.args),
                 **{k: self.rebind(v) for k, v in f.keywords.items()},
             )
-        if isinstance(f, types.MethodType):
+        if type(f) is types.MethodType:
             return types.MethodType(self.rebind(f.__func__), f.__self__)
-        if not isinstance(f, types.FunctionType):
+        if type(f) is not types.FunctionType:
             return f
         n, named = len(f.__defaults__ or ()), f.__kwdefaults__ or {}
         given = (*(f.__defaults__ or ()), *named.values())

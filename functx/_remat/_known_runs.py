@@ -278,7 +278,7 @@ def sightings_of(
     f: Any, statics: Sequence[Any], inputs: Sequence[Tensor], levels: tuple[Any, ...]
 ) -> Sightings | None:
     """The runs before of what is to run now, at levels like these; ``None`` if it can't be told."""
-    if (code := _code(f, _DEPTH)) == id(f.__class__):  # an object: what it does, it may hold
+    if (code := _code(f, _DEPTH)) == id(type(f)):  # an object: what it does, it may hold
         return None
     key = (
         code,
@@ -307,7 +307,7 @@ def _forget_the_oldest() -> None:
 
 def _code(f: Any, depth: int) -> Any:
     """What tells apart functions that do different things, and not those that are made anew."""
-    kind = f.__class__
+    kind = type(f)
     if kind is types.FunctionType:
         if f.__closure__ is None and f.__defaults__ is None:
             return id(f.__code__)  # the hash of a code is that of all that is in it
@@ -320,7 +320,7 @@ def _code(f: Any, depth: int) -> Any:
         return (id(f.__code__), *held)
     if kind is types.MethodType:
         return _code(f.__func__, depth), _code(f.__self__, 0)
-    if isinstance(f, nn.Module):
+    if issubclass(kind, nn.Module):
         return id(kind), id(f.__dict__)  # which a module shares with its remat
     if kind in SIMPLE:
         return kind, f

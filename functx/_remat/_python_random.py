@@ -13,12 +13,13 @@ import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from functx._remat._whose import package_of
+
 Generator = tuple[Any, Callable[[], Any], Callable[[Any], Any]]
 
 PACKAGES = frozenset({"random", "numpy"})
 _BUILT_IN = frozenset({bool, int, float, str, tuple, list, dict, set, frozenset})
 _IN_C = types.BuiltinFunctionType, types.MethodType
-_OF_A_MODULE = (types.FunctionType, type)
 
 
 def reachable(
@@ -51,14 +52,14 @@ def is_array(x: Any) -> bool:
 
 def is_generator(x: Any) -> bool:
     """Whether it is a generator of Python's or numpy's whose state can be read and set."""
-    if isinstance(x, random.Random):
-        return not isinstance(x, random.SystemRandom)
+    if issubclass(type(x), random.Random):
+        return not issubclass(type(x), random.SystemRandom)
     return _of_numpy(x, "Generator") or _of_numpy(x, "RandomState")
 
 
 def _of_numpy(x: Any, name: str) -> bool:
     np = sys.modules.get("numpy.random")
-    return np is not None and isinstance(x, getattr(np, name))
+    return np is not None and issubclass(type(x), getattr(np, name))
 
 
 def _ways(g: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -76,17 +77,8 @@ def _ways(g: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 def behind(function: Any) -> Any:
     """The generator whose method this is; ``None`` if it is something else."""
-    owner = getattr(function, "__self__", None) if isinstance(function, _IN_C) else None
+    owner = getattr(function, "__self__", None) if type(function) in _IN_C else None
     return owner if owner is not None and is_generator(owner) else None
-
-
-def package_of(value: Any) -> str:
-    """The package that a value is, or is of; ``""`` where that is not known."""
-    if isinstance(value, types.ModuleType):
-        module = value.__name__
-    else:
-        module = (value if isinstance(value, _OF_A_MODULE) else type(value)).__module__
-    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def named_by(names: Sequence[str], values: Sequence[Any]) -> frozenset[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
@@ -27,3 +29,12 @@ def slot_of(cls: type, name: str) -> types.MemberDescriptorType | None:
         if type(slot := base.__dict__.get(name)) is types.MemberDescriptorType:
             return slot
     return None
+
+
+def in_slots(one: Any, slots: Iterable[types.MemberDescriptorType]) -> Iterator[Any]:
+    """What an object holds in some slots; a property behind the name of one does not run."""
+    for slot in slots:
+        try:
+            yield slot.__get__(one)
+        except AttributeError:  # nothing was put there
+            continue

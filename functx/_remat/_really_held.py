@@ -1,0 +1,88 @@
+"""What objects and containers hold, whatever their classes make of being looked at.
+
+A class derived from a list or a dict may give other things, made anew at each look; so may a
+property that stands for ``__dict__``. Followed is what an object really holds. What is remembered
+and put back is that of objects which show what they hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from functx._remat._options import Options
+from functx._remat._whose import held_by, mro
+
+LEAVES = frozenset({type(None), bool, int, float, str, Options})
+DATA = LEAVES | {types.BuiltinFunctionType, Tensor, nn.Parameter, complex, bytes}
+_LARGE = 1024  # data, then, rather than modules
+
+CACHED = type(functools.lru_cache(copy.copy))
+OF_OWNERS = (types.BuiltinFunctionType, types.MethodWrapperType)
+INSIDE = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func",),
+}
+# What a class or a module holds that is code, and no state.
+CODE = frozenset({*INSIDE, *OF_OWNERS, types.FunctionType, type, types.ModuleType, CACHED}) | {
+    *(types.MemberDescriptorType, types.GetSetDescriptorType, functools.singledispatchmethod),
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+}
+
+
+def parts_of(c: Any) -> Any:
+    """What a container holds; nothing if that is data."""
+    if len(c) > _LARGE:
+        return ()
+    parts = c.values() if isinstance(c, dict) else c
+    return () if DATA.issuperset(map(type, parts)) else parts
+
+
+def entries(c: Any, base: Any, ahead: deque[Any], left: int) -> int:
+    """Go on with what a container of a class derived from one of Python's holds, as that has it."""
+    if base.__len__(c) > min(left, _LARGE):
+        return 0
+    parts = [*(dict.values(c) if base is dict else base.__iter__(c))]
+    if DATA.issuperset(map(type, parts)):
+        return 0
+    ahead += parts
+    return len(parts)
+
+
+def looks_alike(c: Any, base: Any) -> bool:
+    """Whether a container that may have methods of its own shows what it holds."""
+    kind = type(c)
+    if kind.__len__ is base.__len__ and kind.__iter__ is base.__iter__ and base is not dict:
+        return True
+    try:
+        parts = [*(dict.values(c) if base is dict else base.__iter__(c))]
+        shown = [*(c.values() if base is dict else c)]
+        return len(c) == len(parts) and [*map(id, shown)] == [*map(id, parts)]
+    except Exception:  # as above
+        return False
+
+
+def own_dict(part: Any) -> dict[str, Any]:
+    """The attributes of an object that shows others, or none, as its ``__dict__``."""
+    for base in mro(type(part)):
+        found = held_by(base).get("__dict__")
+        if type(found) is types.GetSetDescriptorType:
+            return found.__get__(part)
+    return {}
+
+
+def shows(cls: type, held: Mapping[str, Any]) -> bool:
+    """Whether a class gives what it holds when it is asked for that."""
+    try:
+        return cls.__dict__ == held
+    except Exception:  # a metaclass may do anything
+        return False
