@@ -87,6 +87,29 @@ def imported(names: Iterable[str], scope: dict[str, Any]) -> list[Any]:
     return [module for module in found if module is not None]
 
 
+_ADDS = frozenset({"append", "appendleft", "extend", "add"})
+_added_to: dict[int, tuple[types.CodeType, frozenset[str]]] = {}
+
+
+def only_added_to(code: types.CodeType) -> frozenset[str]:
+    """What code closes over and calls ``append`` or the like of: it reads nothing of that."""
+    found = _added_to.get(id(code))
+    if found is None:
+        names = {*code.co_freevars}
+        steps = [*dis.get_instructions(code)]
+        for i, after in zip(steps, [*steps[1:], steps[-1]]):
+            adds = after.opname in ("LOAD_METHOD", "LOAD_ATTR") and after.argval in _ADDS
+            if i.opname.endswith("DEREF") and not (i.opname == "LOAD_DEREF" and adds):
+                names.discard(i.argval)
+        for part in code.co_consts:
+            if isinstance(part, types.CodeType):
+                names -= {*part.co_freevars} - only_added_to(part)
+        if len(_added_to) >= _MANY:
+            _added_to.clear()
+        found = _added_to[id(code)] = code, frozenset(names)
+    return found[1]
+
+
 class OfGlobals(Generic[T]):
     """Something about the globals that a function names: found out anew when they are others.
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from functx import _torch
-from functx._remat._code_names import names_in
+from functx._remat._code_names import names_in, only_added_to
 from functx._remat._slots import slots_of
 
 LITTLE = 1 << 20
@@ -359,11 +359,15 @@ def _inside_of(f: Any) -> list[Any]:
 
 
 def _contents(f: types.FunctionType) -> list[Any]:
-    """What a function closes over."""
-    found = []
-    for cell in f.__closure__ or ():
+    """What a function closes over and reads."""
+    found: list[Any] = []
+    if f.__closure__ is None:
+        return found
+    unread = only_added_to(f.__code__)
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__):
         with suppress(ValueError):  # not bound yet
-            found.append(cell.cell_contents)
+            if name not in unread:
+                found.append(cell.cell_contents)
     return found
 
 
