@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from functx import _torch
 from functx._remat import (
     _capture,
     _computed,
@@ -113,4 +114,4 @@ def _what_requires_grad(patch: pytest.MonkeyPatch) -> None:
 
 def _transforms_inside(patch: pytest.MonkeyPatch) -> None:
     """What a transform of torch.func in a region wraps is what it was given."""
-    patch.setattr(_tracker, "_wrapped", lambda t: t)
+    patch.setattr(_tracker, "_wrap", _torch.wrap_for_grad)
