@@ -115,13 +115,7 @@ def is_of_several(hook: Any) -> bool:
 
     These count: each is to be called if its node runs, also with nothing.
     """
-    name = getattr(hook, "__qualname__", "")
-    return (
-        getattr(hook, "__module__", None) == torch.autograd.graph.__name__
-        and name.startswith(torch.autograd.graph.register_multi_grad_hook.__qualname__)
-        and "fn" in hook.__code__.co_freevars
-        and "nb_calls" in hook.__code__.co_freevars
-    )
+    return is_of_many(hook) and {"fn", "nb_calls"} <= {*hook.__code__.co_freevars}
 
 
 def is_of_many(hook: Any) -> bool:

@@ -9,30 +9,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from stateful import Named, State, of_two_steps
 
 import functx
 from functx._remat import _whose, _within_reach
-
-
-class State:
-    pass
-
-
-class Named(State):
-    """With attributes of its own."""
-
-    def __init__(self):
-        self.ema = torch.zeros(())
-
-
-def of_two_steps(f):
-    """Gradients of two steps, in each of which ``f`` runs twice."""
-    found = []
-    for _ in range(2):
-        x = torch.ones(1, requires_grad=True)
-        (f(x) + f(x)).sum().backward()
-        found.append(x.grad.item())
-    return found
 
 
 def module_named(name, text="", file=None):

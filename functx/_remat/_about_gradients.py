@@ -10,10 +10,10 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
-from functx._remat._hung_on_given import HANGING, gradient_refused, hang, hook_refused
+from functx._remat._hung_on_given import HANGING, LEFT, gradient_refused, hang, hook_refused
 from functx._remat._region import Region
 from functx._remat._tapes import of_ended_level, tensors_of
-from functx._remat._tracker import LEFT, SILENT, Tracker, tracking
+from functx._remat._tracker import SILENT, Tracker, tracking
 
 
 class AboutGradients(Tracker):

@@ -18,12 +18,12 @@ from functx import _torch, _tree
 from functx._errors import ReplayError
 from functx._remat._capture import FirstRun
 from functx._remat._entry import MADE_HERE
-from functx._remat._hung_on_given import hung_already
+from functx._remat._hung_on_given import LEFT, hung_already
 from functx._remat._levels import at_level
 from functx._remat._region import Region
 from functx._remat._replay import by_sight_replay
 from functx._remat._tapes import tracked
-from functx._remat._tracker import LEFT, SILENT, active_tracker, tracking
+from functx._remat._tracker import SILENT, active_tracker, tracking
 from functx._remat._watch import watching
 from functx._torch_edges import requires_grad_anywhere
 

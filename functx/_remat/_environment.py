@@ -94,7 +94,7 @@ class Environment:
         self._state = ModuleState(found)
         self._modes = _torch_modes.user_modes()
         self._parametrizations = _torch_globals.parametrization_cache()
-        # How to read and set each generator, and what it was.
+        # How to read and set each generator and array, and what it was.
         self._random: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {}
         for array in found.arrays:
             self._keep(id(array), *ways_of(array))

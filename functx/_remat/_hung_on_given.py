@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from functx import _torch_nodes
 from functx._errors import RematError
 
+# What a tracker answers where something is left to be done as ever.
+LEFT = object()
+
 HANGING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -42,8 +45,8 @@ def hang(func: Callable[..., Any], t: Tensor, hook: Any, outer: Any, name: str) 
             f"{tuple(t.shape)} that it did not make; the hook would wait for a stand-in. Call it "
             "outside of the region, or for tensors alone that the region makes."
         )
-    handle = None if outer is None else outer.hang(func, t, hook)
-    return handle if isinstance(handle, RemovableHandle) else func(t, hook)
+    handle = LEFT if outer is None else outer.hang(func, t, hook)
+    return func(t, hook) if handle is LEFT else handle
 
 
 def hung_already() -> RemovableHandle:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,8 +30,8 @@ from torch import Tensor
 from functx import _torch_modules
 from functx._remat._containers import elements
 from functx._remat._contents import Grown, Length, Ours, add, copy_of, fill, value, values
+from functx._remat._reached import Reached
 from functx._remat._ways import Attributes, Followed, Ways
-from functx._remat._within_reach import Reached
 
 _MISSING = object()
 # So many entries are remembered, of all containers together; of a list beyond that, how long it is.
@@ -92,16 +92,14 @@ class ModuleState:
                 continue
             else:
                 keys = before.keys() | d.keys()
-            for key in keys:
-                if key in _DONE_ONCE:
-                    continue
-                was, now = before.get(key, _MISSING), d.get(key, _MISSING)
-                if was is not now or id(now) in written:
-                    if isinstance(d, Attributes) and not d.may_be_known():
-                        continue
+            for key, was in _bound_otherwise(d, before, keys, written):
+                if not isinstance(d, Attributes) or d.may_be_known():
                     self.changes.append((d, key, value(was)))
-        if self._objects:
-            self._seal_objects(written)
+        for o, before in self._objects:
+            d = o.__dict__
+            if written or not _same(d, before):
+                those = _bound_otherwise(d, before, before.keys() | d.keys(), written)
+                self.changes += [(_weakly(o), key, value(was)) for key, was in those]
         ways: Ways | None = None
         for c, before in self._containers:
             if isinstance(before, Length):
@@ -119,16 +117,6 @@ class ModuleState:
                 self.contents.append((way, id(c), values(before), grown))
         self._before, self._objects, self._containers = [], [], []
         self._found = None
-
-    def _seal_objects(self, written: set[int]) -> None:
-        for o, before in self._objects:
-            d = o.__dict__
-            if not written and _same(d, before):
-                continue
-            for key in before.keys() | d.keys():
-                was, now = before.get(key, _MISSING), d.get(key, _MISSING)
-                if key not in _DONE_ONCE and (was is not now or id(now) in written):
-                    self.changes.append((_weakly(o), key, value(was)))
 
     def changed(self) -> bool:
         """Whether the run changed anything."""
@@ -206,6 +194,16 @@ def _weakly(o: Any) -> Any:
         return weakref.ref(o)
     except TypeError:
         return o.__dict__
+
+
+def _bound_otherwise(
+    d: Any, before: Mapping[str, Any], keys: Iterable[str], written: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Names bound to something else now, or to what was written to, and to what they were."""
+    for key in keys:
+        was, now = before.get(key, _MISSING), d.get(key, _MISSING)
+        if key not in _DONE_ONCE and (was is not now or id(now) in written):
+            yield key, was
 
 
 def _of(scope: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -47,11 +47,15 @@ def parts_of(c: Any) -> Any:
     return () if DATA.issuperset(map(type, parts)) else parts
 
 
+def _as_base_has_them(c: Any, base: Any) -> list[Any]:
+    return [*(dict.values(c) if base is dict else base.__iter__(c))]
+
+
 def entries(c: Any, base: Any, ahead: deque[Any], left: int) -> int:
     """Go on with what a container of a class derived from one of Python's holds, as that has it."""
     if base.__len__(c) > min(left, _LARGE):
         return 0
-    parts = [*(dict.values(c) if base is dict else base.__iter__(c))]
+    parts = _as_base_has_them(c, base)
     if DATA.issuperset(map(type, parts)):
         return 0
     ahead += parts
@@ -64,7 +68,7 @@ def looks_alike(c: Any, base: Any) -> bool:
     if kind.__len__ is base.__len__ and kind.__iter__ is base.__iter__ and base is not dict:
         return True
     try:
-        parts = [*(dict.values(c) if base is dict else base.__iter__(c))]
+        parts = _as_base_has_them(c, base)
         shown = [*(c.values() if base is dict else c)]
         return len(c) == len(parts) and [*map(id, shown)] == [*map(id, parts)]
     except Exception:  # as above

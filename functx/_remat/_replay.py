@@ -31,14 +31,14 @@ from functx._remat._entry import (
 )
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
-from functx._remat._hung_on_given import hung_already
+from functx._remat._hung_on_given import LEFT, hung_already
 from functx._remat._iterators import iterators_reached
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._past_torch import AllHeld, may_be_unseen
 from functx._remat._prune import Pruned
 from functx._remat._tapes import leads_to, rewrap
-from functx._remat._tracker import LEFT, Tracker
+from functx._remat._tracker import Tracker
 from functx._torch import sequence_number
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -186,17 +186,17 @@ class Replay(Tracker):
 
     def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
         """Only on what it makes: the first run has hung the others."""
+        if _torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth:
+            return LEFT
         key, node = id(t), t.grad_fn
         given = key in self._external_ids or key in self.aliases
-        if _torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth:
-            made = True
-        elif given or key not in self._numbers:
-            made = node is not None and (
-                sequence_number(node) >= self._start  # so it was written to, if it is given
-                or (not given and leads_to(node, self._external_ids))
-            )
-        else:
-            made = True
+        if key in self._numbers and not given:
+            return LEFT
+        if node is None:
+            return hung_already()
+        if sequence_number(node) >= self._start:  # what is given was written to, then
+            return LEFT
+        made = not given and leads_to(node, self._external_ids)
         return LEFT if made else hung_already()
 
     def swap_all(self, values: Sequence[Any]) -> list[Any]:

@@ -32,12 +32,10 @@ from functx._remat._entry import custom_function, custom_state, nested_transform
 from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import RETAIN_GRAD, on_the_tape
-from functx._remat._hung_on_given import HANGING
+from functx._remat._hung_on_given import HANGING, LEFT
 from functx._remat._past_torch import AllHeld
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
-
-LEFT = object()
 
 
 class Tracker:

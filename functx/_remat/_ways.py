@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from functx._remat._containers import MUTABLE, elements, reached
+from functx._remat._reached import Reached
 from functx._remat._slots import slot_of, slots_of
-from functx._remat._within_reach import Reached
 
-_MISSING = object()
 _MANY = 8192  # entries; what holds more is data
 
 

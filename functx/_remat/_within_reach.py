@@ -24,7 +24,7 @@ from functx import _torch_modules, _torch_operators
 from functx._remat._code_names import NOT_NAMED, SETTERS, OfGlobals, imported, names_in
 from functx._remat._containers import MUTABLE
 from functx._remat._python_random import PACKAGES, behind, is_array, is_generator, named_by
-from functx._remat._reached import Reached as Reached
+from functx._remat._reached import Reached
 from functx._remat._really_held import (
     CACHED,
     CODE,
