@@ -6,8 +6,10 @@ from cases import numbers
 from references import Operations, assert_same, count, no_garbage_collection
 
 import functx
+from functx import _unwritten
 from functx import checkpoint_name as name
 from functx import checkpoint_policies as cp
+from functx._unwritten import unwritten
 
 X = numbers(3, 3)
 PHASE = 1 + 2j
@@ -180,3 +182,16 @@ def test_a_name_on_a_view_holds_nothing():
         assert forward.live == 2 * x.nbytes
     assert_same(base_level(region, X), base_level(f, X))
     del out
+
+
+def test_several_that_were_written_to_have_memory_of_their_own_in_replays(monkeypatch):
+    """What a replay leaves out is all over one stretch of memory, where nobody may write."""
+    monkeypatch.setattr(_unwritten, "unwritten", unwritten)
+
+    def f(x, y):
+        a, b = x.sin().mul_(2), y.cos().mul_(3)
+        return name(a, "a").cos() * name(b, "a").cos()
+
+    given = numbers(100).requires_grad_(), numbers(100, start=2.0).requires_grad_()
+    both = f, functx.remat(f, policy=KEEP)
+    assert_same(*(torch.autograd.grad(g(*given).sum(), given) for g in both))

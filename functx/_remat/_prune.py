@@ -16,7 +16,7 @@ from functx._remat._asked import Asked
 from functx._remat._holders import base_of
 from functx._remat._ledger import Ledger
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
-from functx._remat._step import Step, empty, kind_of, kinds, laid_out, layout_of
+from functx._remat._step import Step, empty, kind_of, kinds, laid_out, layout_of, to_write_to
 from functx._remat._watch import Watcher, watchers, watching
 from functx._torch import dispatch_mode_depth
 
@@ -51,6 +51,8 @@ class Plan:
         self.steps: Sequence[Step] = ledger.steps
         self._runs, self.given = ledger.replay_of(wanted, have_kept, asked)
         self._giving = {key >> 6 for key in self.given}
+        # What memory has become in place is put there: that must be real.
+        self._writes = any(key & IN_PLACE == IN_PLACE for key in self.given)
         sections = None if ledger.fetcher is not None else ledger.sections()
         self.sections = None if sections is None else self._incomplete(sections)
         self.dead = {
@@ -61,6 +63,7 @@ class Plan:
             and len(step.layouts) == 1
             and step.layouts[0] is not None
             and step.kind.func is not _CLONE
+            and not self.is_written(step)
             and _torch_operators.returns_one(step.kind.func)
             and not _torch_operators.returns_one_list(step.kind.func)
         }
@@ -74,6 +77,10 @@ class Plan:
             for operation, (first, end) in sections.items()
             if False in self._runs[first:end] and not all(map(self.must_run, range(first, end)))
         }
+
+    def is_written(self, step: Step) -> bool:
+        """Whether something may be put into the memory of what a step gives."""
+        return self._writes and step.rewritten
 
     def gives(self, at: int) -> bool:
         """Whether a result of a step is at hand."""
@@ -201,12 +208,13 @@ class Pruned(Watcher):
                 laid_out(args[0], layout_of(value)).copy_(value)
             return args[0]
         assert step.layouts is not None
+        room = to_write_to if self._plan.is_written(step) else empty
         outs = [
             None
             if layout is None
             else self._value(step, key)
             if (key := key_of(at, place)) in self._kept
-            else empty(layout)
+            else room(layout)
             for place, layout in enumerate(step.layouts)
         ]
         if _torch_operators.returns_one_list(step.kind.func):

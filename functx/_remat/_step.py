@@ -192,15 +192,20 @@ def laid_out(t: Tensor, layout: Layout) -> Tensor:
     return t.detach()  # a view would hold what it is a view of
 
 
-def empty(layout: Layout) -> Tensor:
-    """Memory nobody wrote to."""
+def empty(layout: Layout, make: Any = None) -> Tensor:
+    """Memory nobody wrote to, nor may: others may have it, too."""
     shape, stride, dtype, device = layout
     try:
-        return _unwritten.unwritten(shape, stride, dtype, device)
+        return (make or _unwritten.unwritten)(shape, stride, dtype=dtype, device=device)
     except RuntimeError:
         if dtype not in _QUANTIZED:
             raise
         return torch.quantize_per_tensor(torch.zeros(shape, device=device), 1.0, 0, dtype)
+
+
+def to_write_to(layout: Layout) -> Tensor:
+    """Memory of its own, which somebody is going to write to."""
+    return empty(layout, torch.empty_strided)
 
 
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
