@@ -18,6 +18,7 @@ from functx._remat._ledger import Ledger
 from functx._remat._saving import IN_PLACE, StoodIn, key_of, standing_in
 from functx._remat._step import Step, empty, kind_of, kinds, laid_out, layout_of, to_write_to
 from functx._remat._watch import Watcher, watchers, watching
+from functx._remat._written_since import written_since
 from functx._torch import dispatch_mode_depth
 
 _NOTHING = torch.empty(0)
@@ -225,6 +226,10 @@ class Pruned(Watcher):
         """What is handed out, by place; where that is a copy, the original."""
         fetcher, outs = self._fetcher, out if isinstance(out, (tuple, list)) else (out,)
         found = {}
+        if step.writes:
+            kept = self._kept[key := key_of(at, IN_PLACE)]
+            brought = fetcher is not None and fetcher.brings(key)
+            return {IN_PLACE: laid_out(out, layout_of(kept)) if brought else kept}
         for key, t in self._kept.items():
             place = key & IN_PLACE
             if key >> 6 == at and place < len(outs):
@@ -254,6 +259,8 @@ def planned(
         kept: the values that the region kept, if they are at hand.
         asked: what for, if not for the gradients of all inputs.
     """
+    if ledger.witnesses and written_since(ledger.witnesses):
+        kept = ()
     which = wanted, len(kept) == len(ledger.kept), asked
     plan = ledger.plans.get(which)
     if plan is None:

@@ -12,8 +12,17 @@ from functx import _torch, _torch_globals, _torch_memory, _torch_operators
 from functx._policies import Everything
 from functx._remat._arguments import NUMBERS, SIMPLE
 from functx._remat._computed import Computed
-from functx._remat._saving import IN_PLACE, Saver, StoodIn, handed_out, key_of, now, stood_in
-from functx._remat._step import Kind, Step, has_memory, kind_of, kinds, layout_of
+from functx._remat._saving import (
+    IN_PLACE,
+    Saver,
+    StoodIn,
+    alias,
+    handed_out,
+    key_of,
+    now,
+    stood_in,
+)
+from functx._remat._step import Kind, Layout, Step, fills, has_memory, kind_of, kinds, layout_of
 from functx._remat._tapes import PLAIN, tensors_of
 from functx._torch import current_node, sequence_number
 from functx._torch_globals import hooks_on_saved
@@ -48,6 +57,7 @@ class Record(Computed):
         self._roots: set[int] = set()  # keys of what must come about
         self._statistics: set[int] = set()  # and of what must if it is read: running statistics
         self._exported: set[int] = set()  # storages that something else has, too
+        self._laid_out: dict[int, Layout | None] = {}  # how memory was made that is written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write down what it read and made."""
@@ -249,6 +259,7 @@ class Record(Computed):
             external.pop(storage, None)
             self._made.add(memory, storage)
         alone = kind.writes and kind.in_place and bool(args) and out is args[0]
+        whole = self._whole(out) if alone else []
         if kind.writes:
             self.writes = True
             func = kind.func
@@ -260,7 +271,8 @@ class Record(Computed):
             return []
         if alone:
             step.writes = True
-        elif (kind.writes and not kind.statistics) or not (
+            return [(IN_PLACE, *one) for one in whole]
+        if (kind.writes and not kind.statistics) or not (
             dense and kind.skippable and (made or views)
         ):
             self._roots.add(key_of(number, IN_PLACE))
@@ -268,6 +280,22 @@ class Record(Computed):
             step.layouts = [None if t is None else layout_of(t) for t in parts]
             return made
         return []
+
+    def _whole(self, t: Tensor) -> list[tuple[Tensor, int]]:
+        """All of the memory of what is written to, as it was made; if that could be kept."""
+        storage = _torch_memory.storage_and_key(t)[1]
+        key, laid_out = self._writers.get(storage), self._laid_out
+        if key is None or storage in self._external or storage in self._exported:
+            return []
+        if self.saver is None:
+            return [(t, storage)] if stood_in() is StoodIn.KEPT else []
+        if key & IN_PLACE != IN_PLACE:
+            layouts = self.steps[key >> 6].layouts
+            laid_out[storage] = None if layouts is None else layouts[key & IN_PLACE]
+        layout = laid_out.get(storage)
+        if layout is None or type(t) is not Tensor or not fills(t, layout):
+            return []
+        return [(alias(t, layout), storage)]
 
     def _wrote(self, number: int, storage: int, before: Sequence[int], *, alone: bool) -> None:
         """An operation wrote to some memory: it read what was there before."""
@@ -280,6 +308,8 @@ class Record(Computed):
         if self.saver is not None:
             known = alone and stood_in() is StoodIn.NOTHING
             self.saver.wrote(number, storage) if known else self.saver.lost(storage)
+        if not alone:
+            self._laid_out.pop(storage, None)
 
 
 Memory = tuple[torch.UntypedStorage, int]

@@ -3,12 +3,6 @@
 Kept values are tensors below all transforms: what an ATen operation returned. In a replay they are
 handed out where that operation would run, so they mean the same at every level, in a second
 pullback, and in the replay of a replay.
-
-NOTE [one example]
-Below ``vmap`` operations are batched, and a policy is to be asked about one example. So each
-function that the body calls is run once more, on meta tensors of one example's shapes, and the
-policy is asked about the operations that this runs. Their results are found among those of the
-real ones by order, kind and size; only what is kept depends on it, never a value.
 """
 
 from __future__ import annotations
@@ -23,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch, _torch_modules
+from functx import _torch
 from functx._offload import to_host
 from functx._policies import Decision, Everything, Policy, Value
 from functx._policy_kinds import is_dot
 from functx._remat._holders import holding, not_holding
+from functx._remat._one_example import modules_running, one_example
 from functx._remat._step import Layout, laid_out
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import SILENT, tracking
-from functx._torch_operators import argument_names
 
 IN_PLACE = 63
 """The place, among the results of an operation, of memory that it wrote to."""
@@ -65,7 +59,6 @@ class _Now(threading.local):
 
 
 now = _Now()
-_META = torch.device("meta")
 
 
 def standing_in(what: StoodIn, handed_out: dict[int, Tensor] | None = None) -> None:
@@ -109,6 +102,7 @@ class Saver:
         self._only_copied = frozenset(copied)
         self.copied: set[int] = set()
         self._held: dict[int, tuple[Tensor, Decision]] = {}
+        self._in_place: set[int] = set()  # as memory has become, until it is written to again
         self._free: set[int] = set()  # kept by a region around this one anyway
         self._places: dict[int, int] = {}  # storage -> the key of its newest value
         self._lost: set[int] = set()  # memory whose newest value is none of these
@@ -147,7 +141,9 @@ class Saver:
                 self._counts[storage] += 1
             return
         if self._policy.reads_operations or self._policy.reads_names:
-            value = Value(func, args, kwargs, out, number, _modules_running)
+            if made[0][0] == IN_PLACE:
+                out = made[0][1]  # what is kept is all of it
+            value = Value(func, args, kwargs, out, number, modules_running)
             self._judge(number, value, [(i, t.detach(), s) for i, t, s in made])
 
     def left_out(self, number: int, made: list[Any]) -> None:
@@ -174,6 +170,8 @@ class Saver:
                 self._values[storage] = Value(value.func, (), {}, None, memo=value.memo)
             if decision:
                 self._hold(key, t, storage, decision)
+                if place == IN_PLACE:
+                    self._in_place.add(key)
 
     def _hold(self, key: int, t: Tensor, storage: int, decision: Decision) -> None:
         self._places[storage] = key
@@ -196,6 +194,7 @@ class Saver:
         value = self._values.setdefault(storage, Value(None, (), {}, None))
         value.names |= {name}
         decision = self._policy.decide(value)
+        self._in_place.discard(key)
         if decision:
             self._hold(key, alias(t, layout), storage, decision)
         elif key not in self._free:
@@ -209,7 +208,10 @@ class Saver:
         for t in tensors_of(*written):
             storage = _torch.storage_key(t)
             key = self._places.get(storage)
-            if key in self._held and _torch.storage_key(self._held[key][0]) == storage:
+            if key in self._in_place:
+                # No tape reads what nobody can see any more: it was not copied for that.
+                self._drop(key, storage)
+            elif key in self._held and _torch.storage_key(self._held[key][0]) == storage:
                 held, decision = self._held.pop(key)
                 self.copied.add(key >> 6)
                 copy = self._moved(held, storage)
@@ -218,8 +220,11 @@ class Saver:
             for number, _, made in self._waiting:
                 for i in reversed(range(len(made))):
                     if made[i][2] == storage:
-                        self.copied.add(number)
                         place, held, _ = made.pop(i)
+                        if place == IN_PLACE:
+                            self._counts[storage] -= 1  # as above
+                            continue
+                        self.copied.add(number)
                         copy = self._moved(held, storage)
                         if copy is not None:
                             made.append((place, copy, _torch.storage_key(copy)))
@@ -319,7 +324,7 @@ class Saver:
 def alias(t: Tensor, layout: Layout | None = None) -> Tensor:
     """Another tensor over the same memory, made where nobody watches; laid out anew, perhaps."""
     with tracking(SILENT), _torch.cleared_interpreter_stack():
-        t = t.detach()
+        t = t.data  # of which torch counts no writes, see `_written_since`
         return t if layout is None else laid_out(t, layout)
 
 
@@ -344,55 +349,10 @@ def called(func: Any, args: Any, kwargs: Any) -> None:
     """A function of the body returned: what it ran is judged, by what one example would run."""
     savers = [s for s in now.savers if s._waiting]
     if savers:
-        examples = _one_example(func, args, kwargs)
+        examples = one_example(func, args, kwargs)
         for saver in savers:
             saver._judge_waiting(None if examples is None else [_again(v) for v in examples])
 
 
 def _again(value: Value) -> Value:
     return Value(value.func, value.args, value.kwargs, value.out, modules=value.modules)
-
-
-class _Recorder(_torch.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[Value] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        names = argument_names(func)
-        # What is made of nothing is on the meta device, too: there nobody draws a random number.
-        elsewhere = {"device": _META, "generator": None} if "device" in names else {}
-        kwargs = {**kwargs, **{k: v for k, v in elsewhere.items() if k in names}}
-        out = func(*args, **kwargs)
-        self.ran.append(Value(func, args, kwargs, out, modules=_modules_running))
-        return out
-
-
-def _one_example(func: Any, args: Any, kwargs: Any) -> list[Value] | None:
-    try:
-        with (
-            tracking(SILENT),
-            _torch.cleared_interpreter_stack(),
-            _torch.without_modes(),
-            torch.no_grad(),
-            _Recorder() as recorder,
-        ):
-            func(*_meta(list(args)), **_meta(kwargs))
-    except Exception:  # what has no shapes without values is judged as it ran
-        return None
-    return recorder.ran
-
-
-def _meta(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return torch.empty(tree.shape, dtype=tree.dtype, device=_META)
-    if isinstance(tree, dict):
-        return {key: _meta(x) for key, x in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)([_meta(x) for x in tree])
-    return tree
-
-
-def _modules_running() -> str:
-    return _torch_modules.module_path()

@@ -123,4 +123,48 @@ def build(remat, env):
 """,
         set(),
     ),
+    "a policy keeps what was written to, not what that was computed from": Program(
+        """
+def build(remat, env):
+    policy = functx.checkpoint_policies.everything_saveable
+    def f(x):
+        def region(p):
+            v = torch.addmv(p, torch.outer(p, p), p)
+            v += p.sin()
+            return torch.sigmoid(v * v.cos())
+        return remat(region, policy=policy)(x.sin().sin())
+    return f
+""",
+        set(),
+    ),
+    "a policy keeps all of what was written to in part": Program(
+        """
+def build(remat, env):
+    policy = functx.checkpoint_policies.everything_saveable
+    def f(x):
+        def region():
+            v = x * 0.7 + x.sum() * 0.1
+            v.view(3)[:2].add_(x[1:])
+            return torch.sigmoid(v)
+        return remat(region, policy=policy)() * 0.5
+    return f
+""",
+        set(),
+        ("jacfwd",),
+    ),
+    "what a policy keeps is written to when the region has run": Program(
+        """
+def build(remat, env):
+    policy = functx.checkpoint_policies.save_at_least(20)
+    def f(x):
+        def region():
+            v = x * 2.0
+            return torch.sigmoid(v.sum() * 0.1).expand(3) * 0.5, v
+        out, v = remat(region, policy=policy)()
+        v.mul_(x)
+        return out + v.sin()
+    return f
+""",
+        set(),
+    ),
 }

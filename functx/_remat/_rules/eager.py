@@ -25,6 +25,7 @@ from functx._remat._rules.base import Frame
 from functx._remat._rules.jvp import DualFrame, has_dual
 from functx._remat._rules.legacy_vmap import LegacyVmapFrame
 from functx._remat._tapes import PLAIN
+from functx._remat._written_since import watch_kept
 from functx._torch import dispatch_mode_depth
 from functx._torch_nodes import tensor_over
 
@@ -126,6 +127,7 @@ class EagerFrame(Frame):
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
+        watch_kept(self.region, outs)
         untaped = proxy.keeping() and not self.differentiates()
         left = {} if untaped else self.region.escaped(outs)
         tensors = [*inputs, *self.captured]
