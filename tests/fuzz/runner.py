@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unwritten import unwritten_memory_shows
 
 import functx
+from functx import _torch
 from functx._remat import _holders, _known_runs, _letting_go
 from functx._remat._capture import FirstRun
 
 from .codes import counted_codes
 from .env import Env
-from .held import Held
+from .held import Held, Reads
 from .program import Program
 
 LIBRARIES = {"functx": functx, "torch.func": torch.func}
@@ -34,6 +35,7 @@ FORWARD = {"vmap", "jvp", "jacfwd"}
 BACKWARD_INSIDE = {"inner grad", "autograd.grad inside"}
 ROUNDINGS = 8
 COMPLEX = torch.complex128
+EVERYTHING = functx.checkpoint_policies.everything_saveable
 
 
 class Difference(AssertionError):
@@ -263,7 +265,8 @@ def run(
         held = watch.held = Held() if compares_memory(program) and not before else None
         if isinstance(remat, Spy):
             remat.held = held
-        results, value = _forward(stacked, x)
+        with nullcontext() if held is None or not measure else Reads(held):
+            results, value = _forward(stacked, x)
         if held is not None:
             alive, watch.held = held.alive(), None
         values, gradients = _differentiate(results, value, [x, *env.parameters], program.twice)
@@ -324,13 +327,16 @@ class Spy:
 
         def region(*args: Any, **kwargs: Any) -> Any:
             self._policies += policy is not None
-            around = self._enter()
+            if self.held is not None:
+                self._regions += 1
+                self.held.begins(self._regions, policy == EVERYTHING)
+            out = None
             try:
                 out = f(*args, **kwargs)
             finally:
                 self._policies -= policy is not None
                 if self.held is not None:
-                    self.held.place = around
+                    self.held.ended(_several(out))
             first = out[0] if isinstance(out, tuple) else out
             node = first.grad_fn if isinstance(first, torch.Tensor) else None
             ended = node is not None and node.name() == "SigmoidBackward0"
@@ -340,16 +346,13 @@ class Spy:
 
         return region
 
-    def _enter(self) -> tuple[int, ...]:
-        if self.held is None:
-            return ()
-        self._regions += 1
-        around = self.held.place
-        self.held.place = (*around, self._regions)
-        return around
-
     def _reach(self, gradient: torch.Tensor) -> None:
         self.reached = True
+
+
+def _several(out: Any) -> bool:
+    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    return len(tensors) > 1 or (bool(tensors) and _torch.forward_ad_level() >= 0)
 
 
 def compare(program: Program, ours: Result, expected: Result) -> None:
