@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import re
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import _HookMixin
 
 # Before a node, past what its class makes of it.
 register_prehook = torch._C._FunctionBase.register_prehook
@@ -148,10 +150,64 @@ class _WithSomething:
             self._fn(gradients)
 
 
+def where_hung(handle: Any) -> Callable[[], Any]:
+    """What tells the dict that a hook hangs in, by its handle; ``None`` if that is gone."""
+    found: Callable[[], Any] = handle.hooks_dict_ref
+    return found
+
+
+def is_hung(handle: Any) -> bool:
+    """Whether a hook hangs where its handle takes it off."""
+    hooks = handle.hooks_dict_ref()
+    return hooks is not None and handle.id in hooks
+
+
+def tell_of_removal(handle: Any, told: dict[int, Any]) -> None:
+    """Have the number of a handle deleted from a dict, too, when it takes its hook off."""
+    ref = weakref.ref(told)
+    alive = lambda: nowhere() if (found := ref()) is None else found  # noqa: E731
+    handle.extra_dict_ref = (*handle.extra_dict_ref, alive)
+
+
+class _Nowhere(OrderedDict[int, Any]):
+    def __reduce__(self) -> Any:
+        return nowhere, ()
+
+
+_NOWHERE = _Nowhere()
+
+
+def nowhere() -> Any:
+    """A dict in which nothing hangs: what a copied handle knows, weakly, in place of another."""
+    return _NOWHERE
+
+
+def observe_hooks_of_nodes(
+    observe: Callable[[Any, Callable[[], tuple[Any, Any]]], tuple[Any, Any]],
+) -> None:
+    """Have ``observe`` hang hooks on nodes, which no mode is shown.
+
+    Args:
+        observe: is given the dict of hooks that a node has already, if it has one, and what hangs
+            a further one; gives what that does, the dict and the handle.
+    """
+    hang = torch.autograd.Function._register_hook
+
+    def register_hook(hooks: Any, hook: Any) -> tuple[Any, Any]:
+        return observe(hooks, functools.partial(hang, hooks, hook))
+
+    _HookMixin._register_hook = staticmethod(register_hook)  # type: ignore[method-assign]
+
+
 def has_hooks(t: torch.Tensor) -> bool:
     """Whether a tensor has a hook on its gradient; no public way tells."""
     hooks = t._backward_hooks
     return bool(hooks) and has_users_hook(hooks)
+
+
+def has_hooks_after(t: torch.Tensor) -> bool:
+    """Whether a leaf has a hook for when its gradient is accumulated."""
+    return bool(t._post_accumulate_grad_hooks)
 
 
 def hooks_of(t: torch.Tensor) -> Any:

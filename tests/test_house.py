@@ -65,6 +65,7 @@ LAYERS = [
     ),
     ("functx._remat._contents",),
     ("functx._remat._read_results",),
+    ("functx._remat._taken_off",),
     (
         "functx._remat._profile",
         "functx._remat._within_reach",

@@ -8,12 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _torch_nodes
 from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
-from functx._remat._hung_on_given import HANGING, LEFT, gradient_refused, hang, hook_refused
+from functx._remat._hung_on_given import (
+    HANGING,
+    LEFT,
+    gradient_refused,
+    hang,
+    hook_refused,
+    hung_already,
+)
 from functx._remat._region import Region
 from functx._remat._tapes import of_ended_level, tensors_of
-from functx._remat._tracker import SILENT, Tracker, tracking
+from functx._remat._tracker import OBSERVERS, SILENT, Tracker, active_tracker, tracking
 
 
 class AboutGradients(Tracker):
@@ -39,6 +46,17 @@ class AboutGradients(Tracker):
         """What the body was given, or has captured so far."""
         return self._originals
 
+    def hung(self, handle: Any) -> None:
+        """For the regions around as well, whose replays run the body afresh."""
+        super().hung(handle)
+        if (outer := self._region.outer) is not None:
+            outer.hung(handle)
+
+    def has_hung(self, hooks: Any) -> bool:
+        """As the regions around know it, which may be replays."""
+        outer = self._region.outer
+        return super().has_hung(hooks) or (outer is not None and outer.has_hung(hooks))
+
     def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
         """NOTE [hooks on what is given] in `_hung_on_given`."""
         name, found = self._region.options.name, self._index.get(id(t))
@@ -57,7 +75,7 @@ class AboutGradients(Tracker):
         """Ask the tensor that a stand-in stands for, or raise."""
         if func in HANGING:
             with tracking(SILENT):
-                return self.hang(func, *args)
+                return self.hangs(func, args)
         if func is GRADIENTS:
             with tracking(SILENT):
                 self._about_to_differentiate(*args[:2])
@@ -112,3 +130,17 @@ class AboutGradients(Tracker):
             return []
         those = {id(t): i for i, t in enumerate(outs) if t is not None}
         return [those.get(id(ref()), ref) for ref in self._retained]
+
+
+def _hang_on_node(hooks: Any, hang: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """A hook is hung on a node, which may have some: the dict of them, and its handle."""
+    tracker = active_tracker()
+    if tracker is None:
+        return hang()
+    given = hooks is not None and tracker.has_hung(hooks)
+    found = (hooks, hung_already(hooks)) if given else hang()
+    tracker.hung(found[1])
+    return found
+
+
+OBSERVERS.append(lambda: _torch_nodes.observe_hooks_of_nodes(_hang_on_node))

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from functx import _torch_nodes
 from functx._remat._hung_inside import Inside, hung_inside
+from functx._remat._hung_on_given import after_refused
 from functx._remat._in_turn import turn_of
 from functx._remat._one_by_one import groups_of, of_the_body
 from functx._remat._partial import Above, above, watch, with_left
@@ -95,11 +96,15 @@ class Reached(set[int]):
             self.by[i].update(map(id, leaves_below(*nodes_of(tensors))))
 
     def leads_elsewhere(
-        self, results: Iterable[tuple[int, Tensor | None]], others: Set[int]
+        self, results: Iterable[tuple[int, Tensor | None]], others: Mapping[int, Tensor], name: str
     ) -> None:
-        """Some results may lead to these leaves, which stand for no input."""
+        """Some results may lead to these leaves, which are no inputs of the region ``name``."""
+        for t in others.values():
+            if _torch_nodes.has_hooks_after(t):
+                raise after_refused(t, name)
+        ids = others.keys()
         self.elsewhere |= {
-            i for i, r in results if not others.isdisjoint(map(id, leaves_below(*nodes_of([r]))))
+            i for i, r in results if not ids.isdisjoint(map(id, leaves_below(*nodes_of([r]))))
         }
 
     def _look(self, results: Sequence[Tensor | None], nodes: Sequence[Any]) -> None:
@@ -254,8 +259,6 @@ def has_left(region: Any, left: Iterable[Tensor]) -> None:
         firsts = [n + reached.start for n in reached.firsts]
         left = [*left]
         inside = hung_inside(left, len(firsts))
-        for one in inside.values():
-            one.let_go()
         reached.inside = {**reached.inside, **inside}
         reached.above = with_left(reached.above, numbers, firsts, left)
         further = [_number_of_first(t) - reached.start for t in left]

@@ -34,6 +34,7 @@ from functx._remat._read_results import Replayed
 from functx._remat._region import Region
 from functx._remat._replay import NOTHING
 from functx._remat._saving import called, now, watched_per_example
+from functx._remat._taken_off import hooks_of
 from functx._remat._tapes import PLAIN, nodes_of, tape_below, tensors_of, tracked
 from functx._remat._tracker import OBSERVERS, Tracker
 from functx._remat._unseen import refuse_unseen
@@ -99,9 +100,9 @@ class FirstRun(Compared):
         Nodes keep those that are read, as replays are handed them by position. What looked at them
         otherwise, at their memory or their tape, must find them as they are.
         """
-        region, body = self._region, self._region.body
-        for inside in getattr(region.reached, "inside", NOTHING).values():
-            inside.let_go()
+        region, body, options = self._region, self._region.body, self._region.options
+        if self.handles or self._pulls_back:
+            region.hooks = hooks_of(self.handles, body)
         if theirs := self.given_a_gradient:  # which are the caller's
             self.births = [b for b in self.births if id(b[1]()) not in theirs]
         if (ledger := self.ledger or region.ledger) is None:  # a known one
@@ -109,7 +110,6 @@ class FirstRun(Compared):
         if region.outer is not None:
             region.outer.looks = region.outer.looks or self.looks
             self.entry.says(ledger.kept, ledger.devices.keys(), ledger.copied)
-        options = region.options
         lenient = options.replay or options.by_sight or options.determinism_check == "none"
         lenient = lenient or self._lift_constants  # in a graph, it is run once more
         if not (lenient or self.looks or ledger.python_on_tape) and hasattr(body, "let_go"):
@@ -371,17 +371,17 @@ class FirstRun(Compared):
             trust_no_twins([*self.holders, *(h for h in constants if h is not None)])
         if self._pulls_back and isinstance(fn := getattr(self._region.body, "fn", None), Replayed):
             fn.look(nodes, outs)
-        others = set()
+        others = {}
         for t in reached:
             if id(t) in self.leaves or is_unread(t):
                 continue
             known = self.knows(t) or is_nobodys(t)
             if not (known or (self._pulls_back and self._computed_here(t))):  # in the replay
                 refuse_unseen(self._region.options.name, t)
-            others.add(id(t))
+            others[id(t)] = t
         found = Reached(map(id, reached), outs, self._region.frames, nodes)
         if others:
-            found.leads_elsewhere(enumerate(outs), others)
+            found.leads_elsewhere(enumerate(outs), others, self._region.options.name)
         return found
 
     def had(self, t: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from functx import _torch
 from functx._remat._cond import COND, branch
 from functx._remat._gradients import ABOUT_GRADIENTS
+from functx._remat._hung_on_given import HANGING
 from functx._remat._tapes import tensors_of
 from functx._remat._writes import only_reads
 from functx._torch_modules import frame_above
@@ -103,7 +104,7 @@ class Known:
     """What is known of a function.
 
     Attributes:
-        custom: whether it may be a custom Function's, or an operator of the user's.
+        custom: whether it may be a custom Function's, an operator of the user's, or hangs a hook.
         passive: whether it is no operation: passed through, unrecorded.
         python: whether it puts Python code on a tape, or may.
         writes: whether it may write to what it is given, as far as can be told without keywords,
@@ -162,6 +163,7 @@ class Known:
         self.custom = isinstance(func, _torch.HigherOrderOperator) or (
             isinstance(func, _torch.OpOverload) and func.namespace not in ("aten", "prims")
         )
+        self.custom = self.custom or func in HANGING
         self.writes = name == "requires_grad_" or not (
             type(func) in IN_C and only_reads(func, name)
         )

@@ -10,8 +10,7 @@ caller's hooks have changed the gradient, or that those of the body do, in the r
 is no replay (the gradient of the result is all that is asked for) those of the body would not be
 called.
 
-A body's hooks are hung again in each replay. Those that the caller has taken off since, by their
-handles, are taken off there: the dict of the first run stays for that, without its hooks.
+A body's hooks are hung again in each replay. Which of them are off by then, `_taken_off` knows.
 """
 
 from __future__ import annotations
@@ -39,20 +38,8 @@ class Inside:
 
     around: str | None = None
 
-    def __init__(self, hooks: Any) -> None:
-        self._hooks = hooks
-        self._keys = [] if hooks is None else _torch_nodes.users_keys(hooks)
+    def __init__(self) -> None:
         self.looks: Sequence[_Look] = ()
-
-    def let_go(self) -> None:
-        """The tape where they hung is about to go, which they may hold by what they close over."""
-        for key in self._keys:
-            if key in self._hooks:
-                dict.__setitem__(self._hooks, key, None)
-
-    def removed(self) -> list[int]:
-        """Which of them were taken off, in the order of hanging them."""
-        return [n for n, key in enumerate(self._keys) if key not in self._hooks]
 
     def look(self, t: Tensor, name: str) -> None:
         """A replay is about to be pulled back, which has hung its own on its result ``t``."""
@@ -70,20 +57,10 @@ class Inside:
             its.around = how
         if not keys:
             return
-        hooks = _torch_nodes.hooks_of(t)
-        if gone := self.removed():
-            if len(keys) != len(self._keys):
-                raise RematError(
-                    f"remat: a replay of the region {name!r} hangs {len(keys)} hooks on a result "
-                    f"where the forward hung {len(self._keys)}, of which one was removed: which "
-                    "one it is there can't be told. Hang them outside of the region."
-                )
-            for n in gone:
-                del hooks[keys[n]]
         if how is not None:
+            hooks = _torch_nodes.hooks_of(t)
             for key in keys:
-                if key in hooks:
-                    dict.__setitem__(hooks, key, _changes_nothing(hooks[key], t, name, how))
+                dict.__setitem__(hooks, key, _changes_nothing(hooks[key], t, name, how))
 
 
 def _keys_of(t: Tensor) -> list[int]:
@@ -136,7 +113,7 @@ def hung_inside(results: Sequence[Tensor | None], first: int = 0) -> dict[int, I
     found = {}
     for place, t in enumerate(results, first):
         if t is not None and (_torch_nodes.has_hooks(t) or inside_of(t)):
-            found[place] = Inside(_torch_nodes.hooks_of(t))
+            found[place] = Inside()
     return found
 
 

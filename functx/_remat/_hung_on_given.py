@@ -49,9 +49,9 @@ def hang(func: Callable[..., Any], t: Tensor, hook: Any, outer: Any, name: str) 
     return func(t, hook) if handle is LEFT else handle
 
 
-def hung_already() -> RemovableHandle:
-    """What a replay is given for a handle."""
-    return RemovableHandle(OrderedDict())
+def hung_already(hooks: Any = None) -> RemovableHandle:
+    """What a replay is given for a handle; it takes nothing off, of ``hooks`` either."""
+    return RemovableHandle(OrderedDict() if hooks is None else hooks)
 
 
 def hook_refused(t: Tensor, name: str) -> RematError:
@@ -60,6 +60,16 @@ def hook_refused(t: Tensor, name: str) -> RematError:
         f"remat: the region {name!r} writes in place to a tensor of shape {tuple(t.shape)} that it "
         "captured, and hangs a hook on that; a replay would not find it. Pass it as an argument, "
         "or hang the hook on a .clone()."
+    )
+
+
+def after_refused(t: Tensor, name: str) -> RematError:
+    """The error where a hook waits for what a replay does not do."""
+    return RematError(
+        f"remat: the region {name!r} makes a leaf of shape {tuple(t.shape)}, computes with it, and "
+        "hangs a hook on it by register_post_accumulate_grad_hook; a replay accumulates no .grad, "
+        "so the hook would not be called. Make the leaf outside of the region, or use "
+        "register_hook."
     )
 
 

@@ -48,9 +48,12 @@ class Replayed:
 
     Attributes:
         read: the results that the tape of the pullback leads to.
+        hung: the hooks of the latest run, each by its handle there. ``NOTE [taken off]``.
     """
 
     read: Collection[Slot] = ()
+    hung: Sequence[tuple[Any, Any]] = ()
+    _off: Sequence[bool] = ()
 
     def __init__(self, fn: Callable[..., Any], region: Any, level: int, cut: Cut | None) -> None:
         self._fn = fn
@@ -86,6 +89,12 @@ class Replayed:
             self._cut.at(found)
         return outs
 
+    def remembered(self, off: Sequence[bool]) -> Sequence[bool]:
+        """Which hooks are off in this run: those that were in the first one, which this may be."""
+        if self._marks is None:
+            self._off = off
+        return self._off
+
     def look(self, nodes: Sequence[Any], results: Iterable[Tensor | None]) -> None:
         """The tapes of the gradients, of the first run, are these."""
         marks, self._marks = self._marks, {}
@@ -99,6 +108,12 @@ class Replayed:
             keys.update(((id(region), place),) for region, place in those)
         # Under the older vmap no tape is seen.
         self.read = {marks[key] for key in (keys & marks.keys() if nodes else marks)}
+
+
+def being_replayed(region: Any) -> Replayed | None:
+    """The function that a region is replayed for, where a derivative may be taken of that."""
+    of = _running.of
+    return of if isinstance(of, Replayed) and of._region is region else None
 
 
 def _packed_inside(edge: tuple[Any, int]) -> Slot | None:

@@ -35,7 +35,6 @@ from functx._remat._aliases import PassedOn
 from functx._remat._constant import Constant, let_go, still
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
-from functx._remat._hung_inside import look_inside
 from functx._remat._in_turn import viewed_again
 from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
@@ -47,6 +46,7 @@ from functx._remat._profile import shown
 from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
 from functx._remat._replay import BY_SIGHT, NOTHING, Lenient, Replay
+from functx._remat._taken_off import hung_again
 from functx._remat._tapes import rewrap
 from functx._remat._tracker import tracking
 from functx._remat._watch import watching
@@ -123,6 +123,7 @@ class Region:
     passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
     retained: Sequence[Any] = ()
+    hooks: Sequence[Any] = ()  # that the body hangs on what it makes. `_taken_off`
     hung = inside = NOTHING  # hooks on results: the caller's, the body's
     taped: Mapping[int, dict[int, Any]] = NOTHING
     sightings: Any = None
@@ -188,7 +189,7 @@ class Region:
             else:
                 replay = Replay(self.entries, externals, name, *known)
                 replay.passing = passing
-        replay.inside = Inside(None, self.inner_keeps)
+        replay.inside, replay.hooks = Inside(None, self.inner_keeps), self.hooks
         by_section = isinstance(pruned, Pruned) and pruned.sections is not None
         if by_section and isinstance(replay, Replay):
             pruned, replay.pruned = None, pruned
@@ -206,8 +207,8 @@ class Region:
         results = self._distinct(outs)
         if replay.left:
             results += [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
-        if self.inside:
-            look_inside(self.inside, results, name)
+        if self.hooks or self.inside:
+            hung_again(self, replay.handles, results)
         return results
 
     def _run_again(
@@ -388,8 +389,7 @@ class Region:
         if self.unread:
             let_go(self.constants, self.unread)
         for frame in self.frames:
-            frame.captured = []
-            frame.inputs = ()
+            frame.captured, frame.inputs = [], ()
         self.frames = []  # frames know their region; knowing them too would be a cycle
 
 

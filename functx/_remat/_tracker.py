@@ -34,11 +34,12 @@ from functx._remat._functions import known as known_functions
 from functx._remat._gradients import RETAIN_GRAD, on_the_tape
 from functx._remat._hung_on_given import HANGING, LEFT
 from functx._remat._past_torch import AllHeld
+from functx._remat._taken_off import Hanging
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
-class Tracker:
+class Tracker(Hanging):
     """What the first run and a replay do alike for each operation."""
 
     inside: Any = None  # what the regions inside keep
@@ -187,18 +188,17 @@ class Tracker:
         else:
             self.note(out)
         if known.custom:
-            self.keeps_numbers(out, (args, kwargs))
+            if known.gradients:
+                self.hung(out)
+            else:
+                self.keeps_numbers(out, (args, kwargs))
         return out
 
     def about_gradients(self, func: Any, args: Any) -> Any:
         """What `_gradients` is about: what it gives, or `LEFT` to be done."""
         if func in HANGING:
-            return self.hang(func, *args)
+            return self.hangs(func, args)
         return None if func == RETAIN_GRAD else LEFT  # a replay's own gradients concern nobody
-
-    def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
-        """Hang a hook on ``t``, if this run has not made it; its handle, or `LEFT`."""
-        return LEFT
 
     def keeps_numbers(self, out: Any, args: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""

@@ -1,0 +1,149 @@
+"""Hooks that a body hangs on what it makes, and that are taken off when it has returned.
+
+NOTE [taken off]
+A handle leaves the body (``handles.append(h.register_hook(f))``), and whoever has it removes it
+between forward and backward, or between two backward passes. Without remat the hook is called no
+more. Each replay hangs its own; so the handles of what all runs of a region have hung there are one
+to whoever removes one of them. When a replay's body has returned, which may have pulled something
+back itself, with its hooks, those that were taken off since the forward are taken off there.
+
+The hooks of a region inside count for it and for those around: their replays run it afresh. And so
+do those of a replay, for the region that its pullback is when that may be differentiated: what that
+has recorded is what was hung there then, whatever is taken off later. A further derivative is taken
+with what is there now.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch_nodes
+from functx._errors import RematError
+from functx._remat._hung_inside import look_inside
+from functx._remat._hung_on_given import LEFT
+from functx._remat._read_results import Replayed, being_replayed
+
+
+class OneHook(dict[int, Any]):
+    """A hook of a body, by the handles of all runs that have hung it.
+
+    Args:
+        handle: of the first run, whose body has returned.
+
+    Attributes:
+        removed: whether it was taken off since.
+    """
+
+    removed = False
+    _removing = False
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__()
+        self._hooks = _torch_nodes.where_hung(handle)
+        self.join(handle)
+
+    def join(self, handle: Any) -> None:
+        """A run has hung it; if that takes it off by itself, the others do so, too."""
+        for key in [key for key, one in self.items() if not _torch_nodes.is_hung(one)]:
+            held = weakref.ref(self.pop(key))
+            if (one := held()) is not None:
+                self[key] = one  # by somebody who may remove it
+        if handle.id not in self:
+            self[handle.id] = handle
+            _torch_nodes.tell_of_removal(handle, self)
+
+    def __delitem__(self, key: int) -> None:
+        """It is taken off by one of its handles, which stays: a replay may do so once more."""
+        self.removed = True
+        if not self._removing:
+            self._removing = True
+            for handle in [*self.values()]:
+                handle.remove()
+            self._removing = False
+
+    def __reduce__(self) -> Any:
+        """The copy of a handle is of what hangs nowhere."""
+        return _torch_nodes.nowhere, ()
+
+    def hangs_in(self, hooks: Any) -> bool:
+        """Whether the first run has hung it here, on a node that is still there."""
+        return self._hooks() is hooks
+
+
+class Hanging:
+    """The part of a tracker that knows the hooks which its body hangs.
+
+    Attributes:
+        handles: of those of this run, in the order of hanging them.
+        hooks: those of the first run, if this is another one.
+    """
+
+    handles: Sequence[Any] = ()
+    hooks: Sequence[OneHook] = ()
+
+    def hangs(self, func: Any, args: Any) -> Any:
+        """The body hangs a hook; its handle, or `LEFT` if that is to be done, and told of."""
+        handle = self.hang(func, *args)
+        if handle is not LEFT:
+            self.hung(handle)
+        return handle
+
+    def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
+        """Hang a hook on ``t``, if this run has not made it; its handle, or `LEFT`."""
+        return LEFT
+
+    def hung(self, handle: Any) -> None:
+        """The body has hung a hook."""
+        self.handles = [*self.handles, handle]
+
+    def has_hung(self, hooks: Any) -> bool:
+        """Whether the first run has hung the hook that is next, here, on what it did not make."""
+        n = len(self.handles)
+        return n < len(self.hooks) and self.hooks[n].hangs_in(hooks)
+
+
+def hooks_of(handles: Sequence[Any], body: Any) -> list[OneHook]:
+    """The hooks of a body that has run first, by their handles, in the order of hanging them."""
+    return [*map(OneHook, handles), *(hook for _, hook in _of_a_replay(body))]
+
+
+def _of_a_replay(body: Any) -> Sequence[tuple[Any, OneHook]]:
+    """Those of the replay that is pulled back by ``body``, if that does so."""
+    fn = getattr(body, "fn", None)
+    return fn.hung if isinstance(fn, Replayed) else ()
+
+
+def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | None]) -> None:
+    """A replay is about to be pulled back, whose body has hung its hooks.
+
+    Args:
+        region: that was replayed.
+        handles: of the hooks, in the order of hanging them.
+        results: of the body.
+
+    Raises:
+        RematError: one was taken off, and which one it is here can't be told.
+    """
+    hooks, name = region.hooks, region.options.name
+    handles = [*handles, *(handle for handle, _ in _of_a_replay(region.body))]
+    off: Sequence[bool] = [hook.removed for hook in hooks]
+    if len(handles) == len(hooks):
+        if (of := being_replayed(region)) is not None:
+            of.hung, off = [*zip(handles, hooks)], of.remembered(off)
+        for handle, hook, is_off in zip(handles, hooks, off):
+            if is_off:
+                handle.remove()
+            else:
+                hook.join(handle)
+    elif any(off):
+        raise RematError(
+            f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "
+            f"hung {len(hooks)}, of which one was removed: which one it is there can't be told. "
+            "Hang the same hooks each time, or hang them outside of the region."
+        )
+    if region.inside:
+        look_inside(region.inside, results, name)
