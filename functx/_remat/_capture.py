@@ -228,10 +228,10 @@ class FirstRun(Compared):
         if hooks_on_saved(True) is not None:
             self.odd = True  # the body has hung them, which change what its tape holds
         if self._plain and not now.savers:
-            if known.ordinary and not kwargs:
+            if known.ordinary and "out" not in kwargs:
                 if (expected := self.expected) is not None:
-                    return self.run_expected(expected, func, args)
-                return self.run_resolved(func, self.swap_all(args))
+                    return self.run_expected(expected, func, args, kwargs)
+                return self.run_resolved(func, self.swap_all(args), self.swap_named(kwargs))
             if known.nothing:
                 return func(*args, **kwargs)
         if known.draws and self.expected is not None:
@@ -246,8 +246,8 @@ class FirstRun(Compared):
         environment.drew()
         return out
 
-    def run_resolved(self, func: Any, args: Any) -> Any:
-        """An operation in C that only computes, where nobody looks at what it gives."""
+    def run_resolved(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that only computes, where nobody looks at what it gives."""
         entries, ledger = self.entries, self.ledger
         operation = len(entries)
         frame: Any = frame_above(3)  # past `run` and the mode
@@ -265,11 +265,11 @@ class FirstRun(Compared):
         self._sources = []
         self._scalars = []
         if ledger is None:
-            out = func(*args)
+            out = func(*args, **kwargs)
         else:
             steps = ledger.steps
             first = len(steps)
-            out = func(*args)
+            out = func(*args, **kwargs)
             if len(steps) > first:
                 ledger.belong(operation, first, len(steps))
         if out.__class__ is Tensor:

@@ -57,7 +57,7 @@ class Compared(Asking):
         region = self._region
         surroundings = region.environment.surroundings()
         if surroundings is not None:
-            levels = tuple(frame.kind() for frame in region.frames)
+            levels = (*[frame.kind() for frame in region.frames],)
             self.settings = surroundings, levels
             found = sightings_of(*region.reaches, region.inputs, levels)
             if found is not None:
@@ -73,7 +73,10 @@ class Compared(Asking):
             and region.options.comparable
             and not self._lift_constants
             and _torch.forward_ad_level() < 0
-            and not any(frame.dual() or frame.holds_duals() for frame in region.frames)
+            and (
+                len(region.frames) < 2
+                or not any(f.dual() or f.holds_duals() for f in region.frames)
+            )
         )
 
     def departs(self) -> None:
@@ -171,8 +174,8 @@ class Compared(Asking):
         self.departs()
         return False
 
-    def run_expected(self, known: KnownRun, func: Any, args: Any) -> Any:
-        """An operation in C that only computes, and is the known run's so far as anybody can tell.
+    def run_expected(self, known: KnownRun, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that only computes, and is the known run's so far as anybody can tell.
 
         As `swap_all`, `as_expected` and `made`, in one piece: most operations come by here.
         """
@@ -203,16 +206,18 @@ class Compared(Asking):
             else:
                 a = self.swap(a)
             swapped.append(a)
+        if kwargs:
+            kwargs = self.swap_named(kwargs)
         entries = self.entries
         at = len(entries)
         entry = known.entries[at] if at < len(known.entries) else None
         if entry is None or not fits(entry, func, sources, scalars):
             self.departs()
-            return self.run_resolved(func, swapped)
+            return self.run_resolved(func, swapped, kwargs)
         entries.append(entry)
         self._sources = []
         self._scalars = []
-        out = func(*swapped)
+        out = func(*swapped, **kwargs) if kwargs else func(*swapped)
         if out.__class__ is not Tensor:
             self.note(out)
             return out
@@ -226,6 +231,6 @@ class Compared(Asking):
         self.layouts.append((out.shape, out.dtype, out.requires_grad))  # type: ignore[union-attr]
         return out
 
-    def run_resolved(self, func: Any, args: Any) -> Any:
+    def run_resolved(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation on resolved arguments, which is not recorded yet."""
         raise NotImplementedError

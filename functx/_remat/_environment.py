@@ -31,7 +31,7 @@ import ctypes
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -190,7 +190,8 @@ class Environment:
 
     def casts(self) -> bool:
         """Whether autocast was on."""
-        return self._settings[-3] or any(state[0] for state in self._autocast.values())
+        others = self._autocast
+        return self._settings[-3] or (bool(others) and any(on for on, _, _ in others.values()))
 
     def restored(self, replay: Any = None) -> AbstractContextManager[None] | None:
         """The same surroundings, for a replay; ``None`` where they are so already.
@@ -201,6 +202,10 @@ class Environment:
         """
         changed = self._random or (replay is not None and self._state.changed()) or self.differ()
         return self._put_back(replay) if changed else None
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """The same generators, for code that is known, where `differ` found nothing."""
+        return self._put_back(None) if self._random else _AS_IT_IS
 
     def differ(self) -> bool:
         """Whether anything is not as it was of what operations depend on, but generators."""
@@ -263,6 +268,9 @@ class Environment:
                     "other random numbers. Seed it outside of the region, or with a seed that the "
                     "region is given."
                 )
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 def _own(cache: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]] | None:

@@ -129,12 +129,12 @@ class Standins(AboutGradients):
 
     def resolve(self, t: Tensor) -> Tensor:
         """The stand-in of a foreign tensor, anything made here as it is."""
-        found = self._index.get(id(t))
+        found = self._index.get(key := id(t))
         if found is not None and found[0] is t:
             self._sources.append(found[2])
             return found[1]
-        if self.knows(t):
-            self._sources.append(KNOWN - self._births[id(t)][0])
+        if (birth := self._births.get(key)) is not None and birth[1]() is t:
+            self._sources.append(KNOWN - birth[0])
             self.reads(t)
             return t
         met = self._meet(t)

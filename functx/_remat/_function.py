@@ -83,8 +83,8 @@ def _run(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     places: dict[int, int] = {}
     where: list[int | None] = []
     statics: list[Any] = []
-    around = active_tracker()
-    aliases = around.aliases if around is not None and len(leaves) > 1 else None
+    around = active_tracker() if len(leaves) > 1 else None
+    aliases = None if around is None else around.aliases
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             # What was one tensor in the forward is one input. ``NOTE [aliases]`` in `_aliases`.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import (
     BuiltinFunctionType,
+    FunctionType,
     MethodDescriptorType,
     MethodWrapperType,
     WrapperDescriptorType,
@@ -118,7 +120,7 @@ class Known:
         gradients: whether `_gradients` is about it.
         instead: what runs in its place, seen by the region; ``None`` for nearly all.
         otherwise: whether it computes otherwise where a dispatch mode is active.
-        ordinary: whether it is none of these, and written in C.
+        ordinary: whether it is none of these: it only computes, unless it is given ``out``.
         nothing: whether it is no operation, and none of these either.
     """
 
@@ -177,7 +179,20 @@ class Known:
         )
         self.nothing = self.passive and not special and self.instead is None
         special = special or self.otherwise
-        self.ordinary = type(func) in IN_C and not (special or self.passive or self.writes)
+        special = special or self.passive or self.custom
+        self.ordinary = not (special or self.writes) or (not special and _only_computes(func))
+
+
+def _only_computes(func: Any) -> bool:
+    """Whether that is what a function of ``torch.nn.functional`` does, whatever it is given."""
+    if type(func) is not FunctionType or func.__module__ != "torch.nn.functional":
+        return False
+    taken = inspect.signature(func).parameters.values()
+    return not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name in _WRITES for p in taken)
+
+
+# What makes a function write, or draw, or take statistics, perhaps.
+_WRITES = frozenset({"out", "inplace", "training", "max_norm", "running_mean", "use_input_stats"})
 
 
 def _exporter(name: str) -> Callable[[Any, Any], Sequence[Tensor]] | None:

@@ -159,7 +159,7 @@ def known_gradients(
     if known is not None and code is not None and known.seen:
         saved.clear()
         cotangents.clear()
-        with shown(region.options, replay=True), environment.restored() or nullcontext():
+        with shown(region.options, replay=True), environment.drawing():
             return known(code, given)
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return None  # what compares bits waits for the device, which a capture does not allow
@@ -178,7 +178,7 @@ def known_gradients(
     else:
         tried = new.needs is not None and _room.is_there(level, new.needs)
         if tried:
-            with environment.restored() or nullcontext():
+            with environment.drawing():
                 bits = new.tried(given)
         del given
         gradients = pull_back(saved, cotangents)

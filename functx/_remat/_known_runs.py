@@ -239,8 +239,7 @@ def _signature(t: Tensor) -> Any:
 
 def sharing(tensors: Sequence[Tensor]) -> Any:
     """Which of some tensors share their memory; ``None`` where none do."""
-    keys = storage_keys(map(base_of, tensors))
-    if len({*keys}) == len(keys):
+    if len(tensors) < 2 or len({*(keys := storage_keys(map(base_of, tensors)))}) == len(keys):
         return None
     return [*map(keys.index, keys)]
 

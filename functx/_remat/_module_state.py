@@ -83,6 +83,9 @@ class ModuleState:
             ours: whether it has made a tensor, or was given it.
         """
         assert self._found is not None
+        if not (self._before or self._objects or self._containers):
+            self._found = None
+            return
         first_scope = len(self._before) - len(self._found.scopes) - len(self._found.attributes)
         for i, (d, before) in enumerate(self._before):
             if i >= first_scope:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
+from operator import or_
 from typing import Any
 
 import torch
@@ -260,28 +261,27 @@ class Region:
             outs = self.body(*tensors)
         # What was handed back without an operation on it is met here.
         returned, outs = first.returned(outs), []
-        places: dict[int, int] = {}
+        places, ordinary = dict[int, int](), True
         for out in returned:
             place = None if out is None else first.handed_back(out)
-            if out is not None and place is None:
-                place = places.setdefault(id(out), len(outs))
-                if place == len(outs):
-                    outs.append(out)
+            if place is not None:
+                ordinary = False
+            elif out is not None and (place := places.setdefault(id(out), len(outs))) == len(outs):
+                outs.append(out)
             self._results.append(place)
         if extra := first.further_results():
             self._results += range(len(outs), len(outs) + len(extra))
             outs += extra
-        ordinary = not any(isinstance(r, (tuple, Tensor)) for r in self._results)
         known = first.recognized(ordinary)
         self.reached = leaves = first.reached(known, outs)
         frames = self.frames
         if len(frames) > 1 and any(f.holds_duals() for f in frames) and frames[0].differentiates():
             first.must_run_whole()  # NOTE [gradients with tangents] in `_dual_level`
-        self.needed = needed = [True] * (len(tensors) + len(self.captured))
+        needed = [True] * (len(tensors) + len(self.captured)) if known is None else [*known.needed]
+        self.needed = needed
         if known is not None:
             self.ledger, self.sightings = known.ledger, first.sightings
-            self.needed, self.passing = [*known.needed], known.passing
-            self.unread = known.unread
+            self.passing, self.unread = known.passing, known.unread
         elif ledger is not None and ledger.settle(outs, first.holders):
             self.ledger, needs = ledger, [ledger.needs(holders) for holders in first.holders]
             if not (lenient or keeps_deep_inside(first.entry)):
@@ -291,8 +291,8 @@ class Region:
                 for kind, i in map(first.origins.__getitem__, self.rewritten):
                     needed[i + (len(self.inputs) if kind == "capture" else 0)] = True
             first.sighted(ordinary)
-        for i, connected in enumerate(self.connected):
-            needed[i] = needed[i] or connected
+        if self.connected:
+            needed[:] = [*map(or_, needed, self.connected), *needed[len(self.connected) :]]
         if ledger is not None and ledger.saver is not None:
             with watching(True):  # a copy to host memory is an operation for regions around this
                 self.kept = ledger.take_kept()

@@ -148,6 +148,11 @@ class Tracker(Hanging):
         """``values`` with every tensor resolved."""
         return [self.swap(a) for a in values]
 
+    def swap_named(self, values: dict[str, Any]) -> dict[str, Any]:
+        """``values`` with every tensor resolved; their names count, too."""
+        self._scalars += values
+        return {key: self.swap(a) for key, a in values.items()}
+
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One operation."""
         try:
@@ -169,9 +174,7 @@ class Tracker(Hanging):
         if known.label:
             self.labelled(str(args[0]))
         given, args = args, self.swap_all(args)
-        if kwargs:
-            self._scalars += kwargs  # their names
-            kwargs = {k: self.swap(v) for k, v in kwargs.items()}
+        kwargs = self.swap_named(kwargs) if kwargs else kwargs
         if known.draws and (seed := torch.default_generator.initial_seed()) != self.seed:
             self._scalars.append(seed)  # which the body has given it. NOTE [seeds]
         self.close(func)

@@ -172,7 +172,7 @@ class Frame(ABC):
     def lift_all(self, values: Sequence[Tensor], slots: Sequence[Any], level: int) -> list[Tensor]:
         """Put inputs together, each from as many values as its slot says."""
         if len(values) == len(slots):
-            return [self.lift(values[i : i + 1], slot, level) for i, slot in enumerate(slots)]
+            return [self.lift((v,), slot, level) for v, slot in zip(values, slots)]
         lifted, at = [], 0
         for slot in slots:
             n = self.width(slot)

@@ -174,11 +174,11 @@ def run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | Non
         region.frames.insert(0, batched)
         return batched.finish(run(batched, lowered, region), inputs)
     frame = EagerFrame(fn, region)
-    lowered = frame.lower_all(inputs)
+    frame.slots = [t.requires_grad for t in inputs]  # unwrapped they are, by whoever calls
     frame.inputs = inputs
     region.frames.insert(0, frame)
     # A function that is lowered may ask plain autograd for derivatives of its own.
-    outs = run(frame, lowered, region) if keeping else first_run(frame, lowered, region)
+    outs = run(frame, inputs, region) if keeping else first_run(frame, inputs, region)
     return frame.finish(outs, inputs)
 
 
