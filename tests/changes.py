@@ -116,6 +116,13 @@ CHANGES = {
     "a bound of the other kind": lambda x, flag: x.clamp(**{"min" if flag else "max": 0.5}) * x,
     "a list in place of a tuple": lambda x, flag: x.exp()[[0, 1] if flag else (0, 1)].sum() * x,
     "another keyword": lambda x, flag: x.exp().sum(**{"dim" if flag else "axis": 0}) * x,
+    "another value of a keyword": lambda x, flag: torch.add(x.exp(), x, alpha=3 if flag else 2) * x,
+    "the same by keyword": lambda x, flag: (
+        torch.mul(x.exp(), **{"other": x}) if flag else x.exp() * x
+    ),
+    "another constant by keyword": lambda x, flag: (
+        torch.nn.functional.layer_norm(x.exp(), (4,), weight=CONSTANTS[flag][0]) * x
+    ),
     "another constant": lambda x, flag: torch.exp(x * CONSTANTS[flag]) * x,
     "a capture that requires grad": lambda x, flag: (
         torch.exp(x * (CONSTANTS[0].clone().requires_grad_() if flag else CONSTANTS[0])) * x

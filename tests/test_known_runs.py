@@ -11,10 +11,12 @@ from cases import numbers
 from changes import CHANGES
 from references import Operations, assert_same, count
 from torch import nn
+from torch.nn import functional
 
 import functx
 from functx._remat import _known_runs
 from functx._remat._capture import FirstRun
+from functx._remat._functions import known_of
 from functx._remat._ledger import Ledger
 
 sys.path.insert(0, str(house.ROOT))
@@ -137,6 +139,7 @@ def test_code_that_ran_alike_has_no_ledger(ledgers):
         assert len(ledgers) == min(i + 1, _known_runs.ALIKE)
 
 
+BY_OTHER_MEANS = {"another constant", "another constant by keyword", "left behind"}
 # What torch.vmap has not.
 UNBATCHED = {"a shape that values decide", "looked at", "a list in place of a tuple"}
 
@@ -166,7 +169,7 @@ def test_a_change_meets_no_stale_plan(change, way, told):
             continue
         assert_same(WAYS[way](region, X), expected)
     # Some run was not as expected; unless torch refuses it, or what differs is told by other means.
-    assert False in told or refused or change in {"another constant", "left behind"}
+    assert False in told or refused or change in BY_OTHER_MEANS
 
 
 def test_what_is_left_behind_keeps_its_gradient():
@@ -335,3 +338,36 @@ def test_no_class_is_remembered_with_what_it_holds():
     found = a_model()
     gc.collect()
     assert not any(ref() is not None for ref in found)
+
+
+COMPUTE = ("layer_norm", "group_norm", "softmax", "log_softmax", "mse_loss", "cross_entropy")
+MAY_WRITE = ("relu", "silu", "embedding", "batch_norm", "instance_norm", "normalize")
+MAY_DRAW = ("dropout", "alpha_dropout", "rrelu", "gumbel_softmax", "multi_head_attention_forward")
+
+
+def test_functions_of_torch_that_only_compute():
+    """Those whose arguments can make them write or draw are looked at each time."""
+
+    def ordinary(names):
+        return [known_of(getattr(functional, name)).ordinary for name in names]
+
+    assert all(ordinary(COMPUTE))
+    assert not any(ordinary((*MAY_WRITE, *MAY_DRAW)))
+
+
+@pytest.mark.parametrize("of", [torch.sin, torch.cumsum], ids=["by place", "by keyword"])
+def test_what_is_written_by_keyword_is_written_once(of):
+    """``out`` is a buffer of the caller's; it is read before it is written, in replays too."""
+    given = {} if of is torch.sin else {"dim": 0}
+    buffers = []
+    for remat in (lambda f: f, functx.remat):
+        buffer = torch.zeros_like(X)
+
+        def body(x, buffer=buffer):
+            h = x * buffer.sum()
+            of(x.detach(), **given, out=buffer)
+            return torch.exp(h) * buffer
+
+        found = [gradients(remat(body), X) for _ in range(RUNS)]
+        buffers.append((buffer, found))
+    assert_same(*buffers)
