@@ -165,8 +165,9 @@ class FirstRun(Compared):
 
     def _was_there(self, t: Tensor) -> bool:
         """By its memory, where that is known of all operations."""
-        if self.ledger is None or not _torch.is_wrapped(t):
+        if self.ledger is None:
             return False
+        # (What is in a wrapper here is plain in the replay around this region, if nothing flows.)
         return any(f.dual() for f in self._region.frames) and self.ledger.was_there(base_of(t))
 
     def _capture(self, t: Tensor, value: Tensor) -> Tensor:

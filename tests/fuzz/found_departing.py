@@ -310,4 +310,19 @@ def build(remat, env):
         set(),
         ("jvp", "vmap"),
     ),
+    "a region inside hands back what was computed without a gradient": Program(
+        """
+def build(remat, env):
+    def f(x):
+        with torch.no_grad():
+            v = x.tanh()
+        def region():
+            out, back = remat(lambda: (torch.sigmoid(x), v))()
+            return torch.sigmoid(x)
+        return remat(region)()
+    return f
+""",
+        set(),
+        ("jvp",),
+    ),
 }
