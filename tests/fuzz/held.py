@@ -8,7 +8,8 @@ What a region keeps is kept for all of its results, as long as one of them is th
 when it has run which of them will be dropped. (A primal and its tangent are two.) So where a region
 that keeps all it may has several, or one in it does, what their tapes hold then may stay. So may
 what a value was computed from that Python reads, which runs again in a replay, and which may write
-there: such a value is not kept itself.
+there: such a value is not kept itself. And where Python is on a tape, all inputs count as read; in
+forward mode, those that have tangents.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from functx import _torch
+from functx._remat._tangents import tangent_of
 
 # Operations that the engine never runs by itself, and whose results tapes seldom hold.
 _NOTED = {
@@ -76,6 +80,19 @@ class Held:
         if not self.place:
             self._keeps = keeps
         self.place = (*self.place, number)
+
+    def given(self, arguments: Any) -> None:
+        """The region that begins is given this, and may keep it though it does not read it."""
+        parts = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+        for t in parts:  # which grows
+            if (tangent := tangent_of(t)) is not None:
+                parts.append(tangent)
+            if _torch.is_wrapped(t):
+                parts.append(_torch.get_unwrapped(t))
+            elif (storage := _storage(t)) is not None:
+                found = self._made.get(storage._cdata)
+                if found is not None and not found[1].expired():
+                    self.shared.add(found[0])
 
     def ended(self, several: bool) -> None:
         """The innermost region has run, and has several results, or not."""

@@ -33,6 +33,7 @@ from .program import Program
 LIBRARIES = {"functx": functx, "torch.func": torch.func}
 FORWARD = {"vmap", "jvp", "jacfwd"}
 BACKWARD_INSIDE = {"inner grad", "autograd.grad inside"}
+PYTHON_ON_TAPES = {"hook", "custom function", "custom function of the old style"}
 ROUNDINGS = 8
 COMPLEX = torch.complex128
 EVERYTHING = functx.checkpoint_policies.everything_saveable
@@ -220,7 +221,7 @@ def run_again(program: Program) -> tuple[Result, list[Result]]:
 
 def reference(program: Program) -> Result:
     """The program without remat."""
-    return run(program, Spy(), measure=True)
+    return run(program, Spy(bool(program.features & PYTHON_ON_TAPES)), measure=True)
 
 
 def run(
@@ -315,7 +316,8 @@ class Spy:
     unless there is a policy, which may keep it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, python: bool = False) -> None:
+        self._python = python  # whether it may be on tapes, where all inputs count as read
         self.reached = False
         self.held: Held | None = None
         self._policies = 0
@@ -330,6 +332,8 @@ class Spy:
             if self.held is not None:
                 self._regions += 1
                 self.held.begins(self._regions, policy == EVERYTHING)
+                if self._python or _torch.forward_ad_level() >= 0:
+                    self.held.given((args, kwargs))
             out = None
             try:
                 out = f(*args, **kwargs)
