@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from cases import DTYPE, numbers
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 
-from .functions import OldStyle, Own, Pair
+from .functions import OldStyle, Own, Pair, scaled
 
 
 class Holder:
@@ -54,6 +59,57 @@ class Turning(nn.Module):
         return torch.sigmoid(x * self.state)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, dtype=DTYPE)
+        self.second = nn.Linear(3, 3, dtype=DTYPE)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+class Symmetric(nn.Module):
+    """Of a matrix, one that is as its transpose."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class FunctionMode(TorchFunctionMode):
+    """Takes another function for one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.sinh:
+            func = torch.Tensor.sin
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees what runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Another one is the default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _double(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 1.5
 
@@ -72,6 +128,11 @@ class Env:
     pair = staticmethod(Pair.apply)
     old_style = staticmethod(OldStyle.apply)
     holder = Holder
+    operator = staticmethod(scaled)
+    subclass = Subclass
+    function_mode = FunctionMode
+    dispatch_mode = DispatchMode
+    default_dtype = staticmethod(default_dtype)
 
     def __init__(
         self, randomness: str, remat: Callable[..., Any], loops: bool, frozen: int | None = None
@@ -97,6 +158,12 @@ class Env:
         self.single = nn.Linear(3, 3)
         self.inner = Inner(remat)
         self.turning = Turning()
+        self.tied = Tied()
+        self.symmetric = nn.Linear(3, 3, dtype=DTYPE)
+        parametrize.register_parametrization(self.symmetric, "weight", Symmetric())
+        self.spectral = spectral_norm(nn.Linear(3, 3, dtype=DTYPE))
+        self.frozen = nn.Linear(3, 3, dtype=DTYPE)
+        self.frozen.weight.requires_grad_(False)
 
     def leaf(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A leaf that wants a gradient."""
@@ -137,6 +204,7 @@ class Env:
     def parameters(self) -> list[torch.Tensor]:
         """What is differentiated for, beside the input."""
         nets = [self.linear, self.mlp, self.noisy, self.norm, self.single, self.inner]
+        nets += [self.tied, self.symmetric, self.spectral, self.frozen]
         return [*self.leaves, *nn.ModuleList(nets).parameters()]
 
     @property
@@ -144,4 +212,5 @@ class Env:
         """What programs write to."""
         counts = torch.tensor([len(self.kept["list"]), self.turning.calls])
         buffers = [self.buffer, *self.norm.buffers(), self.turning.state]
+        buffers += self.spectral.buffers()
         return [*buffers, self.generator.get_state(), counts]

@@ -79,3 +79,28 @@ class OldStyle(torch.autograd.Function):
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         (a,) = (ctx.kept,) if ctx.factor == 1.0 else ctx.saved_tensors
         return -ctx.factor * cotangent * a.square().cos(), None
+
+
+@torch.library.custom_op("functx_random_programs::scaled", mutates_args=())
+def scaled(a: torch.Tensor, factor: float) -> torch.Tensor:
+    """An operator of the user's: its derivatives are in reverse alone, and not its own."""
+    return a.sin() * factor
+
+
+def _keep(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+    ctx.factor = inputs[1]
+
+
+def _pull_back(ctx: Any, cotangent: torch.Tensor) -> Any:
+    a, out = ctx.saved_tensors
+    return cotangent * a.square().cos() * out * ctx.factor, None
+
+
+def _vmap(info: Any, in_dims: Any, a: torch.Tensor, factor: float) -> Any:
+    return scaled(a, factor), in_dims[0]
+
+
+scaled.register_autograd(_pull_back, setup_context=_keep)
+scaled.register_vmap(_vmap)
+scaled.register_fake(lambda a, factor: torch.empty_like(a))

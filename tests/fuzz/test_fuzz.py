@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_hooks")
 @st.composite
 def programs(draw) -> Program:
     """Programs, the simplest first."""
-    return Writer(lambda n: draw(st.integers(0, n - 1))).program()
+    return Writer(lambda n: draw(st.integers(0, n - 1)), more=True).program()
 
 
 def search(n: int, number: int, *, shrink: bool = True) -> Census:

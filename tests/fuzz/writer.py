@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import random
 
-from .families import FAMILIES, LATE, Families
+from .families import FAMILIES, LATE
 from .forms import SHAPES
+from .further import FURTHER, Further
 from .program import Program, Scope
 
 # Depth of the stack of transforms to how many statements may hold others: time grows with both.
@@ -24,7 +25,7 @@ BEFORE = ["same", "leaf", "input", "batch"]
 TRANSFORMS = ["grad", "vmap", "jvp", "vjp", "jacrev", "vmap", "jvp", "jacfwd"]
 
 
-class Writer(Families):
+class Writer(Further):
     """Draws a program."""
 
     def program(self) -> Program:
@@ -72,6 +73,10 @@ class Writer(Families):
         if self.more and self.chance(10):
             getattr(self, self.pick(LATE))(body)
             results[0] += f" + {body.names[-1][0]}.sin()"
+        # And this behind that.
+        for _ in range(2 if self.more and self.chance(2) else 0):
+            getattr(self, self.pick(FURTHER))(body)
+            results[0] += f" + {body.names[-1][0]}.cos()"
         self.emit(body, f"return {', '.join(results)}")
         self.emit(outer, "return f")
         program.source = "\n".join(self.lines) + "\n"
