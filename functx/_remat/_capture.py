@@ -164,11 +164,10 @@ class FirstRun(Compared):
         return found
 
     def _was_there(self, t: Tensor) -> bool:
-        """By its memory, where that is known of all operations."""
-        if self.ledger is None:
+        """By its memory, where that is known. (A wrapper may be plain in a replay around this.)"""
+        if (ledger := self.ledger) is None or not any(f.dual() for f in self._region.frames):
             return False
-        # (What is in a wrapper here is plain in the replay around this region, if nothing flows.)
-        return any(f.dual() for f in self._region.frames) and self.ledger.was_there(base_of(t))
+        return ledger.was_there(base_of(t))
 
     def _capture(self, t: Tensor, value: Tensor) -> Tensor:
         """What the body computed unseen, from what functx has not seen either, a replay can't."""
