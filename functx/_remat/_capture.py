@@ -164,7 +164,7 @@ class FirstRun(Compared):
         return found
 
     def _was_there(self, t: Tensor) -> bool:
-        """By its memory, where that is known. (A wrapper may be plain in a replay around this.)"""
+        """By its memory; a wrapper may be plain in the replay of a region around this one."""
         if (ledger := self.ledger) is None or not any(f.dual() for f in self._region.frames):
             return False
         return ledger.was_there(base_of(t))
