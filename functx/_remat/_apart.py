@@ -30,11 +30,13 @@ from torch import Tensor
 from functx import _torch_nodes
 from functx._remat._hung_inside import Inside, hung_inside
 from functx._remat._hung_on_given import after_refused
-from functx._remat._in_turn import turn_of
+from functx._remat._in_turn import leaves_of_each, turn_of
 from functx._remat._one_by_one import groups_of, of_the_body
 from functx._remat._partial import Above, above, watch, with_left
 from functx._remat._tapes import edges_of, leaves_below, nodes_of
 from functx._torch import sequence_number
+
+Relations = tuple[Above, Sequence[int], Sequence[int], Sequence[Set[int]]]
 
 
 class Reached(set[int]):
@@ -51,6 +53,8 @@ class Reached(set[int]):
         by: those of each result, if an input has a hook.
         elsewhere: results whose tapes end in others as well. ``NOTE [all of a tape]``.
         firsts: the number of the first node of each result.
+        ids: of the leaves, in the order that they were given in.
+        leads: for each result, which of those its tape ends in, if there are several results.
         groups: of results that are pulled back together. ``NOTE [one by one]`` in `_one_by_one`.
         inside: the hooks that the body hung on results. ``NOTE [hooks inside and outside]``.
         numbers: those of all nodes below.
@@ -61,6 +65,7 @@ class Reached(set[int]):
     above: Above = MappingProxyType({})
     elsewhere: Set[int] = frozenset()
     firsts: Sequence[int] = ()
+    leads: Sequence[Set[int]] = ()
     groups: Sequence[int] = ()
     inside: Mapping[int, Inside] = MappingProxyType({})
     numbers: Sequence[int] = ()
@@ -74,7 +79,8 @@ class Reached(set[int]):
         frames: Sequence[Any],
         nodes: Sequence[Any] = (),
     ) -> None:
-        super().__init__(leaves)
+        self.ids = [*leaves]
+        super().__init__(self.ids)
         if nodes:
             self._look(results, nodes)
         self.by: list[set[int]] = []
@@ -112,6 +118,8 @@ class Reached(set[int]):
             self.inside = found
         if len(results) > 1:
             self.above = above(results, nodes)
+            places = {leaf: n for n, leaf in enumerate(self.ids)}
+            self.leads = [{*map(places.__getitem__, own)} for own in leaves_of_each(results)]
         starts = len({*nodes_of(results)})  # which come first
         self.numbers = [*map(sequence_number, nodes[starts:])]
         if starts > 1:
@@ -126,14 +134,24 @@ class Reached(set[int]):
         within = self.within[result] if result < len(self.within) else ()
         return self.firsts[result] if result < len(self.firsts) else -1, within
 
-    def relations(self, start: int) -> tuple[Above, Sequence[int], Sequence[int]]:
+    def relations(self, start: int) -> Relations:
         """What is known of the nodes, with numbers from ``start`` on; as of a run that is known."""
-        return self.above, [n - start for n in self.firsts], [n - start for n in self.numbers]
+        firsts, numbers = ([n - start for n in those] for those in (self.firsts, self.numbers))
+        return self.above, firsts, numbers, self.leads
 
-    def relate(self, known: tuple[Above, Sequence[int], Sequence[int]], start: int) -> None:
+    def relate(self, known: Relations, start: int) -> None:
         """The other way round."""
-        self.above, self.firsts, self.numbers = known
+        self.above, self.firsts, self.numbers, self.leads = known
         self.start = start
+
+    def leads_of(self, results: Iterable[int]) -> Set[int] | None:
+        """The ids of the leaves that some results lead to; ``None`` if that is not known."""
+        found = set[int]()
+        for i in results:
+            if i >= len(self.leads):
+                return None
+            found.update(map(self.ids.__getitem__, self.leads[i]))
+        return found
 
 
 def _number_of_first(t: Tensor | None) -> int:

@@ -13,13 +13,20 @@ it was made before, where all results were made after the view in the body. What
 results can't tell apart is a view that was made between two of them. The hooks of an input that was
 written to run before those of results; and where results have nodes of their own, one node's run
 after the other's. Hooks inside of the region run in its replay, after all of these.
+
+NOTE [passed by]
+Where a backward pass asks for some gradients only, the engine comes by the results below which is
+something that is asked for. So hooks on the others are not called, and what waits for hooks on
+several results is told that nothing comes there. What is computed from a result outside is above
+the node, and come by where anything is below that.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from operator import and_
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +34,7 @@ from torch import Tensor
 from functx import _torch, _torch_nodes
 from functx._remat._one_by_one import of_the_body
 from functx._remat._partial import is_asked_for
-from functx._remat._tapes import nodes_of
+from functx._remat._tapes import edges_of, nodes_of
 
 
 class _InTurn:
@@ -76,11 +83,12 @@ class _InTurn:
         if not last:
             return None
         try:
-            asked = self._asked()
+            passed_by = self._passed_by()
             for _, i, hooks in [*self._hung]:
-                passed_by = asked and i not in asked
                 for hook in [*hooks.values()]:
-                    if passed_by and not isinstance(hook, _torch_nodes.EngineHook):
+                    if i in passed_by and not isinstance(hook, _torch_nodes.EngineHook):
+                        if _torch_nodes.is_of_several(hook):
+                            hook(None)  # it counts those whose node runs
                         continue
                     if (other := hook(given[i])) is not None:
                         given[i] = other
@@ -98,15 +106,24 @@ class _InTurn:
                     gradient = other
         return gradient
 
-    def _asked(self) -> list[int]:
-        """The results whose gradients the pass is for, where it asks for nothing below the node.
+    def _passed_by(self) -> Set[int]:
+        """The results that the engine would not come by, if they had nodes of their own.
 
-        The engine does not come by others then, if they have nodes of their own.
+        These are not asked for themselves, and below them is nothing that is.
         """
         node = self._node()
-        if node is None or any(_torch.will_be_reached(below) for below, _ in node.next_functions):
-            return []
-        return [n for n in range(len(node.payload.places)) if is_asked_for(id(node), n)]
+        if node is None:
+            return frozenset()
+        payload = node.payload
+        edges = [below for below, _ in node.next_functions]
+        reached = [*map(_torch.will_be_reached, edges)]
+        if all(r for r, below in zip(reached, edges) if below is not None) and any(reached):
+            return frozenset()
+        found = set()
+        for n in range(len(payload.places)):
+            if not any(map(and_, reached, _leading(node, n))) and not is_asked_for(id(node), n):
+                found.add(n)
+        return found if len(found) < len(payload.places) else frozenset()
 
     def give(self, n: int, last: bool, gradient: Tensor | None) -> Tensor | None:
         """What the hooks have made of a gradient, if it is another one."""
@@ -131,6 +148,54 @@ class _Give:
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         return self._of.give(self._n, self._last, gradient)
+
+
+def _leading(node: Any, n: int) -> Sequence[bool]:
+    """For each edge of a region's node, whether one of its results leads there."""
+    payload, edges = node.payload, len(node.next_functions)
+    if payload.leaves:
+        own = of_the_body(payload.frames, [payload.places[n]])
+        leads = payload.region.reached.leads_of(own)
+        if leads is not None:
+            inputs = [leaf in leads for leaf in payload.leaves]
+            return [*inputs, *[True] * (edges - len(inputs))]  # others are for any
+    return [True] * edges
+
+
+def leaves_of_each(results: Sequence[Tensor | None]) -> list[Set[int]]:
+    """The ids of the leaves that the tape of each of some tensors ends in; all is seen once."""
+    found: dict[Any, Set[int]] = {}
+    each: list[Set[int]] = []
+    for result in results:
+        first = [*map(_part, edges_of(result))]
+        stack = [*first]
+        while stack:
+            part = stack[-1]
+            node, n = part
+            below = [*map(_part, _edges_of_part(node, n))] if part not in found else []
+            if left := [one for one in below if one not in found]:
+                stack += left
+                continue
+            if part not in found:
+                leaf = type(node).__name__ == "AccumulateGrad" and node.variable is not None
+                own = {id(node.variable)} if leaf else set[int]()
+                found[part] = own.union(*map(found.__getitem__, below))
+            stack.pop()
+        each.append(set[int]().union(*map(found.__getitem__, first)))
+    return each
+
+
+def _part(edge: tuple[Any, int]) -> tuple[Any, int]:
+    """A node; of a region's that has several results, the part that one of them belongs to."""
+    payload = getattr(edge[0], "payload", None)
+    return edge if payload is not None and payload.leaves else (edge[0], -1)
+
+
+def _edges_of_part(node: Any, n: int) -> list[tuple[Any, int]]:
+    edges = [*node.next_functions]
+    if n >= 0:
+        edges = [edge for edge, leads in zip(edges, _leading(node, n)) if leads]
+    return [edge for edge in edges if edge[0] is not None]
 
 
 def hung(node: Any, t: Tensor, hooks: Any, hang: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
-from functx._remat._apart import edges_elsewhere, hooked, nodes_apart, watch_results
+from functx._remat._apart import edges_elsewhere, hides_history, hooked, nodes_apart, watch_results
 from functx._remat._constant import without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
@@ -44,16 +44,16 @@ class _Payload:
     duals: Duals | None = None
     elsewhere = False  # whether its last edge leads there. NOTE [all of a tape] in `_apart`
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
+    leaves: Sequence[int] = ()  # for each edge, where there are several results. `_in_turn`
     in_turn: Any = None  # weakly; NOTE [order of hooks] in `_in_turn`
     hooked = False  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
-    plainly = True  # whether all levels do only that
+    plainly, watched = True, False  # whether all levels do only that; whether the node has hooks
     levels = 1  # that differentiate; none if an input here may be several of the body
     memory: Places | None = None  # that is kept
     read: Mapping[Any, bool] = NOTHING  # NOTE [read results]
     rest: Rest | None = None  # NOTE [one by one]
     versions: Sequence[int] = ()  # of the memory that is kept, where torch does not compare them
-    watched = False
 
     def __init__(
         self,
@@ -72,8 +72,7 @@ class _Payload:
         self.n_kept = len(region.kept)
         self.outs: Sequence[Tensor] | None = outs
         self.tensors: Sequence[Tensor] = tensors
-        self.cut = cut
-        self.places = places
+        self.cut, self.places = cut, places
         frames, dual = region.frames, None
         if len(frames) > 1:
             self.frames = frame.levels_inside()
@@ -84,6 +83,8 @@ class _Payload:
         if dual is not None:
             self.duals = Duals(region, dual)
         # Where each input here is one input there.
+        if len(places) > 1 and not (hides_history(region) or any(f.dual() for f in frames)):
+            self.leaves = frame.leaves
         if region.passing and not region.left and not any(f.dual() for f in frames):
             self.passing = [i for i, p in enumerate(region.passing) if p]
         if len(places) > 1 and self.level == 0:
