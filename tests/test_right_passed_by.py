@@ -124,3 +124,19 @@ def test_leaves_that_the_body_makes(made):
 
     for inputs in (False, True):
         assert_same(run(functx.remat, inputs), run(identity, inputs), eps=8)
+
+
+def test_results_that_a_pullback_reads():
+    """A gradient that depends on nothing else that is asked for; which one does, nobody knows."""
+
+    def run(remat):
+        calls = []
+        x, v = (numbers(3, start=k).requires_grad_() for k in range(2))
+        y, z = remat(lambda x: (x.exp(), v.sin()))(x)
+        first = torch.autograd.grad((y + z).sum(), [x, v], create_graph=True)
+        for n, g in enumerate(first):
+            g.register_hook(lambda g, n=n: calls.append(n))
+        found = torch.autograd.grad(sum(g.square().sum() for g in first), [y, v])
+        return found, calls
+
+    assert_same(run(functx.remat), run(identity), eps=16)
