@@ -73,8 +73,8 @@ class Writer(Further):
         if self.more and self.chance(10):
             getattr(self, self.pick(LATE))(body)
             results[0] += f" + {body.names[-1][0]}.sin()"
-        # And this behind that.
-        for _ in range(2 if self.more and self.chance(2) else 0):
+        # And this behind that: less of it where transforms make all of it take longer.
+        for _ in range((2 if depth < 2 else 1) if self.more and self.chance(2) else 0):
             getattr(self, self.pick(FURTHER))(body)
             results[0] += f" + {body.names[-1][0]}.cos()"
         self.emit(body, f"return {', '.join(results)}")
