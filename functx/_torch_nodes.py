@@ -169,6 +169,25 @@ def tell_of_removal(handle: Any, told: dict[int, Any]) -> None:
     handle.extra_dict_ref = (*handle.extra_dict_ref, alive)
 
 
+def belongs_to(handle: Any, one: Any) -> Any:
+    """Have a handle know what it belongs to, weakly; what it belonged to before, if that lives."""
+    known = getattr(handle, "_functx_one", None)
+    handle._functx_one = weakref.ref(one)
+    return None if known is None or (found := known()) is one else found
+
+
+def exchange_hook(handle: Any, exchanged: Callable[[Any], Any]) -> None:
+    """Hang another hook in place of one, by its handle, if it still hangs."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and handle.id in hooks:
+        dict.__setitem__(hooks, handle.id, exchanged(hooks[handle.id]))
+
+
+def when_the_pass_has_ended(call: Callable[[], None]) -> None:
+    """Call ``call`` when the backward pass that this thread is in has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 class _Nowhere(OrderedDict[int, Any]):
     def __reduce__(self) -> Any:
         return nowhere, ()

@@ -187,12 +187,18 @@ def _only_computes(func: Any) -> bool:
     """Whether that is what a function of ``torch.nn.functional`` does, whatever it is given."""
     if type(func) is not FunctionType or func.__module__ != "torch.nn.functional":
         return False
-    taken = inspect.signature(func).parameters.values()
-    return not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name in _WRITES for p in taken)
+    taken = inspect.signature(func).parameters
+    others = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken.values())
+    return not others and _NOT_ALONE.isdisjoint(taken)
 
 
-# What makes a function write, or draw, or take statistics, perhaps.
-_WRITES = frozenset({"out", "inplace", "training", "max_norm", "running_mean", "use_input_stats"})
+# What makes a function write, or draw, or take statistics, or run code of the user's, perhaps.
+_NOT_ALONE = frozenset(
+    {
+        *("out", "inplace", "training", "max_norm", "running_mean", "use_input_stats"),
+        "distance_function",
+    }
+)
 
 
 def _exporter(name: str) -> Callable[[Any, Any], Sequence[Tensor]] | None:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from functx import _torch, _torch_vmap
 from functx._remat._alike import alike
 from functx._remat._asked import Asked
+from functx._remat._in_parts import running
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._other_names import OtherNames
@@ -134,6 +135,7 @@ class Pullback:
         tracker = active_tracker()
         recording = torch.is_grad_enabled()
         primals = (*map(_bare, primals),)
+        backward, running.of = running.of, None  # NOTE [in parts]
         depth = max(map(_torch.wrapper_level, primals), default=-1)
         plain = self.level == 0 and depth <= 0
         if plain and nobody_watches() and _torch.peek_interpreter_stack() is None:
@@ -152,6 +154,7 @@ class Pullback:
         # On plain autograd the tape of the replay is part of what a second derivative needs.
         retain = plain and recording
         names, self.names = self.names, None
+        running.of = backward
         pull_back = _pull_back if self.cut is None else self.cut.around(_pull_back)
         n = len(inputs)
         if self.by_name and len(outs) == 1 and not _torch.tracing():

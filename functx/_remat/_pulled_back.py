@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
+from functx._remat import _in_parts
 from functx._remat._apart import hides_history
 from functx._remat._custom import running
 from functx._remat._depth import nested
@@ -95,7 +96,12 @@ def _replayed(
     connected = payload.needed if beyond else ()
     lends = payload.lets_go()
     passing = payload.passing if lends and not payload.n_kept else ()
-    results = iter(_pull_back(region, pullback, tensors, connected, lends, passing))
+    if (within := _in_parts.running.of) is None:
+        _in_parts.begins(region.hooks, recorded=isinstance(fn, Replayed))
+    try:
+        results = iter(_pull_back(region, pullback, tensors, connected, lends, passing))
+    finally:
+        _in_parts.running.of = within
     gradients = [next(results) if need else None for need in needs]
     return gradients if beside is None else [*gradients, *results]
 

@@ -16,7 +16,7 @@ with what is there now.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,10 +25,11 @@ from functx import _torch_nodes
 from functx._errors import RematError
 from functx._remat._hung_inside import look_inside
 from functx._remat._hung_on_given import LEFT
+from functx._remat._in_parts import Parts, in_parts
 from functx._remat._read_results import Replayed, being_replayed
 
 
-class OneHook(dict[int, Any]):
+class OneHook(Parts, dict[int, Any]):
     """A hook of a body, by the handles of all runs that have hung it.
 
     Args:
@@ -39,6 +40,7 @@ class OneHook(dict[int, Any]):
     """
 
     removed = False
+    _around: Callable[[], OneHook | None] | None = None  # the same, of the region around, weakly
     _removing = False
 
     def __init__(self, handle: Any) -> None:
@@ -46,15 +48,36 @@ class OneHook(dict[int, Any]):
         self._hooks = _torch_nodes.where_hung(handle)
         self.join(handle)
 
-    def join(self, handle: Any) -> None:
-        """A run has hung it; if that takes it off by itself, the others do so, too."""
+    def join(self, handle: Any, region: str = "") -> None:
+        """A run has hung it; if that takes it off by itself, the others do so, too.
+
+        Args:
+            handle: of the hook.
+            region: the name of what is replayed; the first run's own are never called.
+        """
+        if handle.id not in self:
+            one: OneHook | None = self
+            while one is not None:  # an inner one may be gone when the handle takes it off
+                one.know(handle)
+                one = one.around()
+            inside = _torch_nodes.belongs_to(handle, self)
+            if inside is not None:
+                inside._around = weakref.ref(self)
+            if region:
+                _torch_nodes.exchange_hook(handle, lambda hook: in_parts(hook, self, region))
+
+    def know(self, handle: Any) -> None:
+        """Be told of what takes it off, and forget what did so that nobody has any more."""
         for key in [key for key, one in self.items() if not _torch_nodes.is_hung(one)]:
             held = weakref.ref(self.pop(key))
             if (one := held()) is not None:
                 self[key] = one  # by somebody who may remove it
-        if handle.id not in self:
-            self[handle.id] = handle
-            _torch_nodes.tell_of_removal(handle, self)
+        self[handle.id] = handle
+        _torch_nodes.tell_of_removal(handle, self)
+
+    def around(self) -> OneHook | None:
+        """The same hook, as the region around knows it."""
+        return None if self._around is None else self._around()
 
     def __delitem__(self, key: int) -> None:
         """It is taken off by one of its handles, which stays: a replay may do so once more."""
@@ -138,7 +161,7 @@ def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | N
             if is_off:
                 handle.remove()
             else:
-                hook.join(handle)
+                hook.join(handle, name)
     elif any(off):
         raise RematError(
             f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "
