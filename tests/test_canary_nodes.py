@@ -338,3 +338,37 @@ def test_hooks_of_all_modules():
     torch.autograd.graph.register_multi_grad_hook([x], lambda gradients: None)
     with pytest.raises(RuntimeError, match="leaf node"):
         torch.autograd.grad(x.sum(), x)
+
+
+def test_what_is_called_when_a_pass_has_ended():
+    """After all nodes of the pass that the thread is in, and not of the one around it."""
+    seen = []
+
+    def hook(g):
+        _torch_nodes.when_the_pass_has_ended(lambda: seen.append("ended"))
+        seen.append("hook")
+
+    x = torch.ones(2, requires_grad=True)
+    h = x * 2
+    h.register_hook(hook)
+    x.register_hook(lambda g: seen.append("last"))
+    torch.autograd.grad(h.sum(), x)
+    assert seen == ["hook", "last", "ended"]
+
+
+def test_hooks_are_exchanged_by_their_handles():
+    x = torch.ones(2, requires_grad=True)
+    h = x * 2
+    handles = [h.register_hook(lambda g: g * 3), h.grad_fn.register_prehook(lambda g: (g[0] * 5,))]
+    for handle in handles:
+        _torch_nodes.exchange_hook(handle, lambda hook: lambda g: hook(hook(g)))
+    assert torch.equal(torch.autograd.grad(h.sum(), x, retain_graph=True)[0], x * 2 * 9 * 25)
+    for handle in handles:
+        handle.remove()
+        _torch_nodes.exchange_hook(handle, lambda hook: 1 / 0)  # it hangs no more
+    assert torch.equal(torch.autograd.grad(h.sum(), x)[0], x * 2)
+    one, other = {1}, {2}
+    assert _torch_nodes.belongs_to(handles[0], one) is None
+    assert _torch_nodes.belongs_to(handles[0], other) is one
+    del one
+    assert _torch_nodes.belongs_to(handles[0], other) is None

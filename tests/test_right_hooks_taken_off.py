@@ -308,3 +308,22 @@ def test_another_number_of_hooks_is_an_error():
     handles[0].remove()
     with pytest.raises(functx.RematError, match="hangs 3 hooks where the forward hung 2"):
         torch.autograd.grad(y, x)
+
+
+@pytest.mark.parametrize("hang", [after_node, before_node])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_hooks_on_nodes_are_counted(nested, before, hang):
+    """Those on nodes are no operations: their number tells."""
+    x, hangs = numbers(3).requires_grad_(), [before]
+
+    def body(x):
+        h = x.sin()
+        if hangs[0]:
+            hang(h, lambda g: g * 2)
+        return h.exp()
+
+    y = functx.remat((lambda x: functx.remat(body)(x) * 2) if nested else body)(x)
+    hangs[0] = not before
+    with pytest.raises(functx.ReplayError, match=f"hangs {2 - before - 1} hooks where"):
+        torch.autograd.grad(y.sum(), x)

@@ -208,7 +208,7 @@ class Region:
         results = self._distinct(outs)
         if replay.left:
             results += [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
-        if self.hooks or self.inside:
+        if self.hooks or self.inside or replay.handles:
             hung_again(self, replay.handles, results)
         return results
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch_nodes
-from functx._errors import RematError
+from functx._errors import RematError, ReplayError
 from functx._remat._hung_inside import look_inside
 from functx._remat._hung_on_given import LEFT
 from functx._remat._in_parts import Parts, in_parts
@@ -167,6 +167,13 @@ def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | N
             f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "
             f"hung {len(hooks)}, of which one was removed: which one it is there can't be told. "
             "Hang the same hooks each time, or hang them outside of the region."
+        )
+    elif region.options.determinism_check != "none":
+        raise ReplayError(
+            f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "
+            f"hung {len(hooks)}: something that decides on that (a flag, a module's hooks) changed "
+            "between forward and backward. Keep it until the backward has run, or give the region "
+            "what changes as an argument."
         )
     if region.inside:
         look_inside(region.inside, results, name)
