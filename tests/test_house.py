@@ -90,8 +90,8 @@ LAYERS = [
         "functx._remat._step",
     ),
     ("functx._remat._asked", "functx._remat._live", "functx._remat._tangents"),
-    ("functx._remat._computed", "functx._remat._read_by", "functx._remat._written_since"),
-    ("functx._remat._record",),
+    ("functx._remat._checksum", "functx._remat._computed", "functx._remat._read_by"),
+    ("functx._remat._written_since", "functx._remat._record"),
     ("functx._remat._ledger", "functx._remat._known_runs"),
     ("functx._remat._prune", "functx._remat._letting_go"),
     ("functx._remat._leaving", "functx._remat._constant"),
@@ -100,7 +100,6 @@ LAYERS = [
     ("functx._linearize",),
     (
         "functx._remat._departure",
-        "functx._remat._checksum",
         "functx._remat._iterators",
         "functx._remat._room",
     ),

@@ -19,6 +19,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 _BLOCK = 1 << 18
 """How many entries are weighed at a time, which bounds what that takes: 2 MiB, a few times."""
 _LEAST = 1 << 7
+_AT_ONCE = {"cpu": 1 << 15}
+"""Of `bits_of`: what stays in a cache. Elsewhere each block costs as much as many entries."""
+_AT_ONCE_ELSEWHERE = 1 << 22
 
 
 def checksum(t: Tensor, *, lean: bool = False) -> int | None:
@@ -44,6 +47,34 @@ def checksum(t: Tensor, *, lean: bool = False) -> int | None:
             return None
 
 
+def bits_of(t: Tensor) -> Tensor | None:
+    """A checksum of the bits of a plain strided tensor, where it is: nobody waits for a GPU.
+
+    Returns:
+        64 bits; ``None`` where they can't be read.
+    """
+    with ExitStack() as stack:
+        unobserved(stack)
+        try:
+            t = t.int_repr() if t.is_quantized else t
+            total = torch.zeros((), dtype=torch.int64, device=t.device)
+            for part in _weighed(t, _AT_ONCE.get(t.device.type, _AT_ONCE_ELSEWHERE)):
+                total = _mix(total.add_(part))
+            return total
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def has_bits(t: Tensor, bits: Tensor | None) -> bool:
+    """Whether ``t`` has the bits that `bits_of` told; not so where nobody can tell."""
+    if bits is None or (t.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    now = bits_of(t)
+    with ExitStack() as stack:
+        unobserved(stack)
+        return now is not None and now.device == bits.device and bool(now == bits)
+
+
 def unobserved(stack: ExitStack) -> None:
     """Until the stack unwinds, run below all transforms, tapes and modes."""
     stack.enter_context(_torch.cleared_interpreter_stack())
@@ -64,7 +95,15 @@ def _of_parts(t: Tensor, lean: bool) -> int | None:
 
 def _of_strided(t: Tensor, lean: bool) -> int:
     most = max(_LEAST, min(_BLOCK, t.numel() >> 7)) if lean else _BLOCK
-    total, n, weights = 0, -1, t
+    total = 0
+    for part in _weighed(t, most):
+        total = hash((total, int(part)))
+    return hash((total, str(t.dtype), tuple(t.shape)))
+
+
+def _weighed(t: Tensor, most: int) -> Iterator[Tensor]:
+    """The sum of each block's entries, by place."""
+    n, weights = -1, t
     for block in _blocks(t.detach(), most):
         bits = block.resolve_conj().resolve_neg().contiguous().reshape(-1)
         bits = bits.view(_INTEGERS[bits.element_size()])
@@ -73,8 +112,7 @@ def _of_strided(t: Tensor, lean: bool) -> int:
         if n != bits.numel():
             n = bits.numel()
             weights = _mix(torch.arange(1, n + 1, device=bits.device))
-        total = hash((total, int(_mix(bits.to(torch.int64, copy=True)).mul_(weights).sum())))
-    return hash((total, str(t.dtype), tuple(t.shape)))
+        yield _mix(bits.to(torch.int64, copy=True)).mul_(weights).sum()
 
 
 def _blocks(t: Tensor, most: int) -> Iterator[Tensor]:

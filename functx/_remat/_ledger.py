@@ -36,7 +36,7 @@ from functx._remat._record import Record
 from functx._remat._saving import IN_PLACE, Saver, alias, kept_around
 from functx._remat._step import fills, has_memory, layout_of
 from functx._remat._tangents import has_tangents, memory_of_duals
-from functx._remat._written_since import Witness
+from functx._remat._written_since import Shared
 
 
 class Ledger(Record):
@@ -59,7 +59,7 @@ class Ledger(Record):
         fetcher: brings these back.
         copied: steps whose results were copied when something was going to write to them.
         plans: what replays run, by what they are for: found out once.
-        witnesses: tell whether somebody has written to what is kept.
+        shared: tells whether somebody has written to what is kept.
         pullbacks: those that are known; ``None`` where the run is none of those that are.
     """
 
@@ -68,7 +68,7 @@ class Ledger(Record):
     fetcher: Fetcher | None = None
     kept: Sequence[int] = ()
     pullbacks: dict[Any, Any] | None = None
-    witnesses: Sequence[Witness] = ()
+    shared: Sequence[Shared] = ()
     _given: Sequence[int | None] | None = None  # memory of the inputs
     _in_sections = 0
     _live: Set[int] = frozenset()  # keys of what a tape holds

@@ -259,7 +259,7 @@ def planned(
         kept: the values that the region kept, if they are at hand.
         asked: what for, if not for the gradients of all inputs.
     """
-    if ledger.witnesses and written_since(ledger.witnesses):
+    if kept and ledger.shared and written_since(ledger.shared, kept):
         kept = ()
     which = wanted, len(kept) == len(ledger.kept), asked
     plan = ledger.plans.get(which)

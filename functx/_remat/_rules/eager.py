@@ -127,7 +127,7 @@ class EagerFrame(Frame):
 
     def finish(self, outs: list[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The results behind a node that keeps the inputs."""
-        watch_kept(self.region, outs)
+        watch_kept(self.region)
         untaped = proxy.keeping() and not self.differentiates()
         left = {} if untaped else self.region.escaped(outs)
         tensors = [*inputs, *self.captured]
