@@ -150,6 +150,11 @@ class _WithSomething:
             self._fn(gradients)
 
 
+def tells_where(handle: Any) -> bool:
+    """Whether a handle tells where its hook hangs, as torch's do."""
+    return hasattr(handle, "hooks_dict_ref")
+
+
 def where_hung(handle: Any) -> Callable[[], Any]:
     """What tells the dict that a hook hangs in, by its handle; ``None`` if that is gone."""
     found: Callable[[], Any] = handle.hooks_dict_ref

@@ -121,7 +121,8 @@ class Hanging:
 
     def hung(self, handle: Any) -> None:
         """The body has hung a hook."""
-        self.handles = [*self.handles, handle]
+        if _torch_nodes.tells_where(handle):  # in a graph that is lowered nothing hangs
+            self.handles = [*self.handles, handle]
 
     def has_hung(self, hooks: Any) -> bool:
         """Whether the first run has hung the hook that is next, here, on what it did not make."""

@@ -148,7 +148,7 @@ def test_kept_bytes_agree_for_any_segmentation(data):
         x = x @ ws[0]  # so that every region is differentiated
         for (a, b), kind in zip(spans, regions):
             x = kinds[kind](x, names[a:b], *ws[a:b])
-        return x.square().sum()
+        return x.sin().sum()  # the squares of what is normalized add up to the same, whatever it is
 
     ws = [torch.randn(4, 4, dtype=torch.float64) / 2 for _ in names]
     how = {"in_dims": (None, 0), "transforms": "vmap(grad)"} if batched else {"transforms": "grad"}
