@@ -183,8 +183,8 @@ def belongs_to(handle: Any, one: Any) -> Any:
 
 def exchange_hook(handle: Any, exchanged: Callable[[Any], Any]) -> None:
     """Hang another hook in place of one, by its handle, if it still hangs."""
-    hooks = handle.hooks_dict_ref()
-    if hooks is not None and handle.id in hooks:
+    if is_hung(handle):
+        hooks = handle.hooks_dict_ref()
         dict.__setitem__(hooks, handle.id, exchanged(hooks[handle.id]))
 
 

@@ -180,7 +180,7 @@ class Known:
         self.nothing = self.passive and not special and self.instead is None
         special = special or self.otherwise
         special = special or self.passive or self.custom
-        self.ordinary = not (special or self.writes) or (not special and _only_computes(func))
+        self.ordinary = not special and (not self.writes or _only_computes(func))
 
 
 def _only_computes(func: Any) -> bool:

@@ -5,8 +5,8 @@ Without remat a backward pass calls a hook once, with all that flows to its tens
 comes together in the replay for a node's pullback. But where derivatives of gradients are taken,
 some of it comes by the pullback of the node, and some by the pullback of a pullback, each with its
 own replay. What a hook makes of the parts adds up to what it makes of the whole if it is linear;
-`clamp` is not. So from the second part on, a hook that changes gradients is called once more, with
-the whole, and it is an error that this is something else.
+`clamp` is not. So from the second part on a hook is called once more, with the whole, and it is an
+error that this is something else.
 
 What a replay calls in running something again belongs to no pass. And there are no parts where no
 pullback of the region has been recorded in a pass before: then nothing is kept to be compared.
@@ -126,10 +126,10 @@ def _are_close(these: Gradients, those: Gradients) -> bool:
 def _is_close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return all(x is None or not _is_true(x.any()) for x in (a, b))
-    if (
-        a.shape != b.shape or not a.numel() or isinstance(a, FakeTensor)
-    ):  # as where a graph is traced
-        return a.shape == b.shape
+    if a.shape != b.shape:
+        return False
+    if not a.numel() or isinstance(a, FakeTensor):  # as where a graph is traced
+        return True
     largest = torch.maximum(a.abs().max(), b.abs().max())
     apart = (a - b).abs().max()
     differ = apart > _ROUNDINGS * torch.finfo(a.dtype).eps * largest  # where all are numbers

@@ -59,7 +59,7 @@ class Ledger(Record):
         fetcher: brings these back.
         copied: steps whose results were copied when something was going to write to them.
         plans: what replays run, by what they are for: found out once.
-        shared: tells whether somebody has written to what is kept.
+        shared: what others hold as well of what is kept. `_written_since`
         pullbacks: those that are known; ``None`` where the run is none of those that are.
     """
 

@@ -34,7 +34,7 @@ class _Recorder(_torch.TorchDispatchMode):
         elsewhere = {"device": _META, "generator": None} if "device" in names else {}
         kwargs = {**kwargs, **{k: v for k, v in elsewhere.items() if k in names}}
         out = func(*args, **kwargs)
-        self.ran.append(Value(func, args, kwargs, out, modules=modules_running))
+        self.ran.append(Value(func, args, kwargs, out, modules=_torch_modules.module_path))
         return out
 
 
@@ -62,8 +62,3 @@ def _meta(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)([_meta(x) for x in tree])
     return tree
-
-
-def modules_running() -> str:
-    """The path of the modules that are running."""
-    return _torch_modules.module_path()

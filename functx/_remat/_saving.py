@@ -22,10 +22,11 @@ from functx._offload import to_host
 from functx._policies import Decision, Everything, Policy, Value
 from functx._policy_kinds import is_dot
 from functx._remat._holders import holding, not_holding
-from functx._remat._one_example import modules_running, one_example
+from functx._remat._one_example import one_example
 from functx._remat._step import Layout, laid_out
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import SILENT, tracking
+from functx._torch_modules import module_path
 
 IN_PLACE = 63
 """The place, among the results of an operation, of memory that it wrote to."""
@@ -143,7 +144,7 @@ class Saver:
         if self._policy.reads_operations or self._policy.reads_names:
             if made[0][0] == IN_PLACE:
                 out = made[0][1]  # what is kept is all of it
-            value = Value(func, args, kwargs, out, number, modules_running)
+            value = Value(func, args, kwargs, out, number, module_path)
             self._judge(number, value, [(i, t.detach(), s) for i, t, s in made])
 
     def left_out(self, number: int, made: list[Any]) -> None:

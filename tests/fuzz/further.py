@@ -36,10 +36,10 @@ class Further(Families):
         self.emit(inside, f"return torch.sigmoid({net}({p}) * {self.operand(inside, 'v')})")
         self.define(scope, f"remat({name})({vector})", "v")
 
-    def _begin(self, scope: Scope) -> tuple[str, str, Scope]:
-        """A function of a vector, with some statements in it."""
+    def _begin(self, scope: Scope, *others: str) -> tuple[str, str, Scope]:
+        """A function of a vector, and of others perhaps, with some statements in it."""
         name, p = self.fresh("region"), self.fresh("p")
-        self.emit(scope, f"def {name}({p}):")
+        self.emit(scope, f"def {name}({', '.join((p, *others))}):")
         inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
         for _ in range(self.choose(3)):
             self.statement(inside)
@@ -106,11 +106,7 @@ class Further(Families):
         low, other = self.fresh("low"), self.fresh("p")
         dtype = self.pick(["bfloat16", "float32", "float16", "int64"])
         self.emit(scope, f"{low} = ({self.operand(scope, 'v')}.detach() * 4).to(torch.{dtype})")
-        name, p = self.fresh("region"), self.fresh("p")
-        self.emit(scope, f"def {name}({p}, {other}):")
-        inside = Scope([*scope.names, (p, "v")], scope.depth + 1, len(scope.names))
-        for _ in range(self.choose(3)):
-            self.statement(inside)
+        name, _, inside = self._begin(scope, other)
         read = self.pick([f"({other} * {other}).double()", f"{low}", f"({other} + 1)"])
         self.emit(inside, f"return torch.sigmoid({self.operand(inside, 'v')} * {read})")
         self.define(scope, f"remat({name})({self.operand(scope, 'v')}, {low})", "v")
