@@ -17,6 +17,20 @@ from torch.autograd.function import _HookMixin
 register_prehook = torch._C._FunctionBase.register_prehook
 
 
+def _getters(*names: str) -> tuple[Callable[..., Any], ...]:
+    """What function modes are shown where these attributes of a tensor are read."""
+    return tuple(getattr(torch.Tensor, name).__get__ for name in names)
+
+
+GRAD_FN, BASE, IS_LEAF, RETAINS = _getters("grad_fn", "_base", "is_leaf", "retains_grad")
+HOOK_DICTS = _getters("_backward_hooks", "_post_accumulate_grad_hooks")
+ABOUT_ITS_TAPE = (
+    *(GRAD_FN, BASE, IS_LEAF, RETAINS, *HOOK_DICTS, *_getters("output_nr", "_version")),
+    torch.Tensor._is_view,
+)
+"""What a tensor tells about its tape."""
+
+
 def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None:
     """Wrap how hooks are hung on the nodes of a Function."""
     node = function._backward_cls

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_nodes
+from functx._remat._answers import by_the_user, kept_answer, refuse_edges, refuse_otherwise
+from functx._remat._entry import Entry
 from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
 from functx._remat._hung_on_given import (
     HANGING,
@@ -21,6 +23,7 @@ from functx._remat._hung_on_given import (
 from functx._remat._region import Region
 from functx._remat._tapes import of_ended_level, tensors_of
 from functx._remat._tracker import OBSERVERS, SILENT, Tracker, active_tracker, tracking
+from functx._torch_nodes import ABOUT_ITS_TAPE, BASE, IS_LEAF, RETAINS
 
 
 class AboutGradients(Tracker):
@@ -30,6 +33,9 @@ class AboutGradients(Tracker):
     _index: dict[int, tuple[Tensor, Tensor, int]]
     _originals: list[Tensor]
     _depth: int
+    _lift_constants: bool
+    entries: list[Entry]
+    origins: list[tuple[str, int]]
     _start: int
     # Whose gradients are to be retained: what is to ask for them, weakly or not.
     _retained: Sequence[Callable[[], Tensor | None]] = ()
@@ -71,8 +77,77 @@ class AboutGradients(Tracker):
         self._hung = [*self._hung, outside]
         return hang(func, outside, hook, self._region.outer, name)
 
+    def departs(self) -> None:
+        """It is no longer as was expected."""
+
+    def asked(self, func: Any, t: Tensor) -> Any:
+        """NOTE [answers] in `_answers`."""
+        if by_the_user():
+            return self.answer(func, t)
+        if func == IS_LEAF and (found := self._index.get(id(t))) is not None:
+            with tracking(SILENT):
+                original = self._outermost(t)
+                refuse_otherwise(func, t, func(found[1]), func(original), self._region.options.name)
+        return LEFT
+
+    def answer(self, func: Any, t: Tensor) -> Any:
+        """What it is told, and replays are."""
+        options = self._region.options
+        with tracking(SILENT):
+            answer, outside = self._answer(func, t)
+        lenient = options.replay or options.by_sight or options.determinism_check == "none"
+        if lenient or self._lift_constants:
+            if outside is not None and (found := self._index.get(id(t))) is not None:
+                with tracking(SILENT):
+                    refuse_otherwise(func, t, func(found[1]), answer, options.name)
+            return answer
+        kept, told = kept_answer(func, answer, outside is not None)
+        if isinstance(answer, Tensor):
+            with tracking(SILENT):
+                standin = self.resolve(answer)
+            source = self._sources[-1]
+            if source >= 0 and self.origins[source][0] == "input":
+                answer = standin
+        if told is not None:
+            self.odd = True
+            self.departs()
+        self._scalars.append(kept)
+        self.close(func)
+        if told is not None:
+            self.entries[-1].told = told
+        return answer
+
+    def _answer(self, func: Any, t: Tensor) -> tuple[Any, Tensor | None]:
+        """The answer, and the tensor outside that it is about, if it is."""
+        found, outer = self._index.get(id(t)), self._region.outer
+        node = None if found is None else found[1].grad_fn
+        written = node is not None and _torch.sequence_number(node) >= self._start
+        outside = None if written else t if of_ended_level(t) else self._outside(t)
+        if outside is None:
+            answer = func(t)
+            if func == BASE and answer is not None and id(answer) in self._index:
+                root, _ = self._answer(func, answer)
+                answer = answer if root is None else root
+        elif outer is not None:
+            answer = outer.answer(func, outside)
+        else:
+            answer = func(outside)
+        if func == RETAINS and not (answer or t.is_leaf):
+            those = (id(t), id(outside))
+            answer = any(id(one()) in those for one in self._retained)
+        return answer, outside
+
+    def _outermost(self, t: Tensor) -> Tensor:
+        """What a tensor is outside of all regions that know it as one of theirs."""
+        tracker: Any = self
+        while isinstance(tracker, AboutGradients) and (found := tracker._index.get(id(t))):
+            t, tracker = tracker._originals[found[2]], tracker._region.outer
+        return t
+
     def about_gradients(self, func: Any, args: Any) -> Any:
         """Ask the tensor that a stand-in stands for, or raise."""
+        if func in ABOUT_ITS_TAPE:
+            return self.asked(func, args[0])
         if func in HANGING:
             with tracking(SILENT):
                 return self.hangs(func, args)
@@ -91,26 +166,25 @@ class AboutGradients(Tracker):
             self._retained = [*self._retained, ask]
             return None
         if found is not None or not self.knows(t):
-            region, tracker = self._region, self
-            while found is not None:  # as the regions around this one know it
-                t, tracker = tracker._originals[found[2]], tracker._region.outer
-                found = tracker._index.get(id(t)) if isinstance(tracker, AboutGradients) else None
             with tracking(SILENT):
-                refuse_if_lost(func, t, args, region.options.name)
+                refuse_if_lost(func, self._outermost(t), args, self._region.options.name)
         return LEFT
 
     def _about_to_differentiate(self, outputs: Any, inputs: Any) -> None:
+        name = self._region.options.name
+        edges = {(t.grad_fn, t.output_nr): t for t in self._originals if t.grad_fn is not None}
+        refuse_edges((outputs, inputs), edges, name)
         outs = tensors_of(outputs)
         wanted = [t for t in map(self._outside, tensors_of(inputs)) if t is not None]
         for t in wanted:
             if any(t is one for one in self._hung):
-                raise gradient_refused(t, self._region.options.name)
+                raise gradient_refused(t, name)
         if wanted:
             known = {id(found[0]): found[1] for found in self._index.values()}
             foreign = [(t, known.get(id(t), t)) for t in self._originals]
             foreign += [(t, t) for t in outs if self._outside(t) is t]
             outs = [known.get(id(t), t) for t in outs]
-            refuse_if_partial(outs, wanted, foreign, self._region.options.name)
+            refuse_if_partial(outs, wanted, foreign, name)
 
     def _outside(self, t: Tensor) -> Tensor | None:
         """What a tensor is outside of the region; ``None`` if that has made it."""

@@ -28,10 +28,12 @@ class Entry:
         place: the line that called it.
         results: what it gave, if that is recorded.
         parts: what it ran, if it is an operator of the user's.
+        told: what a replay is told, where that is no number. NOTE [answers] in `_answers`.
     """
 
     results: list[Any] | None = None
     parts: list[Any] | None = None
+    told: Any = None
 
     def __init__(
         self,

@@ -18,16 +18,19 @@ from functx._remat._holders import base_of
 from functx._remat._hung_on_given import HANGING
 from functx._remat._tapes import edges_below, leaves_below, nodes_of, of_ended_level
 from functx._torch_memory import key_of_storage
+from functx._torch_nodes import ABOUT_ITS_TAPE
 
 RETAIN_GRAD = Tensor.retain_grad
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
-_IS_LEAF = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 GRADIENTS = torch.autograd.grad
 
-ABOUT_GRADIENTS = (RETAIN_GRAD, _GET_GRAD, _SET_GRAD, _IS_LEAF, SET_DATA, GRADIENTS, *HANGING)
+ABOUT_GRADIENTS = (
+    *(RETAIN_GRAD, _GET_GRAD, _SET_GRAD, SET_DATA, GRADIENTS),
+    *(*HANGING, *ABOUT_ITS_TAPE),
+)
 
 
 def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:
@@ -47,14 +50,6 @@ def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:
             raise RematError(
                 f"remat: the region {name!r} assigns {value.dtype} to the .data of an argument "
                 f"that is {t.dtype}; that would be lost. Return a tensor instead."
-            )
-        return
-    if func == _IS_LEAF:
-        if t.is_leaf is not args[0].is_leaf:
-            raise RematError(
-                f"remat: the region {name!r} asks whether a tensor of shape {tuple(t.shape)} that "
-                "it did not make is a leaf: in the region it is one, outside it is not, and a "
-                "replay can't tell. Ask outside of the region and pass the answer as an argument."
             )
         return
     gradient = t.grad if t.is_leaf or t.retains_grad else None

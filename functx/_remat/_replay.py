@@ -16,6 +16,7 @@ from torch import Tensor
 from functx import _torch
 from functx._places import where
 from functx._remat._aliases import PassedOn, known_again
+from functx._remat._answers import by_the_user, told_again
 from functx._remat._arguments import NUMBERS, TENSOR, same
 from functx._remat._departure import WHY, departed
 from functx._remat._entry import (
@@ -183,6 +184,21 @@ class Replay(Tracker):
         self._numbers[id(t)] = KNOWN - number
         if number in self.left:
             self.left[number] = t
+
+    def asked(self, func: Any, t: Tensor) -> Any:
+        """NOTE [answers] in `_answers`."""
+        return self.answer(func, t) if by_the_user() else LEFT
+
+    def answer(self, func: Any, t: Tensor) -> Any:
+        """What the forward was told."""
+        found = None
+        entry = self._entries[self._at] if self._at < len(self._entries) else None
+        if entry is not None and entry.func == func:
+            found = told_again(func, t, entry, self._externals)
+            self._slot = len(entry.sources)
+            self._scalars += entry.scalars
+        self.close(func)
+        return found
 
     def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
         """Only on what it makes: the first run has hung the others."""

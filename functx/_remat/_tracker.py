@@ -26,20 +26,20 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
 from functx._remat._aliases import Aliases
+from functx._remat._answers import Answering
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
 from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
 from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
-from functx._remat._gradients import RETAIN_GRAD, on_the_tape
-from functx._remat._hung_on_given import HANGING, LEFT
+from functx._remat._gradients import on_the_tape
+from functx._remat._hung_on_given import LEFT
 from functx._remat._past_torch import AllHeld
-from functx._remat._taken_off import Hanging
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
-class Tracker(Hanging):
+class Tracker(Answering):
     """What the first run and a replay do alike for each operation."""
 
     inside: Any = None  # what the regions inside keep
@@ -196,12 +196,6 @@ class Tracker(Hanging):
             else:
                 self.keeps_numbers(out, (args, kwargs))
         return out
-
-    def about_gradients(self, func: Any, args: Any) -> Any:
-        """What `_gradients` is about: what it gives, or `LEFT` to be done."""
-        if func in HANGING:
-            return self.hangs(func, args)
-        return None if func == RETAIN_GRAD else LEFT  # a replay's own gradients concern nobody
 
     def keeps_numbers(self, out: Any, args: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""
