@@ -44,6 +44,37 @@ def gradient_edge(t: torch.Tensor) -> Any:
     return torch.autograd.graph.GradientEdge(node, t.output_nr, owner)
 
 
+def node_of(t: torch.Tensor) -> Any:
+    """The node that the tape of ``t`` begins with: of a leaf, what accumulates its gradient."""
+    if t.grad_fn is not None:
+        return t.grad_fn
+    with torch.enable_grad():
+        return t.view_as(t).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def node_lives(t: torch.Tensor) -> bool:
+    """Whether that is there, and not made to be looked at: somebody has it, or a tape."""
+    if t.grad_fn is None:
+        node_of(t).metadata["functx asks"] = True
+        return node_of(t).metadata.pop("functx asks", False)
+    return True
+
+
+def hung_how(node: Any, handle: Any) -> str | None:
+    """The method of a node that has hung the hook of this handle on it; ``None`` if none has."""
+    hooks = handle.hooks_dict_ref()
+    for name in ("register_hook", "register_prehook"):
+        probe = getattr(node, name)(_nothing)  # no other way shows the hooks of a node
+        probe.remove()
+        if probe.hooks_dict_ref() is hooks:
+            return name
+    return None
+
+
+def _nothing(*gradients: Any) -> None:
+    """A hook."""
+
+
 def pull_back(
     edges: Sequence[Any],
     inputs: Sequence[torch.Tensor],

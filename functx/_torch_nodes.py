@@ -202,6 +202,14 @@ def exchange_hook(handle: Any, exchanged: Callable[[Any], Any]) -> None:
         dict.__setitem__(hooks, handle.id, exchanged(hooks[handle.id]))
 
 
+def rehang(handle: Any, hang: Callable[[Any], Any]) -> None:
+    """Hang a hook elsewhere, by ``hang``; its handle takes it off there."""
+    hook = handle.hooks_dict_ref().pop(handle.id)
+    handle.hooks_dict_ref = (there := hang(hook)).hooks_dict_ref
+    hooks = handle.hooks_dict_ref()
+    hooks[handle.id] = hooks.pop(there.id)
+
+
 def when_the_pass_has_ended(call: Callable[[], None]) -> None:
     """Call ``call`` when the backward pass that this thread is in has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

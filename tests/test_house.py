@@ -78,6 +78,7 @@ LAYERS = [
         "functx._remat._escape",
         "functx._remat._gradients",
         "functx._remat._given",
+        "functx._remat._hung_at_ends",
         "functx._remat._module_state",
         "functx._remat._ways",
     ),

@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_nodes
-from functx._remat._answers import by_the_user, kept_answer, refuse_edges, refuse_otherwise
+from functx._places import is_internal
+from functx._remat._answers import EDGES, kept_answer, refuse_edges, refuse_otherwise, who_asks
 from functx._remat._entry import Entry
 from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
+from functx._remat._hung_at_ends import lasting, moved_outside, refuse_on_leaves
 from functx._remat._hung_on_given import (
     HANGING,
     LEFT,
@@ -23,7 +25,7 @@ from functx._remat._hung_on_given import (
 from functx._remat._region import Region
 from functx._remat._tapes import of_ended_level, tensors_of
 from functx._remat._tracker import OBSERVERS, SILENT, Tracker, active_tracker, tracking
-from functx._torch_nodes import ABOUT_ITS_TAPE, BASE, IS_LEAF, RETAINS
+from functx._torch_nodes import ABOUT_ITS_TAPE, BASE, GRAD_FN, IS_LEAF, RETAINS
 
 
 class AboutGradients(Tracker):
@@ -32,6 +34,7 @@ class AboutGradients(Tracker):
     _region: Region
     _index: dict[int, tuple[Tensor, Tensor, int]]
     _originals: list[Tensor]
+    _standins: list[Tensor]
     _depth: int
     _lift_constants: bool
     entries: list[Entry]
@@ -40,6 +43,10 @@ class AboutGradients(Tracker):
     # Whose gradients are to be retained: what is to ask for them, weakly or not.
     _retained: Sequence[Callable[[], Tensor | None]] = ()
     _hung: Sequence[Tensor] = ()  # what it did not make, and has hung hooks on
+    _ends: Sequence[Any] = ()  # nodes of stand-ins
+    _asked = 0  # for how many of these
+    on_nodes: Sequence[Any] = ()  # the handles of hooks that it has hung on nodes
+    leaves: dict[int, Tensor]
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` was seen being made in this run."""
@@ -63,6 +70,36 @@ class AboutGradients(Tracker):
         outer = self._region.outer
         return super().has_hung(hooks) or (outer is not None and outer.has_hung(hooks))
 
+    def hung_on_a_node(self, handle: Any) -> None:
+        """A body here, or in a region inside, has hung a hook on a node."""
+        self.odd = True
+        self.on_nodes = [*self.on_nodes, handle]
+        if isinstance(outer := self._region.outer, AboutGradients):
+            outer.hung_on_a_node(handle)
+
+    def hold_ends(self) -> None:
+        """A walk may begin: nodes that live without this run's tape live as long as the run."""
+        if isinstance(outer := self._region.outer, AboutGradients):
+            outer.hold_ends()
+        known, self._asked = self._asked, len(self._standins)
+        with tracking(SILENT):
+            self._ends = [*self._ends, *lasting(self._stand_for(known))]
+
+    def _stand_for(self, first: int) -> list[tuple[Tensor, Tensor]]:
+        """What the body did not make, as regions around know it, each with its stand-in."""
+        those = [*zip(self._originals, self.origins, self._standins)][first:]
+        captured = self._region.captured
+        return [(captured[n] if kind == "capture" else t, s) for t, (kind, n), s in those]
+
+    def move_hooks(self, leaves: Sequence[Tensor]) -> None:
+        """NOTE [hooks at the ends] in `_hung_at_ends`; the tape of this run ends in ``leaves``."""
+        region = self._region
+        with tracking(SILENT):
+            moved = moved_outside(self.on_nodes, self._stand_for(0))
+            region.ends = [*region.ends, *moved]
+            own = [t for t in leaves if id(t) not in self.leaves]
+            refuse_on_leaves(self.on_nodes, own, region.options.name)
+
     def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
         """NOTE [hooks on what is given] in `_hung_on_given`."""
         name, found = self._region.options.name, self._index.get(id(t))
@@ -82,7 +119,10 @@ class AboutGradients(Tracker):
 
     def asked(self, func: Any, t: Tensor) -> Any:
         """NOTE [answers] in `_answers`."""
-        if by_the_user():
+        file = who_asks()
+        if func == GRAD_FN and (file == EDGES or not is_internal[file]):
+            self.hold_ends()
+        if not is_internal[file]:
             return self.answer(func, t)
         if func == IS_LEAF and (found := self._index.get(id(t))) is not None:
             with tracking(SILENT):
@@ -95,6 +135,8 @@ class AboutGradients(Tracker):
         options = self._region.options
         with tracking(SILENT):
             answer, outside = self._answer(func, t)
+        if func == GRAD_FN and outside is None:
+            return answer
         lenient = options.replay or options.by_sight or options.determinism_check == "none"
         if lenient or self._lift_constants:
             if outside is not None and (found := self._index.get(id(t))) is not None:
@@ -214,6 +256,8 @@ def _hang_on_node(hooks: Any, hang: Callable[[], tuple[Any, Any]]) -> tuple[Any,
     given = hooks is not None and tracker.has_hung(hooks)
     found = (hooks, hung_already(hooks)) if given else hang()
     tracker.hung(found[1])
+    if isinstance(tracker, AboutGradients):
+        tracker.hung_on_a_node(found[1])
     return found
 
 

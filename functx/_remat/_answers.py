@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -29,6 +30,7 @@ from functx._torch_modules import frame_above
 from functx._torch_nodes import ABOUT_ITS_TAPE, BASE, GRAD_FN, HOOK_DICTS, nowhere
 
 _MODE = "RegionMode.__torch_function__"
+EDGES = torch.autograd.graph.__file__  # where torch reads what somebody else wants
 _FEW = 8  # frames of a mode of the user's, between what it is shown and what it calls
 
 
@@ -52,8 +54,8 @@ class Answering(Hanging):
         return func(t)
 
 
-def by_the_user() -> bool:
-    """Whether it is the user's code that reads what the mode of regions is being shown."""
+def who_asks() -> str:
+    """The file of the code that reads what the mode of regions is being shown."""
     frame: Any = frame_above(2)
     while frame.f_code.co_qualname != _MODE:
         frame = frame.f_back
@@ -64,7 +66,12 @@ def by_the_user() -> bool:
         if above.f_code.co_name == "__torch_function__":
             frame = above.f_back
         above = above.f_back
-    return frame is not None and not is_internal[frame.f_code.co_filename]
+    return "" if frame is None else frame.f_code.co_filename
+
+
+def by_the_user() -> bool:
+    """Whether that is the user's code."""
+    return not is_internal[who_asks()]
 
 
 def kept_answer(func: Any, answer: Any, outside: bool) -> tuple[Any, Callable[[], Any] | None]:

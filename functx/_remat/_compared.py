@@ -141,6 +141,8 @@ class Compared(Asking):
             made: the number of the next one that is made.
             leaves: that they end in.
         """
+        if self.on_nodes:
+            self.move_hooks(leaves)
         if self.sightings is not None and self.ledger is not None:
             frames = enumerate(self._region.frames)
             places = {leaf: (n, i) for n, f in frames for i, leaf in enumerate(f.leaves)}

@@ -105,19 +105,19 @@ class Region:
     environment: Any = None
     first_run: Any = None
     given: Sequence[Any] = ()
-    grad_mode = True
     inner_keeps: Sequence[Any] = ()
     kept: Sequence[Tensor] = ()
     ledger: Ledger | None = None
+    ends: Sequence[Any] = ()  # nodes outside with hooks of the body's, until then. `_hung_at_ends`
     leaving: Sequence[Tensor] = ()
-    settled: Sequence[Tensor] = ()
+    settled = leaving
     left: Sequence[int] = ()
     needed: Sequence[bool] = ()
     origins: Sequence[tuple[str, int]] = ()
     originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
     outer: Any = None
     outer_levels: Any = None
-    marked, n_captured = False, 0
+    grad_mode, marked, n_captured = True, False, 0
     overwritten: Sequence[int] = ()
     owners: Sequence[Tensor] = ()
     passed_on: Sequence[PassedOn] = ()
@@ -384,7 +384,7 @@ class Region:
         self.reaches, self.outer, self.outer_levels = (None, ()), None, None
         self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
-        self.inputs = self.kept = self.owners = self.leaving = self.settled = ()
+        self.inputs = self.kept = self.owners = self.leaving = self.settled = self.ends = ()
         self.before = {}  # a result may be the very tensor that was written to
         if self.unread:
             let_go(self.constants, self.unread)

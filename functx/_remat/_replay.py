@@ -41,6 +41,7 @@ from functx._remat._prune import Pruned
 from functx._remat._tapes import leads_to, rewrap
 from functx._remat._tracker import Tracker
 from functx._torch import sequence_number
+from functx._torch_nodes import GRAD_FN
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -174,9 +175,8 @@ class Replay(Tracker):
     def has(self, t: Tensor) -> bool:
         """Whether the body made ``t``, or was given it, as far as can be told."""
         key = id(t)
-        if key in self._numbers or key in self._external_ids or key in self.aliases:
-            return True
-        return may_be_unseen(t)
+        known = key in self._numbers or key in self._external_ids or key in self.aliases
+        return known or may_be_unseen(t)
 
     def made(self, t: Tensor) -> None:
         """Know it by its number, and keep what left the region in its forward."""
@@ -191,23 +191,29 @@ class Replay(Tracker):
 
     def answer(self, func: Any, t: Tensor) -> Any:
         """What the forward was told."""
-        found = None
-        entry = self._entries[self._at] if self._at < len(self._entries) else None
-        if entry is not None and entry.func == func:
+        found, is_next = None, self.comes_next(func)
+        if func == GRAD_FN and (not is_next or self._is_made(t)):
+            return func(t)  # its own
+        if is_next:
+            entry = self._entries[self._at]
             found = told_again(func, t, entry, self._externals)
             self._slot = len(entry.sources)
             self._scalars += entry.scalars
         self.close(func)
         return found
 
+    def _is_made(self, t: Tensor) -> bool:
+        key = id(t)
+        return key in self._numbers and key not in self._external_ids and key not in self.aliases
+
     def hang(self, func: Any, t: Tensor, hook: Any) -> Any:
         """Only on what it makes: the first run has hung the others."""
         if _torch.is_wrapped(t) and _torch.wrapper_level(t) > self._depth:
             return LEFT
         key, node = id(t), t.grad_fn
-        given = key in self._external_ids or key in self.aliases
-        if key in self._numbers and not given:
+        if self._is_made(t):
             return LEFT
+        given = key in self._external_ids or key in self.aliases
         if node is None:
             return hung_already()
         if sequence_number(node) >= self._start:  # what is given was written to, then
@@ -320,7 +326,7 @@ class Replay(Tracker):
 
     def comes_next(self, func: Any) -> bool:
         """Whether the forward ran this operation here."""
-        return self._at < len(self._entries) and self._entries[self._at].func is func
+        return self._at < len(self._entries) and bool(self._entries[self._at].func == func)
 
     def complete(self) -> None:
         """The body returned: everything that ran forward must have run."""
