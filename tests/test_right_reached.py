@@ -273,6 +273,55 @@ def test_a_list_by_its_method():
     assert any(c is held for c in _within_reach.reach(lambda: append, []).containers)
 
 
+def in_a_dict(append):
+    held = {"log": append, "other": torch.sin}
+    return lambda x: (held["log"](x.detach() * 1), x * 2)[1]
+
+
+def in_nested_containers(append):
+    held = [(append, torch.sin), {}]
+    return lambda x: (held[0][0](x.detach() * 1), x * 2)[1]
+
+
+def by_a_partial(append):
+    return functools.partial(lambda log, x: (log(x.detach() * 1), x * 2)[1], append)
+
+
+def by_a_partial_in_a_list(append):
+    held = [functools.partial(append)]
+    return lambda x: (held[0](x.detach() * 1), x * 2)[1]
+
+
+@pytest.mark.parametrize(
+    "build", [in_a_dict, in_nested_containers, by_a_partial, by_a_partial_in_a_list]
+)
+@pytest.mark.parametrize("container", [list, collections.deque, set])
+@pytest.mark.usefixtures("forgotten")
+def test_a_container_by_a_method_that_is_held(build, container):
+    for wrap in (lambda f: f, functx.remat):
+        held = container()
+        add = getattr(held, "append", None) or held.add
+        assert of_two_steps(wrap(build(add))) == [4, 4]
+        assert len(held) == 4
+
+
+@pytest.mark.parametrize("keywords", [True, False])
+@pytest.mark.usefixtures("forgotten")
+def test_a_list_by_a_method_that_is_an_argument(keywords):
+    def f(x, log):
+        log(x.detach() * 1)
+        return x * 2
+
+    for g in (f, functx.remat(f)):
+        held = []
+
+        def step(x, g=g, append=held.append):
+            return g(x, log=append) if keywords else g(x, append)
+
+        assert of_two_steps(step) == [4, 4]
+        assert len(held) == 4
+
+
 def tree(depth):
     return {} if depth == 0 else {letter: tree(depth - 1) for letter in "abcdefgh"}
 

@@ -70,6 +70,13 @@ def values(c: Any) -> Any:
     return {k: value(x) for k, x in c.items()} if isinstance(c, dict) else [*map(value, c)]
 
 
+def with_others(held: Any, now: Callable[[Any], Any]) -> Any:
+    """What a container held, with others in the places of some."""
+    if isinstance(held, Length):
+        return held
+    return {k: now(x) for k, x in held.items()} if isinstance(held, dict) else [*map(now, held)]
+
+
 def copy_of(c: Any) -> Any:
     """What a container holds: a dict or a list."""
     return dict(c) if isinstance(c, dict) else list(c)

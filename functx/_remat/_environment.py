@@ -43,6 +43,7 @@ from functx._remat import _python_random
 from functx._remat._module_state import ModuleState
 from functx._remat._options import Options
 from functx._remat._past_torch import ways_of
+from functx._remat._per_thread import Runner
 from functx._remat._within_reach import reach
 from functx._torch import default_generators
 from functx._torch_kernels import casts, put_back, settings_and_casts
@@ -193,8 +194,10 @@ class Environment:
         others = self._autocast
         return self._settings[-3] or (bool(others) and any(on for on, _, _ in others.values()))
 
-    def restored(self, replay: Any = None) -> AbstractContextManager[None] | None:
+    def restored(self, replay: Any = None) -> AbstractContextManager[Runner | None] | None:
         """The same surroundings, for a replay; ``None`` where they are so already.
+
+        They give what runs the body, if it can't be just called.
 
         Args:
             replay: its tracker; code that is known runs nothing of the user's, whose objects and
@@ -203,7 +206,7 @@ class Environment:
         changed = self._random or (replay is not None and self._state.changed()) or self.differ()
         return self._put_back(replay) if changed else None
 
-    def drawing(self) -> AbstractContextManager[None]:
+    def drawing(self) -> AbstractContextManager[Any]:
         """The same generators, for code that is known, where `differ` found nothing."""
         return self._put_back(None) if self._random else _AS_IT_IS
 
@@ -220,8 +223,9 @@ class Environment:
         return [*self._random] if self._in_turn else None
 
     @contextmanager
-    def _put_back(self, replay: Any) -> Iterator[None]:
+    def _put_back(self, replay: Any) -> Iterator[Runner | None]:
         with ExitStack() as stack:
+            run: Runner | None = None
             of_cpu = {"cpu": tuple(self._settings[-3:])}
             for kind, (enabled, dtype, cache) in (of_cpu | self._autocast).items():
                 if self._left_changed or (enabled, dtype, cache) != casts(kind):
@@ -252,8 +256,8 @@ class Environment:
                 stack.push(self._check_seeds)
             if replay is not None:
                 ours = getattr(replay, "has", None)
-                stack.enter_context(self._state.restored(self._name, ours))
-            yield
+                run = stack.enter_context(self._state.restored(self._name, ours))
+            yield run
 
     def _check_seeds(self, kind: Any, *exc: object) -> None:
         """A body that seeds a generator must give it the same seed again. ``NOTE [seeds]``."""

@@ -10,11 +10,16 @@ from typing import Any
 from torch import nn
 
 from functx._errors import ReplayError
+from functx._remat._advanced import NotPutBackError
 from functx._remat._code_names import names_in
 from functx._torch_modules import frame_above
 
 _MOST = 3
 _LARGE = 1024
+_ELSE = (
+    " What a run takes from that, the next run does not get. Make it inside of the region, or take "
+    "from it outside, and pass what it gave."
+)
 
 
 def iterators_reached(entries: Any) -> str:
@@ -46,13 +51,16 @@ def interrupted(error: Exception, name: str, entries: Any) -> None:
     """A replay has raised an error: it says so.
 
     Raises:
-        ReplayError: an iterator has ended, which would end whatever takes backward passes from one.
+        ReplayError: an iterator has ended, which would end whatever takes backward passes from one;
+            or could not be put where it was.
     """
     if isinstance(error, StopIteration):
         raise ReplayError(
             f"remat: the replay of the region {name!r} departed from its forward: an iterator that "
             f"it takes from has ended.{iterators_reached(entries)}"
         ) from error
+    if isinstance(error, NotPutBackError):
+        raise ReplayError(f"{error}{iterators_reached(entries) or _ELSE}") from error
     if not isinstance(error, ReplayError):
         error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
 

@@ -18,6 +18,7 @@ computes depends on it, a replay departs from its forward, which is an error.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
@@ -28,8 +29,21 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch_modules
+from functx._remat._advanced import owner_of
 from functx._remat._containers import elements
-from functx._remat._contents import Grown, Length, Ours, add, copy_of, fill, value, values
+from functx._remat._contents import (
+    Grown,
+    Length,
+    Ours,
+    add,
+    copy_of,
+    fill,
+    value,
+    values,
+    with_others,
+)
+from functx._remat._per_thread import Runner
+from functx._remat._rare import Rare
 from functx._remat._reached import Reached
 from functx._remat._ways import Attributes, Followed, Ways
 
@@ -55,7 +69,10 @@ class ModuleState:
         lost: those to which there is none, by id, until the call has ended.
     """
 
-    __slots__ = ("_before", "_containers", "_found", "_objects", "changes", "contents", "lost")
+    __slots__ = (
+        *("_before", "_containers", "_found", "_objects", "_rare"),
+        *("changes", "contents", "lost"),
+    )
 
     def __init__(self, found: Reached) -> None:
         self._found: Reached | None = found
@@ -70,6 +87,7 @@ class ModuleState:
             d = Attributes(one)
             self._before.append((d, _of(d, names)))
         self._containers = [*_remembered(found.containers)]
+        self._rare = Rare(found) if found.rare else None
         self.changes: list[Change] = []
         self.contents: list[tuple[Any, int, Any, Grown]] = []
         self.lost: dict[int, tuple[Any, Any]] = {}
@@ -83,7 +101,9 @@ class ModuleState:
             ours: whether it has made a tensor, or was given it.
         """
         assert self._found is not None
-        if not (self._before or self._objects or self._containers):
+        if self._rare is not None:
+            self._rare.seal(written)
+        if not (self._before or self._objects or self._containers or self._rare):
             self._found = None
             return
         first_scope = len(self._before) - len(self._found.scopes) - len(self._found.attributes)
@@ -118,43 +138,77 @@ class ModuleState:
             elif ways.is_owned(c) or _has_tensors(c) or _has_tensors(before):
                 grown = Grown(c, before, ours)
                 self.contents.append((way, id(c), values(before), grown))
+        if self._rare is not None and (moved := self._rare.advanced.ids()):
+            self._note_holders(moved, ours)
         self._before, self._objects, self._containers = [], [], []
         self._found = None
 
+    def _note_holders(self, moved: set[int], ours: Ours) -> None:
+        """What holds an iterator that the run has moved: a replay puts another one there."""
+        assert self._found is not None
+
+        def holds(x: Any) -> bool:
+            return id(owner_of(x)) in moved
+
+        held: list[Any] = [(scope, scope, names) for scope, names in self._found.named]
+        held += [(d, before, before) for d, before in self._before]
+        held += [(_weakly(o), before, before) for o, before in self._objects]
+        for known, d, names in held:
+            self.changes += [(known, n, x) for n in [*names] if holds(x := d.get(n))]
+        ways, noted = Ways(self._found), {key for _, key, *_ in self.contents}
+        for c, before in self._containers:
+            if id(c) in noted or not any(map(holds, elements(before))):
+                continue
+            if (way := ways.to(c)) is not None:
+                self.contents.append((way, id(c), values(before), Grown(c, before, ours)))
+
     def changed(self) -> bool:
-        """Whether the run changed anything."""
-        return bool(self.changes or self.contents)
+        """Whether the run changed anything, or this thread has other things than it had."""
+        return bool(self.changes or self.contents) or (
+            self._rare is not None and self._rare.differs()
+        )
 
     @contextmanager
-    def restored(self, name: str, ours: Ours | None) -> Iterator[None]:
+    def restored(self, name: str, ours: Ours | None) -> Iterator[Runner | None]:
         """As the first run found it; put back afterwards, with what others put there meanwhile.
+
+        Gives what runs the body, if it can't be just called.
 
         Args:
             name: of the region.
             ours: whether the replay has made a tensor, or was given it, if it knows.
         """
         if not self.changed():
-            yield
+            yield None
             return
-        with _replaying:
+        with _replaying, ExitStack() as stack:
+            run: Runner | None = None
+            changes, contents = self.changes, self.contents
+            if self._rare is not None:
+                run = stack.enter_context(self._rare.restored(name))
+                there = self._rare.advanced.now
+                changes = [(known, key, there(bound)) for known, key, bound in changes]
+                contents = [(*c[:2], with_others(c[2], there), c[3]) for c in contents]
             now = [
                 (known, key, d.get(key, _MISSING))
-                for known, key, _ in self.changes
+                for known, key, _ in changes
                 if (d := _found_again(known)) is not None
             ]
             followed = Followed()
-            ways = [(followed.to(way), key, *rest) for way, key, *rest in self.contents]
+            # A way may begin at a context variable, whose value is that of the forward in there.
+            to = followed.to if run is None else functools.partial(run, followed.to)
+            ways = [(to(way), key, *rest) for way, key, *rest in contents]
             containers = [
                 (c, was.tail(c) if isinstance(was, Length) else copy_of(c), was, grown)
                 for c, key, was, grown in ways
                 if id(c) == key
             ]
-            _bind(self.changes)
+            _bind(changes)
             for c, _, was, _ in containers:
                 fill(c, was)
             whole = False
             try:
-                yield
+                yield run
                 whole = True
             finally:
                 _bind(now)

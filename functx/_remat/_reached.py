@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,13 +24,14 @@ class Reached:
         packages: of generators (``random``, ``numpy``) that code is of or names.
         arrays: of NumPy's, that may be written to, while they are within `memory` bytes.
         generators: such of the user's, by id.
+        rare: what is put back in ways of its own: context variables, iterators. `_rare`.
         spaces: what classes and modules of the user's hold, by the id of each.
         namespaces: those of modules.
     """
 
     __slots__ = (
         *("attributes", "containers", "hooks", "modules", "named", "objects", "scopes"),
-        *("arrays", "generators", "memory", "namespaces", "packages", "spaces"),
+        *("arrays", "generators", "memory", "namespaces", "packages", "rare", "spaces"),
     )
 
     def __init__(self) -> None:
@@ -45,5 +46,6 @@ class Reached:
         self.arrays: list[Any] = []
         self.memory = LITTLE
         self.generators: dict[int, Any] = {}
+        self.rare: Sequence[Any] = ()
         self.spaces: dict[int, Mapping[str, Any]] = {}
         self.namespaces: dict[int, dict[str, Any]] = {}

@@ -7,20 +7,26 @@ and put back is that of objects which show what they hold.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
+import io
+import queue
+import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 
 from functx._remat._options import Options
-from functx._remat._whose import held_by, mro
+from functx._remat._whose import held_by, is_there, mro
 
 LEAVES = frozenset({type(None), bool, int, float, str, Options})
-DATA = LEAVES | {types.BuiltinFunctionType, Tensor, nn.Parameter, complex, bytes}
+DATA = LEAVES | {Tensor, nn.Parameter, complex, bytes}
 _LARGE = 1024  # data, then, rather than modules
 
 CACHED = type(functools.lru_cache(copy.copy))
@@ -37,6 +43,23 @@ CODE = frozenset({*INSIDE, *OF_OWNERS, types.FunctionType, type, types.ModuleTyp
     *(types.MemberDescriptorType, types.GetSetDescriptorType, functools.singledispatchmethod),
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
 }
+
+QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue, asyncio.Queue, queue.SimpleQueue)
+_ITERATES = (Iterator, io.IOBase)
+
+
+class _Rare(dict[type, bool]):
+    """Whether objects of some class are put back in a way of their own. `_rare`."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = kind in QUEUES or issubclass(kind, (threading.local, ContextVar, *_ITERATES))
+        found = found and kind not in weakref.ProxyTypes
+        if is_there(kind):
+            self[kind] = found
+        return found
+
+
+RARE = _Rare()
 
 
 def parts_of(c: Any) -> Any:

@@ -221,14 +221,14 @@ class Region:
                 replay.modes = _torch.dispatch_mode_depth()
                 return self.body(*explicit)
         with (
-            environment or nullcontext(),
+            environment or nullcontext() as run,
             tracking(replay),
             shown(self.options, replay=True),
             pruned or nullcontext(),
             _torch_globals.grad_mode(self.grad_mode),
         ):
             replay.modes = _torch.dispatch_mode_depth()
-            return self.body(*explicit)
+            return self.body(*explicit) if run is None else run(self.body, *explicit)
 
     def _external(self, position: int, tensors: Sequence[Tensor], externals: Any) -> Tensor:
         kind, i = self.origins[position]

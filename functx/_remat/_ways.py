@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -96,6 +97,10 @@ def _attribute(attributes: Attributes, name: str) -> Any:
     return attributes.get(name, None)
 
 
+def _of_context(variable: ContextVar[Any], _: Any) -> Any:
+    return variable.get(None)
+
+
 def _cell(f: types.FunctionType, i: int) -> Any:
     return content((f.__closure__ or ())[i])
 
@@ -125,7 +130,7 @@ class Ways:
             if id(x) not in self._known:
                 self._known[id(x)] = step
                 level.append(x)
-                if step[1] is _attribute:
+                if step[1] is _attribute or step[1] is _of_context:
                     self._owned.add(id(x))
         for c in found.containers:
             if id(c) not in self._known and type(c) not in MUTABLE and type(c).__weakrefoffset__:
@@ -168,6 +173,9 @@ def _first(found: Reached, containers: dict[int, Any]) -> Iterator[tuple[Step, A
             attributes = Attributes(o)
             held = [(name, attributes.get(name, None)) for name in slots]
             yield from _of(attributes, held, containers)
+    for variable in found.rare:
+        if type(variable) is ContextVar and id(x := variable.get(None)) in containers:
+            yield (lambda v=variable: v, _of_context, None), x
     for scope, names in found.named:
         for name in names:
             if id(x := scope.get(name)) in containers:

@@ -11,10 +11,14 @@ thousands of functions.
 from __future__ import annotations
 
 import functools
+import gc
+import io
+import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ from functx._remat._really_held import (
     INSIDE,
     LEAVES,
     OF_OWNERS,
+    RARE,
     entries,
     looks_alike,
     own_dict,
@@ -77,7 +82,9 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
     """
     reached = Reached()
     modules: dict[int, nn.Module] = {}
-    ahead = deque(part for part in (f, *arguments) if type(part) not in DATA)
+    ahead = deque(part for part in arguments if type(part) not in DATA)
+    if type(f) is not types.BuiltinFunctionType:
+        ahead.appendleft(f)
     if any(_torch_modules.GLOBAL_HOOKS):
         ahead += _hooks(_torch_modules.GLOBAL_HOOKS, reached)
     seen: dict[int, Any] = {}  # with what was seen: another could have the id of what has gone
@@ -326,6 +333,8 @@ def _object(part: Any, ahead: deque[Any], reached: Reached, left: int) -> int:
         reached.objects.append(part)
     else:  # none, or what it says is one; that of a property is another at each look
         own = own_dict(part)
+    if issubclass(kind, threading.local):
+        reached.rare = [*reached.rare, part]
     ahead += [x for x in [*dict.values(own)] if type(x) not in LEAVES]
     _class_of(kind, ahead, reached)
     if names := slots_of(kind):
@@ -339,6 +348,16 @@ def _other(part: Any, ahead: deque[Any], reached: Reached) -> None:
     """What is no object of the user's, and may lead to one, or draw."""
     kind = type(part)
     if issubclass(kind, Tensor):
+        return
+    if RARE[kind]:
+        reached.rare = [*reached.rare, part]
+        if kind is ContextVar:
+            ahead.append(part.get(None))
+        elif issubclass(kind, threading.local):
+            reached.objects.append(part)
+            ahead += part.__dict__.values()
+        elif issubclass(kind, Iterator) and not issubclass(kind, io.IOBase):
+            ahead += gc.get_referents(part)
         return
     package = package_of(part)
     users = not NOT_THE_USERS[module_of(part)]

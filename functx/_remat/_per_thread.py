@@ -1,0 +1,162 @@
+"""What each thread or task has its own of: attributes of `threading.local`, context variables.
+
+A replay may run in another thread than its forward (that of a GPU always does), and when the task
+that the forward ran in has ended. It finds what the forward found; what it sets is gone afterwards.
+An attribute that code of the region does not name, and the forward leaves as it is, is not kept: it
+may be large. Neither is a container that leads to a tape, `NOTE [containers that a node knows]`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from functx._errors import ReplayError
+from functx._remat._code_names import SETTERS
+from functx._remat._containers import MUTABLE
+from functx._remat._contents import value
+from functx._remat._reached import Reached
+from functx._remat._ways import leads_to_a_tape
+
+_MISSING = object()
+_AS_IT_IS = object()
+_BY_ANY_NAME = SETTERS | {"getattr", "hasattr", "__getattribute__", "attrgetter"}
+
+Runner = Callable[..., Any]
+"""Calls a function with some arguments."""
+
+
+class _NotKept(NamedTuple):
+    """A container that was there."""
+
+    key: int
+
+
+class PerThread:
+    """What a forward found of it.
+
+    Attributes that it changes are among those of `_module_state`, too.
+
+    Args:
+        found: what the function can reach, of which some is such.
+    """
+
+    __slots__ = ("_before", "_locals", "_named", "_set", "_variables")
+
+    def __init__(self, found: Reached) -> None:
+        self._named = found.named
+        self._before = [
+            (x, dict(x.__dict__)) for x in found.rare if issubclass(type(x), threading.local)
+        ]
+        self._locals: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._variables = [
+            (v, v.get(_MISSING)) for v in found.rare if type(v) is contextvars.ContextVar
+        ]
+        self._set = False  # whether the forward sets any of these
+
+    def seal(self, written: set[int]) -> None:
+        """The forward ended.
+
+        Args:
+            written: ids of tensors that were written to in place, which replays have copies of.
+        """
+        names = set[str]().union(*[names for _, names in self._named])
+        every = not _BY_ANY_NAME.isdisjoint(names)
+        for one, before in self._before:
+            now = one.__dict__
+            changed = {n for n, x in before.items() if now.get(n, _MISSING) is not x}
+            kept = {
+                name: _kept(x) if every or name in names or name in changed else _AS_IT_IS
+                for name, x in before.items()
+            }
+            self._locals.append((weakref.ref(one), kept))
+        for v, was in self._variables:
+            now = v.get(_MISSING)
+            self._set = self._set or now is not was or id(now) in written
+        self._variables = [(v, _kept(was)) for v, was in self._variables]
+        self._before, self._named = [], []
+
+    def differs(self) -> bool:
+        """Whether it is something else here and now, or a run sets variables."""
+        return self._set or any(self._otherwise()) or any(self._to_bind())
+
+    def _otherwise(self) -> Iterator[Any]:
+        return (v for v, was in self._variables if _differ(v.get(_MISSING), was))
+
+    def _to_bind(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Attributes that are others here than they were, with what they were."""
+        for known, before in self._locals:
+            if (one := known()) is not None:
+                own = one.__dict__
+                for name in own.keys() | before.keys():
+                    was = before.get(name, _MISSING)
+                    if _differ(own.get(name, _MISSING), was):
+                        yield own, name, was
+
+    @contextmanager
+    def restored(self, region: str) -> Iterator[Runner | None]:
+        """As the forward found it; gives what runs the body, if it can't be just called.
+
+        Args:
+            region: its name.
+
+        Raises:
+            ReplayError: what the forward found was not kept.
+        """
+        there = [(one.__dict__, dict(one.__dict__)) for r, _ in self._locals if (one := r())]
+        to_bind, run = [*self._to_bind()], None
+        if self._set or any(self._otherwise()):
+            run = self._context(region).run
+        for own, name, was in to_bind:
+            _refuse_if_not_kept(was, f"the attribute {name!r} of a threading.local", region)
+            _bind(own, name, was)
+        try:
+            yield run
+        finally:
+            for own, now in there:
+                for name in own.keys() | now.keys():
+                    _bind(own, name, now.get(name, _MISSING))
+
+    def _context(self, region: str) -> contextvars.Context:
+        """As here, with what the forward found of those variables."""
+        context, before = contextvars.Context(), dict(self._variables)
+        for v, now in contextvars.copy_context().items():
+            if before.get(v) is not _MISSING:
+                context.run(v.set, now)
+        for v in self._otherwise():
+            _refuse_if_not_kept(before[v], f"the context variable {v.name!r}", region)
+            if before[v] is not _MISSING:
+                context.run(v.set, before[v])
+        return context
+
+
+def _kept(x: Any) -> Any:
+    if type(x) in MUTABLE and leads_to_a_tape([x]):
+        return _NotKept(id(x))
+    return value(x)
+
+
+def _differ(now: Any, was: Any) -> bool:
+    if type(was) is _NotKept:
+        return id(now) != was.key
+    return now is not was and was is not _AS_IT_IS
+
+
+def _bind(own: dict[str, Any], name: str, x: Any) -> None:
+    if x is _MISSING:
+        own.pop(name, None)
+    else:
+        own[name] = x
+
+
+def _refuse_if_not_kept(was: Any, what: str, region: str) -> None:
+    if type(was) is _NotKept:
+        raise ReplayError(
+            f"remat: the region {region!r} reads {what}, which held a container of tensors that "
+            "derivatives flow to, and another thread or task, or none, has that now. Pass the "
+            "container to the region, or run the backward pass where the forward ran."
+        )

@@ -1,0 +1,61 @@
+"""What is rarely within reach of a region, and is put back in ways of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from functx._remat._advanced import Advanced, moves
+from functx._remat._per_thread import PerThread, Runner
+from functx._remat._reached import Reached
+
+
+class Rare:
+    """What each thread has its own of, and what runs take from.
+
+    Args:
+        found: what a function can reach.
+
+    Attributes:
+        advanced: the latter.
+    """
+
+    __slots__ = ("_per_thread", "advanced")
+
+    def __init__(self, found: Reached) -> None:
+        self._per_thread = PerThread(found)
+        self.advanced = Advanced([x for x in found.rare if moves(type(x))])
+
+    def seal(self, written: set[int]) -> None:
+        """The first run ended.
+
+        Args:
+            written: ids of tensors that were written to in place.
+        """
+        self._per_thread.seal(written)
+        self.advanced.seal()
+
+    def differs(self) -> bool:
+        """Whether anything is not as the first run found it, or a run makes it so."""
+        return self.advanced.any() or self._per_thread.differs()
+
+    @contextmanager
+    def restored(self, region: str) -> Iterator[Runner | None]:
+        """As the first run found it; gives what runs the body, if it can't be just called.
+
+        Args:
+            region: its name.
+        """
+        with self.advanced.restored(region), self._per_thread.restored(region) as run:
+            there = self.advanced.there
+            if not there:
+                yield run
+                return
+
+            def with_others(body: Any, *tensors: Any) -> Any:
+                if hasattr(body, "with_others"):
+                    body, tensors = body.with_others, (there, *tensors)
+                return body(*tensors) if run is None else run(body, *tensors)
+
+            yield with_others
