@@ -117,6 +117,7 @@ class Known:
         exports: what tells which of its arguments it hands, or their memory, to what is no
             operation; ``None`` for nearly all.
         differentiates: whether it is `torch.autograd.grad`.
+        given_code: whether it is written in Python, and may be given what it calls.
         gradients: whether `_gradients` is about it.
         instead: what runs in its place, seen by the region; ``None`` for nearly all.
         otherwise: whether it computes otherwise where a dispatch mode is active.
@@ -130,6 +131,7 @@ class Known:
             "differentiates",
             "draws",
             "exports",
+            "given_code",
             "gradients",
             "instead",
             "label",
@@ -171,6 +173,7 @@ class Known:
         )
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
+        self.given_code = type(func) is FunctionType
         self.gradients = func in ABOUT_GRADIENTS
         self.draws = name in _DRAWS
         self.otherwise = name in _OTHERWISE_UNDER_MODES

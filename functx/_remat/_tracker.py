@@ -35,6 +35,7 @@ from functx._remat._functions import known as known_functions
 from functx._remat._gradients import on_the_tape
 from functx._remat._hung_on_given import LEFT
 from functx._remat._past_torch import AllHeld
+from functx._remat._users_code import OVERRIDING, is_given_code, overridden, seen_again
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
@@ -72,6 +73,10 @@ class Tracker(Answering):
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run on resolved arguments."""
 
+    def enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operation is given code of the user's: its arguments. See `_users_code`."""
+        return seen_again(args, kwargs, functools.partial(tracking, self))
+
     def made(self, t: Tensor) -> None:
         """A tensor was made here."""
         raise NotImplementedError
@@ -84,8 +89,7 @@ class Tracker(Answering):
             for o in out:
                 self.note(o)
         elif isinstance(out, dict):
-            for o in out.values():
-                self.note(o)
+            self.note([*out.values()])
 
     def swap(self, a: Any) -> Any:
         """``a`` with every tensor resolved."""
@@ -178,6 +182,8 @@ class Tracker(Answering):
         if known.draws and (seed := torch.default_generator.initial_seed()) != self.seed:
             self._scalars.append(seed)  # which the body has given it. NOTE [seeds]
         self.close(func)
+        if known.given_code and is_given_code(args, kwargs):
+            args, kwargs = self.enters(args, kwargs)
         if kwargs or known.writes:
             self.before(func, args, kwargs)
         if known.exports:
@@ -250,6 +256,9 @@ class RegionMode(TorchFunctionMode):
             current_graph_task_id() != -1 and _torch.inside_dispatcher() and not asked(func)
         ):
             return func(*args, **(kwargs or {}))
+        if types and OVERRIDING[types] and tracker is not SILENT:
+            with tracking(tracker):
+                return overridden(func, types, args, kwargs or _NOTHING)
         return tracker.run(func, args, kwargs or _NOTHING)
 
 
@@ -378,17 +387,14 @@ def observe_custom_functions() -> None:
     base.apply = classmethod(apply)  # type: ignore[attr-defined]
 
 
-def _unseen(make: Callable[[], Any]) -> Callable[[], Any]:
-    def made() -> Any:
-        with tracking(SILENT):
-            return make()
-
-    return made
+def _unseen(make: Callable[[], Any]) -> Any:
+    with tracking(SILENT):
+        return make()
 
 
 OBSERVERS = [
     observe_custom_functions,
     lambda: _torch_vmap.observe_results(_unbatched),
-    lambda: _torch_observed.wrap_what_is_made_once(_unseen),
+    lambda: _torch_observed.wrap_what_is_made_once(lambda make: functools.partial(_unseen, make)),
 ]
 """What is called when the first region runs, and never again."""
