@@ -173,7 +173,7 @@ class Known:
         )
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
-        self.given_code = type(func) is FunctionType
+        self.given_code = type(func) is FunctionType and func not in HANGING
         self.gradients = func in ABOUT_GRADIENTS
         self.draws = name in _DRAWS
         self.otherwise = name in _OTHERWISE_UNDER_MODES
