@@ -6,7 +6,9 @@ and calls hooks with ``None``. Without remat a hook is not called where no resul
 back depends on its tensor. So where an input has a hook, results that depend on it and results that
 do not are behind different nodes. Where both are pulled back, the region runs again for each. An
 input that comes right from another region counts as one with a hook if that has one, and so does
-what stands for one with a hook in the region around, or may have been computed from it there. Hooks
+what stands for one with a hook in the region around, or may have been computed from it there. So
+does a leaf with a hook for when its gradient is accumulated, and what a custom Function gave, whose
+backward is given zeros for nothing: a leaf above would get zeros where it has no gradient. What is
 further up the tape can't be seen from here.
 
 NOTE [all of a tape]
@@ -190,7 +192,9 @@ def edges_elsewhere(frame: Any, places: Sequence[int]) -> list[Tensor]:
 
 
 def hooked(t: Tensor, outer: Any) -> bool:
-    """Whether ``t`` has a hook, or is the result of a region that has an input with one.
+    """Whether it is told to ``t``, or above it, that no gradient comes there.
+
+    It has a hook, or is the result of a custom Function, or of a region that has such an input.
 
     Args:
         t: at any level.
@@ -198,11 +202,13 @@ def hooked(t: Tensor, outer: Any) -> bool:
     """
     if not t.requires_grad:
         return False
-    if _torch_nodes.has_hooks(t):
+    if _torch_nodes.has_hooks_or_after(t):
         return True
     node = t.grad_fn
-    if node is not None and getattr(getattr(node, "payload", None), "hooked", False):
-        return True
+    if node is not None and _torch_nodes.is_of_python(node):
+        payload = getattr(node, "payload", None)
+        if payload is None or payload.hooked:
+            return True
     if outer is None or (given_for := getattr(outer, "given_for", None)) is None:
         return False
     if (given := given_for(t)) is not None:

@@ -1,0 +1,144 @@
+"""What a backward pass comes by where only some of a region's results are pulled back."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from cases import numbers
+from programs import identity
+from references import assert_same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import functx
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+EVERYTHING = functx.checkpoint_policies.everything_saveable
+
+
+def nested(body):
+    return functx.remat(lambda *args: functx.remat(body)(*args))
+
+
+REGIONS = {
+    "region": functx.remat,
+    "nested": nested,
+    "policy": functx.remat(policy=EVERYTHING),
+}
+
+
+class Noted(torch.autograd.Function):
+    """The identity, which notes what its backward is given."""
+
+    given: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        Noted.given.append(g.clone())
+        return g
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.a, self.b = (nn.Linear(3, 3).double() for _ in range(3))
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(numbers(*p.shape, start=0.1 * i))
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        return self.a(h), self.b(h)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_an_optimizer_in_the_backward_steps_what_has_a_gradient(region):
+    """Torch's engine calls the hook of a leaf that it comes by with nothing, too."""
+
+    def run(remat):
+        model, steps = TwoHeads(), []
+        optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+        names = {p: name for name, p in model.named_parameters()}
+
+        def step(p):
+            steps.append(names[p])
+            optimizers[p].step()
+            optimizers[p].zero_grad(set_to_none=False)
+
+        for p in optimizers:
+            p.register_post_accumulate_grad_hook(step)
+        body = remat(model)
+        for i in range(8):  # which makes its runs known
+            body(numbers(2, 3))[i % 2].square().sum().backward()
+        return [p.detach() for p in optimizers], sorted(steps)
+
+    (want, steps), (got, stepped) = run(identity), run(REGIONS[region])
+    assert len(steps) == 32
+    assert stepped == steps
+    assert_same(got, want)
+
+
+def through_a_function(x):
+    return Noted.apply(x)
+
+
+def through_a_module_with_hooks(x):
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda module, given, of: Noted.given.append(of[0]))
+    return module(x)
+
+
+def through_a_region(x):
+    return functx.remat(lambda x: x.sin())(Noted.apply(x))
+
+
+def through_a_checkpoint(x):
+    return checkpoint(torch.sin, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize(
+    "before",
+    [through_a_function, through_a_module_with_hooks, through_a_region, through_a_checkpoint],
+)
+def test_what_no_gradient_comes_to_is_not_given_zeros(before, region):
+    def run(remat):
+        x, v = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
+        Noted.given.clear()
+        body = remat(lambda x, u: (x.exp() * x, u * 2))
+        for _ in range(6):
+            body(x, before(v))[0].sum().backward()
+        return x.grad, v.grad, len(Noted.given)
+
+    want, none, calls = run(identity)
+    got, also_none, called = run(REGIONS[region])
+    assert none is None
+    assert also_none is None
+    assert called == calls == 0
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_what_is_not_used_is_told(region):
+    x, v = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
+    y, z = REGIONS[region](lambda x, u: (x.exp(), u * 2))(x, Noted.apply(v))
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(y.sum(), [x, v], retain_graph=True)
+    assert_same(torch.autograd.grad(z.sum(), [v])[0], torch.full_like(v, 2))
+
+
+def test_both_results_pulled_back_give_what_one_node_gives():
+    def run(remat):
+        model = TwoHeads()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+        a, b = remat(model)(numbers(2, 3))
+        (a.sin().sum() + b.square().sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_same(run(functx.remat), run(identity), eps=8)
