@@ -35,6 +35,7 @@ LAYERS = [
     ("functx._storages", "functx._traced", "functx.memory"),
     (
         "functx._remat._code_names",
+        "functx._remat._much_memory",
         "functx._remat._levels",
         "functx._remat._options",
         "functx._remat._past_torch",
@@ -83,6 +84,7 @@ LAYERS = [
         "functx._remat._module_state",
         "functx._remat._per_thread",
         "functx._remat._advanced",
+        "functx._remat._large_arrays",
         "functx._remat._rare",
         "functx._remat._ways",
     ),

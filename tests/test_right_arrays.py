@@ -1,5 +1,7 @@
 """Memory that is not torch's and that a region writes to: once, and replays find what it found."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from programs import identity
 from references import assert_same
 
 import functx
+from functx._remat import _large_arrays
 
 STEPS = 3
 
@@ -141,10 +144,104 @@ def test_what_can_not_be_put_back_is_an_error(of):
         functx.remat(f)(x).sum().backward()
 
 
-def test_much_memory_is_compared_by_what_comes_of_it():
-    f = functx.remat(program_that_writes("much memory"), determinism_check="values")
-    with pytest.raises(functx.ReplayError):
+@pytest.mark.parametrize("check", ["default", "values"])
+def test_much_memory_that_is_written_to_is_an_error(check):
+    f = functx.remat(program_that_writes("much memory"), determinism_check=check)
+    with pytest.raises(functx.ReplayError, match="writes to a NumPy array of 3,145,728 bytes"):
         f(numbers(3).requires_grad_()).sum().backward()
+
+
+LARGE = 1 << 18
+READS_OF_LARGE = {
+    "from_numpy": lambda a: torch.from_numpy(a)[:3],
+    "closed over": None,
+    "copied": lambda a: torch.from_numpy(a[:3].copy()),
+    "item": lambda a: float(a[0]),
+    "reversed": lambda a: torch.from_numpy(a[::-1].copy())[:3],
+}
+CHANGES_OF_LARGE = {
+    "a few entries": lambda a: a.__setitem__(slice(3), a[:3] + 1),
+    "all": lambda a: a.__imul__(2),
+    "places in a row": lambda a: a.__setitem__([0, 5], a[[5, 0]]),
+    "rows": lambda a: a.__setitem__(
+        [*range(512), *range(5120, 5632)], a[[*range(5120, 5632), *range(512)]]
+    ),
+    "places": lambda a: a.__setitem__([0, 99_999], a[[99_999, 0]]),
+}
+
+
+def large():
+    return np.arange(1.0, LARGE + 1) / LARGE
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("change", CHANGES_OF_LARGE)
+@pytest.mark.parametrize("read", READS_OF_LARGE)
+def test_a_region_that_writes_to_a_large_array(read, change):
+    array = large()
+    of = READS_OF_LARGE[read]
+    t = torch.from_numpy(array) if of is None else None
+
+    def f(x):
+        CHANGES_OF_LARGE[change](array)
+        return x.sin() * (t[:3] if of is None else of(array))
+
+    y = functx.remat(f)(numbers(3).requires_grad_()).sum()
+    after = array.copy()
+    with pytest.raises(functx.ReplayError, match=r"NumPy array of 2,097,152 bytes.*outside"):
+        y.backward()
+    assert (array == after).all()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("numpy", [True, False])
+@pytest.mark.parametrize("change", CHANGES_OF_LARGE)
+@pytest.mark.parametrize("given", ["argument", "constant"])
+def test_large_memory_that_changes_between_forward_and_backward(monkeypatch, given, change, numpy):
+    array = large()
+    t = torch.from_numpy(array)
+    if not numpy:
+        monkeypatch.delitem(sys.modules, "numpy")
+    region = functx.remat(lambda x, t=t: x.sin() * t[:3])
+    for changed in (False, True):
+        x = numbers(3).requires_grad_()
+        y = region(x, t).sum() if given == "argument" else region(x).sum()
+        if changed:
+            CHANGES_OF_LARGE[change](array)
+            with pytest.raises(functx.ReplayError, match="modified in place"):
+                y.backward()
+        else:
+            y.backward()
+            assert_same(x.grad, x.detach().cos() * t[:3])
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("who", ["region", "others"])
+def test_pages_of_the_largest_are_compared(who):
+    array = np.zeros(1 << 22)
+    t = torch.from_numpy(array)
+
+    def f(x):
+        if who == "region":
+            array[...] += 1
+        return (x * t[7]).sin()
+
+    y = functx.remat(f)(numbers(3).requires_grad_()).sum()
+    array[...] += 1
+    with pytest.raises(functx.ReplayError):
+        y.backward()
+
+
+def test_how_much_of_large_arrays_is_read(monkeypatch):
+    read = []
+    bits = _large_arrays.bits_of_much
+    monkeypatch.setattr(
+        _large_arrays, "bits_of_much", lambda *a: read.append(min(a[1:])) or bits(*a)
+    )
+    one, two, three, largest = *(np.zeros(LARGE) for _ in range(3)), np.zeros(1 << 20)
+    region = functx.remat(lambda x: x.sin() * len(one) * len(two) * len(three) * len(largest))
+    region(numbers(3).requires_grad_()).sum().backward()
+    assert sorted(read) == [0, 0, 0, 0, *4 * [one.nbytes]]
 
 
 def test_what_is_only_read_is_not_kept(monkeypatch):

@@ -54,7 +54,16 @@ def owner_of(x: Any) -> Any:
 
 
 class NotPutBackError(ReplayError):
-    """A replay would find one elsewhere than its forward did."""
+    """A replay would find something elsewhere than its forward did, or otherwise.
+
+    Args:
+        what: the message.
+        remedy: the end of it, where that is known.
+    """
+
+    def __init__(self, what: str, remedy: str | None = None) -> None:
+        super().__init__(what)
+        self.remedy = remedy
 
 
 class Advanced:

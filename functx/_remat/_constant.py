@@ -6,8 +6,8 @@ before and did not write (a key-value cache, a step counter), at no cost: it is 
 is written outside of regions nobody sees beforehand.
 
 NOTE [memory of others]
-What is in memory that is not torch's own (`_past_torch`) changes without a version. So where there
-is little of it, the bits are compared, of what a region is given as well (`_node`). Those of
+What is in memory that is not torch's own (`_past_torch`) changes without a version. So its bits are
+compared (pages of it, where there is much), of what a region is given as well (`_node`). Those of
 parameters are not. A tensor of such memory that the body has come by itself
 (`torch.from_numpy(h.numpy())`) is no constant: a replay comes by it, too.
 """

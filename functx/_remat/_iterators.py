@@ -60,7 +60,8 @@ def interrupted(error: Exception, name: str, entries: Any) -> None:
             f"it takes from has ended.{iterators_reached(entries)}"
         ) from error
     if isinstance(error, NotPutBackError):
-        raise ReplayError(f"{error}{iterators_reached(entries) or _ELSE}") from error
+        remedy = iterators_reached(entries) or _ELSE if error.remedy is None else error.remedy
+        raise ReplayError(f"{error}{remedy}") from error
     if not isinstance(error, ReplayError):
         error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
 

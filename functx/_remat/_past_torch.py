@@ -31,6 +31,7 @@ from torch.nn import Parameter
 
 from functx import _torch
 from functx._remat._code_names import names_in, only_added_to
+from functx._remat._much_memory import bits_of_much
 from functx._remat._slots import slots_of
 
 LITTLE = 1 << 20
@@ -91,10 +92,12 @@ def may_be_unseen(t: Tensor) -> bool:
 
 
 def foreign_bits(t: Tensor, most: int = LITTLE) -> int | None:
-    """A hash of memory that is not torch's own; ``None`` where it is, or there is too much."""
+    """A hash of memory that is not torch's own, or a checksum; ``None`` where it is torch's."""
     size = _size(t)
-    if size is None or size > most:
+    if size is None:
         return None
+    if size > most:
+        return bits_of_much(t.data_ptr(), size)
     return hash(ctypes.string_at(t.data_ptr(), size))
 
 

@@ -1,4 +1,4 @@
-"""What is rarely within reach of a region, and is put back in ways of its own."""
+"""What is rarely within reach of a region, and is put back in ways of its own, or can't be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from functx._remat._advanced import Advanced, moves
+from functx._remat._large_arrays import LargeArrays
 from functx._remat._per_thread import PerThread, Runner
+from functx._remat._python_random import is_array
 from functx._remat._reached import Reached
 
 
@@ -21,10 +23,11 @@ class Rare:
         advanced: the latter.
     """
 
-    __slots__ = ("_per_thread", "advanced")
+    __slots__ = ("_arrays", "_per_thread", "advanced")
 
     def __init__(self, found: Reached) -> None:
         self._per_thread = PerThread(found)
+        self._arrays = LargeArrays([x for x in found.rare if is_array(x)])
         self.advanced = Advanced([x for x in found.rare if moves(type(x))])
 
     def seal(self, written: set[int]) -> None:
@@ -35,10 +38,11 @@ class Rare:
         """
         self._per_thread.seal(written)
         self.advanced.seal()
+        self._arrays.seal()
 
     def differs(self) -> bool:
         """Whether anything is not as the first run found it, or a run makes it so."""
-        return self.advanced.any() or self._per_thread.differs()
+        return self.advanced.any() or self._arrays.any() or self._per_thread.differs()
 
     @contextmanager
     def restored(self, region: str) -> Iterator[Runner | None]:
@@ -47,7 +51,11 @@ class Rare:
         Args:
             region: its name.
         """
-        with self.advanced.restored(region), self._per_thread.restored(region) as run:
+        with (
+            self._arrays.restored(region),
+            self.advanced.restored(region),
+            self._per_thread.restored(region) as run,
+        ):
             there = self.advanced.there
             if not there:
                 yield run

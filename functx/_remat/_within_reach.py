@@ -366,6 +366,8 @@ def _other(part: Any, ahead: deque[Any], reached: Reached) -> None:
             if part.flags.writeable and (room := reached.memory - part.nbytes) >= 0:
                 reached.memory = room
                 reached.arrays.append(part)
+            elif part.flags.writeable and part.flags.forc:
+                reached.rare = [*reached.rare, part]
         elif is_generator(part):
             reached.generators[id(part)] = part
         else:
