@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import numbers
 from programs import identity
-from references import assert_same
+from references import assert_same, count
 from torch import nn
 
 import functx
@@ -38,6 +38,12 @@ class Refusing:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return NotImplemented
+
+
+class Both(Scaled):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return (args[1] * args[2].state.t).sin()
 
 
 class Distance(nn.Module):
@@ -167,6 +173,16 @@ def test_other_code_in_the_backward_is_an_error(name):
         torch.autograd.grad(y, x)
 
 
+def test_one_that_says_nothing_leaves_it_to_another():
+    state, x = State(), X.clone().requires_grad_()
+
+    def body(x):
+        return torch.where(Refusing(), x, Both(state))
+
+    ours, expected = functx.remat(body)(x), body(x)
+    assert_same(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(expected.sum(), x), 8)
+
+
 def test_what_torch_refuses():
     with pytest.raises(TypeError, match="handlers returned NotImplemented"):
         torch.add(X, Refusing())
@@ -181,3 +197,21 @@ def test_other_checks(check):
     x = X.clone().requires_grad_()
     y, expected = f(x), PROGRAMS["a function"](x, state)
     assert_same(torch.autograd.grad(y, x), torch.autograd.grad(expected, x), 8)
+
+
+@pytest.mark.parametrize("name", ["a function", "an object"])
+def test_a_replay_leaves_out_what_no_pullback_reads(name):
+    """Beside such code, and at the end of what it does."""
+    state = State()
+    state.t = numbers(3, 4, start=3.0)
+
+    def replayed(dead):
+        def body(x):
+            y = PROGRAMS[name](x.sin(), state)
+            return y + x.cos().add(1).add(2).add(3).sum() if dead else y
+
+        x = X.clone().requires_grad_()
+        y = functx.remat(body)(x)
+        return count(torch.autograd.grad, y, x)["add"]
+
+    assert replayed(True) <= replayed(False) + 1  # two gradients of x are added up

@@ -310,10 +310,10 @@ class FirstRun(Compared):
             return run(*args, **kwargs)
         if known_of(func).otherwise and not any(map(tracked, tensors_of(args, kwargs))):
             return beside_the_modes(run, args, kwargs)
-        first = len(ledger.steps)
+        first, n = len(ledger.steps), len(self.entries)
         out = run(*args, **kwargs)
-        if (end := len(ledger.steps)) > first:
-            ledger.belong(len(self.entries) - 1, first, end)
+        if (end := len(ledger.steps)) > first and n == len(self.entries):  # else code of the user's
+            ledger.belong(n - 1, first, end)
         return out
 
     def drawn_from(self, generator: torch.Generator) -> None:

@@ -83,17 +83,6 @@ class Compared(Asking):
         """It is no longer as was expected."""
         self.expected = None
 
-    def enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Nothing may be left out, and nothing be known, of what is inside of an operation."""
-        self.odd = True
-        self.departs()
-        self.must_run_whole()
-        return super().enters(args, kwargs)
-
-    def must_run_whole(self) -> None:
-        """Nothing may be left out of replays."""
-        raise NotImplementedError
-
     def reads(self, t: Tensor) -> None:
         """Note how often what was made here has been written to. ``NOTE [written unseen]``."""
         try:

@@ -6,8 +6,7 @@ user's there: a function of torch's that is written in Python calls one that it 
 (``distance_function``), and any function calls the ``__torch_function__`` of an object that is no
 tensor. What that reads is to be captured, recorded and compared as what the body reads. So the mode
 is entered again around it. The first kind is an operation on the record, followed by those that it
-runs, and nothing of such a region is left out of replays; the second is none, as all that is done
-is what the user's code does.
+runs, each with its own steps; the second is none, as all that is done is what the user's code does.
 """
 
 from __future__ import annotations
