@@ -244,3 +244,47 @@ def test_nothing_made_anew_at_each_look_is_followed(monkeypatch, build):
     reached = _within_reach.reach(lambda: one, [])
     assert len(reached.objects) <= 1
     assert len(reached.containers) == 0
+
+
+def of_keys(state):
+    held = weakref.WeakKeyDictionary()
+    held[state] = torch.zeros(())
+
+    def advance():
+        held[state] = held[state] + 1
+        return held[state]
+
+    return advance
+
+
+def of_values(state):
+    held = weakref.WeakValueDictionary()
+    held["state"] = state
+    state.n = torch.zeros(())
+
+    def advance():
+        held["state"].n = held["state"].n + 1
+        return held["state"].n
+
+    return advance
+
+
+def of_a_set(state):
+    held, others = weakref.WeakSet([state]), [State() for _ in range(4)]
+    owner = State()
+    owner.held = held
+
+    def advance():
+        owner.held.add(others[len(owner.held) - 1])
+        return len(owner.held) - 1
+
+    return advance
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("build", [of_keys, of_values, of_a_set])
+def test_containers_of_weak_references(build):
+    for wrap in (lambda f: f, functx.remat):
+        state = State()
+        advance = build(state)
+        assert of_two_steps(wrap(lambda x, advance=advance: x * advance())) == [3, 7]

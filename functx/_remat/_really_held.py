@@ -44,6 +44,8 @@ CODE = frozenset({*INSIDE, *OF_OWNERS, types.FunctionType, type, types.ModuleTyp
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
 }
 
+# Of Python's, with attributes that hold what a user puts there.
+WEAK = frozenset({weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet})
 QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue, asyncio.Queue, queue.SimpleQueue)
 _ITERATES = (Iterator, io.IOBase)
 

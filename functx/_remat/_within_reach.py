@@ -37,6 +37,7 @@ from functx._remat._really_held import (
     LEAVES,
     OF_OWNERS,
     RARE,
+    WEAK,
     entries,
     looks_alike,
     own_dict,
@@ -307,7 +308,8 @@ def _attributes_of(part: Any, ahead: deque[Any], reached: Reached, left: int) ->
         kind = type(part)
         if issubclass(kind, (tuple, frozenset)):
             return entries(part, tuple if issubclass(kind, tuple) else frozenset, ahead, left)
-        if issubclass(kind, _NO_OBJECTS) or NOT_THE_USERS[module_of_class(kind)]:
+        pythons = NOT_THE_USERS[module_of_class(kind)] and kind not in WEAK
+        if pythons or issubclass(kind, _NO_OBJECTS):
             _other(part, ahead, reached)
             return 0
         looked = 0
