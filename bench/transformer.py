@@ -3,14 +3,15 @@
 12 blocks, width 256, 8 examples of 128 tokens, forward and backward. A replay leaves out the last
 product of a block, which no pullback reads. "by hand" is what that takes at least: boundaries kept,
 and each block but its last product run again, written out. CPU time of one thread, in turns, to the
-same without regions.
+same without regions: as the C library comes, whose page faults are there or not by what ran before,
+and where it keeps the memory that a program lets go of.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bench._common import (
     Result,
     device_argument,
     environment,
+    keep_freed_memory,
     least_seconds,
     one_thread,
     ratios,
@@ -57,6 +59,20 @@ def by_hand(stack: Stack) -> list[torch.Tensor]:
     return [g for those in reversed(gradients) for g in those]
 
 
+def _measure(
+    rows: list[dict[str, Any]],
+    key: str,
+    runs: Sequence[Callable[[], Any]],
+    clock: Callable[[], float],
+    device: torch.device,
+) -> None:
+    for row, seconds in zip(rows, least_seconds(runs, REPEATS, clock, device)):
+        row[key] = seconds
+    batch = sum(row["program"] == "gradient of the batch" for row in rows)
+    ratios(rows[:batch], key, rows[0])
+    ratios(rows[batch:], key, rows[batch + 1])
+
+
 @one_thread()
 def run(device: torch.device) -> Result:
     stack = stacks(device)[1]
@@ -85,14 +101,15 @@ def run(device: torch.device) -> Result:
             call = functools.partial(per_example, library, REGIONS[regions])
             runs["vmap(grad)", name, regions] = call
     clock = time.perf_counter if device.type == "cuda" else time.process_time
-    seconds = least_seconds(list(runs.values()), REPEATS, clock, device)
-    rows = [
-        {"program": program, "library": library, "regions": regions, "seconds": one}
-        for (program, library, regions), one in zip(runs, seconds)
+    rows: list[dict[str, Any]] = [
+        {"program": program, "library": library, "regions": regions}
+        for program, library, regions in runs
     ]
-    batch = sum(row["program"] == "gradient of the batch" for row in rows)
-    ratios(rows[:batch], "seconds", rows[0])
-    ratios(rows[batch:], "seconds", rows[batch + 1])
+    keys = ["seconds"]
+    _measure(rows, keys[0], list(runs.values()), clock, device)
+    if device.type == "cpu" and keep_freed_memory():
+        keys.append("kept_seconds")
+        _measure(rows, keys[1], list(runs.values()), clock, device)
     columns = [
         Column("program", "program"),
         Column("library", "library"),
@@ -100,6 +117,11 @@ def run(device: torch.device) -> Result:
         Column("seconds", "CPU time, ms", ".0f", 1e-3),
         Column("seconds_ratio", "to no regions", ".2f"),
     ]
+    if len(keys) > 1:
+        columns += [
+            Column("kept_seconds", "freed memory kept, ms", ".0f", 1e-3),
+            Column("kept_seconds_ratio", "to no regions", ".2f"),
+        ]
     return Result(NAME, CLAIM + ".", columns, rows, [], environment(device))
 
 
