@@ -63,7 +63,11 @@ def interrupted(error: Exception, name: str, entries: Any) -> None:
         remedy = iterators_reached(entries) or _ELSE if error.remedy is None else error.remedy
         raise ReplayError(f"{error}{remedy}") from error
     if not isinstance(error, ReplayError):
-        error.add_note(f"functx: raised while the region {name!r} ran again for a derivative.")
+        error.add_note(
+            f"functx: raised while the region {name!r} ran again for a derivative, which it did "
+            "not in its forward. It may read something that has changed since (a flag, a counter, "
+            "train() or eval())."
+        )
 
 
 def _named(f: Any, arguments: Iterable[Any]) -> Iterator[str]:
