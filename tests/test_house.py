@@ -55,6 +55,7 @@ LAYERS = [
         "functx._remat._packed",
         "functx._remat._arguments",
         "functx._remat._by_name",
+        "functx._remat._callers_own",
         "functx._remat._cells",
         "functx._remat._containers",
         "functx._remat._depth",

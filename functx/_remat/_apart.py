@@ -34,11 +34,21 @@ from functx._remat._hung_inside import Inside, hung_inside
 from functx._remat._hung_on_given import after_refused
 from functx._remat._in_turn import leaves_of_each, turn_of
 from functx._remat._one_by_one import groups_of, of_the_body
-from functx._remat._partial import Above, above, watch, with_left
+from functx._remat._partial import (
+    Above,
+    Parts,
+    above,
+    has_parts,
+    parts_of,
+    shifted,
+    watch,
+    with_left,
+)
 from functx._remat._tapes import edges_of, leaves_below, nodes_of
 from functx._torch import sequence_number
 
-Relations = tuple[Above, Sequence[int], Sequence[int], Sequence[Set[int]]]
+OfInside = Sequence[tuple[Parts, Parts]]
+Relations = tuple[Above, Sequence[int], Sequence[int], Sequence[Set[int]], OfInside]
 
 
 class Reached(set[int]):
@@ -60,6 +70,7 @@ class Reached(set[int]):
         groups: of results that are pulled back together. ``NOTE [one by one]`` in `_one_by_one`.
         inside: the hooks that the body hung on results. ``NOTE [hooks inside and outside]``.
         numbers: those of all nodes below.
+        parts: of each result, where regions inside have several. `_partial`.
         start: what these two are to be added to.
         within: the turn of each result in the region inside that made it, if one made several.
     """
@@ -71,6 +82,7 @@ class Reached(set[int]):
     groups: Sequence[int] = ()
     inside: Mapping[int, Inside] = MappingProxyType({})
     numbers: Sequence[int] = ()
+    parts: OfInside = ()
     start = 0
     within: Sequence[Any] = ()
 
@@ -85,6 +97,9 @@ class Reached(set[int]):
         super().__init__(self.ids)
         if nodes:
             self._look(results, nodes)
+            first = frames[0].region.first_run
+            if first is not None and first.entry.inside and has_parts(nodes):
+                self.parts = [*map(parts_of, results)]
         self.by: list[set[int]] = []
         if len(results) < 2:
             return
@@ -139,11 +154,11 @@ class Reached(set[int]):
     def relations(self, start: int) -> Relations:
         """What is known of the nodes, with numbers from ``start`` on; as of a run that is known."""
         firsts, numbers = ([n - start for n in those] for those in (self.firsts, self.numbers))
-        return self.above, firsts, numbers, self.leads
+        return self.above, firsts, numbers, self.leads, shifted(self.parts, -start)
 
     def relate(self, known: Relations, start: int) -> None:
         """The other way round."""
-        self.above, self.firsts, self.numbers, self.leads = known
+        self.above, self.firsts, self.numbers, self.leads, self.parts = known
         self.start = start
 
     def leads_of(self, results: Iterable[int]) -> Set[int] | None:
@@ -284,6 +299,7 @@ def has_left(region: Any, left: Iterable[Tensor]) -> None:
         left = [*left]
         inside = hung_inside(left, len(firsts))
         reached.inside = {**reached.inside, **inside}
-        reached.above = with_left(reached.above, numbers, firsts, left)
+        parts = shifted(reached.parts, reached.start)
+        reached.above = with_left(reached.above, numbers, firsts, left, parts)
         further = [_number_of_first(t) - reached.start for t in left]
         reached.firsts = [*reached.firsts, *further]

@@ -17,6 +17,7 @@ from functx._remat._escape import Birth
 from functx._remat._known_runs import KnownRun, Sightings, comparable, fits, sightings_of, tape_of
 from functx._remat._overwritten import Writes
 from functx._remat._region import Region
+from functx._remat._tapes import nodes_of
 
 
 class Compared(Asking):
@@ -94,6 +95,15 @@ class Compared(Asking):
     def externals(self) -> Sequence[Tensor]:
         """What the body read that it did not make, as it saw it."""
         return self._standins
+
+    def own(self, t: Tensor) -> Tensor:
+        """The caller's tensor for what stands for it. ``NOTE [stored arguments]``."""
+        found = self._index.get(id(t))
+        if found is None or found[1] is not t or id(t) in self.given_a_gradient:
+            return t
+        original = self._originals[found[2]]
+        as_it_was = found[2] not in self._region.rewritten and not nodes_of([t])
+        return original if as_it_was and t.requires_grad == original.requires_grad else t
 
     def recognized(self, ordinary: bool) -> KnownRun | None:
         """What is known of this run, which had no ledger; ``None`` if it was not as expected.

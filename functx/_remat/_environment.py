@@ -139,15 +139,16 @@ class Environment:
         of = self._random.items()
         return [(key, how) for key, how in of if key == "cpu" or isinstance(key, torch.device)]
 
-    def seal(self, written: set[int], ours: Any, *read: Iterable[Tensor]) -> None:
+    def seal(self, written: set[int], ours: Any, own: Any, *read: Iterable[Tensor]) -> None:
         """The first run ended: what it did not change need not be kept.
 
         Args:
             written: ids of tensors that were written to in place.
             ours: whether it made a tensor, or was given it.
+            own: the caller's tensor for what stands for it.
             read: tensors that it read, inputs and captures.
         """
-        self._state.seal(written, ours)
+        self._state.seal(written, ours, own)
         if self._modes != _torch_modes.user_modes():
             raise RematError(
                 f"remat: when the region {self._name!r} ended, other modes were active than when "

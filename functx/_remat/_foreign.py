@@ -77,7 +77,7 @@ class Standins(AboutGradients):
             self.aliases = region.outer.aliases
         self._lift_constants = lift_constants
         self.holders: list[Holders] = []
-        self._start = _torch.next_sequence_number()
+        region.began = self._start = _torch.next_sequence_number()
         self._engine = _torch.current_graph_task_id()
         # id of a foreign tensor, and of its stand-in -> (that tensor, the stand-in, position)
         self._index: dict[int, tuple[Tensor, Tensor, int]] = {}

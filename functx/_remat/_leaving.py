@@ -9,7 +9,7 @@ holds is made to be what has come out there. It has its derivatives at all level
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 from weakref import ref
 
@@ -136,8 +136,17 @@ def leaves_of(
         name: of the region.
     """
     known = {leaf for frame in frames for leaf in frame.leaves} | reached
+    left = [*left]
     found = leaves_below(*nodes_of(left))
     for t in found:
         if not (id(t) in known or is_unread(t) or any(ref() is t for _, ref, _ in births)):
             refuse_unseen(name, t)
-    return {*map(id, found)}
+    # What stands for an input has no tape: it is a leaf itself.
+    return {*map(id, found), *known.intersection(id(v) for t in left for v in _values_in(t))}
+
+
+def _values_in(t: Tensor) -> Iterator[Tensor]:
+    """A tensor, and what its wrappers are around."""
+    yield t
+    while _torch.is_wrapped(t):
+        yield (t := _torch.get_unwrapped(t))

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from functx import _torch_modules
 from functx._remat._advanced import owner_of
+from functx._remat._callers_own import Own, put_back
 from functx._remat._containers import elements
 from functx._remat._contents import (
     Grown,
@@ -92,15 +93,17 @@ class ModuleState:
         self.contents: list[tuple[Any, int, Any, Grown]] = []
         self.lost: dict[int, tuple[Any, Any]] = {}
 
-    def seal(self, written: set[int], ours: Ours) -> None:
+    def seal(self, written: set[int], ours: Ours, own: Own) -> None:
         """The first run ended.
 
         Args:
             written: ids of tensors that were written to in place. ``self.calls += 1`` writes, and
                 binds the result to the name it had; in a replay, that is the replay's own copy.
             ours: whether it has made a tensor, or was given it.
+            own: the caller's tensor for what stands for it in the run.
         """
         assert self._found is not None
+        changed: list[tuple[Any, Any]] = []
         if self._rare is not None:
             self._rare.seal(written)
         if not (self._before or self._objects or self._containers or self._rare):
@@ -116,13 +119,15 @@ class ModuleState:
             else:
                 keys = before.keys() | d.keys()
             for key, was in _bound_otherwise(d, before, keys, written):
+                changed.append((d, key))
                 if not isinstance(d, Attributes) or d.may_be_known():
                     self.changes.append((d, key, value(was)))
         for o, before in self._objects:
             d = o.__dict__
             if written or not _same(d, before):
-                those = _bound_otherwise(d, before, before.keys() | d.keys(), written)
+                those = [*_bound_otherwise(d, before, before.keys() | d.keys(), written)]
                 self.changes += [(_weakly(o), key, value(was)) for key, was in those]
+                changed += [(d, key) for key, _ in those]
         ways: Ways | None = None
         for c, before in self._containers:
             if isinstance(before, Length):
@@ -130,6 +135,7 @@ class ModuleState:
                     continue
             elif _same_contents(c, before) and not _holds(c, written):
                 continue
+            changed.append((c, None))
             ways = ways or Ways(self._found)
             way = ways.to(c)
             if way is None:
@@ -140,6 +146,8 @@ class ModuleState:
                 self.contents.append((way, id(c), values(before), grown))
         if self._rare is not None and (moved := self._rare.advanced.ids()):
             self._note_holders(moved, ours)
+        if changed:
+            put_back(changed, own)
         self._before, self._objects, self._containers = [], [], []
         self._found = None
 

@@ -14,7 +14,7 @@ What left a region otherwise than by return counts as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import FrameType
 from typing import Any
 
@@ -77,8 +77,50 @@ def _computed_from(edge: tuple[Any, int]) -> list[tuple[int, int]]:
     return [(key[0], i) for i, those in known.items() if key[1] in those]
 
 
+Parts = Set[tuple[int, int]]
+"""Results of regions inside: the number of the first node that the region might have made, and
+which of its results."""
+
+
+def parts_of(result: Tensor | None) -> tuple[Parts, Parts]:
+    """Which results of regions inside a result is, at all levels, and those it is computed from."""
+    own: set[tuple[int, int]] = set()
+    found: set[tuple[int, int]] = set()
+    for edge in edges_of(result):
+        those = _parts_of_edge(edge)
+        own.update(those[:1])
+        found.update(those[1:])
+    for node in tape_below(nodes_of([result]))[0]:
+        for edge in node.next_functions:
+            found.update(_parts_of_edge(edge))
+    return own, found - own
+
+
+def shifted(parts: Iterable[tuple[Parts, Parts]], by: int) -> list[tuple[Parts, Parts]]:
+    """The same, where nodes have other numbers."""
+    return [({(n + by, i) for n, i in a}, {(n + by, i) for n, i in b}) for a, b in parts]
+
+
+def has_parts(nodes: Iterable[Any]) -> bool:
+    """Whether one of some nodes is that of a region with several results."""
+    payloads = (getattr(node, "payload", None) for node in nodes)
+    return any(one is not None and len(one.places) > 1 for one in payloads)
+
+
+def _parts_of_edge(edge: tuple[Any, int]) -> list[tuple[int, int]]:
+    """The one that it is, and those from which the region computes that."""
+    if (key := place_inside(edge)) is None:
+        return []
+    number = edge[0].payload.region.began
+    return [(number, key[1]), *((number, i) for _, i in _computed_from(edge))]
+
+
 def with_left(
-    known: Above, numbers: Sequence[int], results: Sequence[int], left: Sequence[Tensor]
+    known: Above,
+    numbers: Sequence[int],
+    results: Sequence[int],
+    left: Sequence[Tensor],
+    parts: Sequence[tuple[Parts, Parts]] = (),
 ) -> Above:
     """`above`, with tensors that left otherwise, in places behind those of the results.
 
@@ -87,11 +129,14 @@ def with_left(
         numbers: of all nodes below others on their tapes, which are gone.
         results: the numbers of the nodes of each.
         left: what left.
+        parts: of the results, if regions inside have made any of these.
     """
     found = {place: {*those} for place, those in known.items()}
     n = len(results)
     for i, t in enumerate(left):
-        nodes = nodes_of([t])
+        if not (nodes := nodes_of([t])):  # it stands for an argument: NOTE [stored arguments]
+            found.setdefault(n + i, set()).update({*range(n), n + i})
+            continue
         below = {*map(sequence_number, tape_below(nodes)[0][len({*nodes}) :])}
         for place, number in enumerate(results):
             if number in below:
@@ -102,6 +147,12 @@ def with_left(
         for k, other in enumerate(left):
             if k != i and any(sequence_number(node) in below for node in nodes_of([other])):
                 found.setdefault(n + k, set()).add(n + i)
+    nothing = set[tuple[int, int]](), set[tuple[int, int]]()
+    each = [*(parts or [nothing] * n), *map(parts_of, left)]
+    for i, (own, _) in enumerate(each):  # of those that share a node the numbers tell nothing
+        for j, (_, others) in enumerate(each):
+            if max(i, j) >= n and i != j and not own.isdisjoint(others):
+                found.setdefault(i, set()).add(j)
     return found
 
 
@@ -116,7 +167,7 @@ def watch(those: Above, results: Sequence[Tensor | None], name: str) -> None:
             if t is not None and t.grad_fn is not None:
                 t.register_hook(_Pulled(passes, place))
                 if place in those:
-                    t.register_hook(_Watcher(t, [*those[place]], passes, name))
+                    t.register_hook(_Watcher(t, place, [*those[place]], passes, name))
 
 
 class _Passes:
@@ -184,8 +235,11 @@ class Looker:
 class _Watcher(Looker, _torch_nodes.EngineHook):
     """Raises where somebody looks at a part of a gradient. ``NOTE [part of a gradient]``."""
 
-    def __init__(self, t: Tensor, others: Sequence[int], passes: _Passes, name: str) -> None:
+    def __init__(
+        self, t: Tensor, place: int, others: Sequence[int], passes: _Passes, name: str
+    ) -> None:
         super().__init__(t)
+        self._place = place
         self._others = others
         self._passes = passes
         self._name = name
@@ -193,6 +247,13 @@ class _Watcher(Looker, _torch_nodes.EngineHook):
     def __call__(self, cotangent: Tensor | None) -> None:
         if not self._passes.any_of(self._others) or (how := self.looks()) is None:
             return
+        if self._place in self._others:
+            raise RematError(
+                f"remat: the region {self._name!r} stores an argument of shape {self._shape} where "
+                f"functx does not find it, and {how}: what is there is an alias of the caller's "
+                "tensor, which would be given a part. Store it in an attribute, a list or a dict, "
+                "or look at the caller's tensor."
+            )
         raise RematError(
             f"remat: the region {self._name!r} has a result of shape {self._shape} from which it "
             f"computes another one, both are pulled back, and {how}: it would be given the part "

@@ -70,7 +70,7 @@ class Region:
         outer_levels: a context with the levels that were active at the call.
         frames: one a transform level that was peeled off, outermost level first.
         given: explicit inputs as the caller has them, weakly, where replays go by first sight.
-        grad_mode: whether grad mode was on where the body began.
+        began, grad_mode: the number of the first node, and the mode, of the first run.
         captured: what the body met in its first run, `n_captured` tensors.
         retained: whose gradients the body wants retained. `_gradients`.
         constants: tensors read that are no inputs.
@@ -117,7 +117,7 @@ class Region:
     originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
     outer: Any = None
     outer_levels: Any = None
-    grad_mode, marked, n_captured = True, False, 0
+    began, grad_mode, marked, n_captured = 0, True, False, 0
     overwritten: Sequence[int] = ()
     owners: Sequence[Tensor] = ()
     passed_on: Sequence[PassedOn] = ()

@@ -203,7 +203,8 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
         written = {id(c.value) for c in constants if c.before is not None}
     first.check_captures()
     first.check_writes()
-    environment.seal(written, first.had, inputs, region.captured, [c.value for c in constants])
+    read = inputs, region.captured, [c.value for c in constants]
+    environment.seal(written, first.had, first.own, *read)
     region.entries, region.origins = first.entries, first.origins
     region.passed_on = first.passed_on()
     region.inner_keeps = first.entry.inside

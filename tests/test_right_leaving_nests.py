@@ -1,0 +1,172 @@
+"""What leaves a region in a nest, and shares a node with what the region around it returns."""
+
+import pytest
+import torch
+from cases import numbers
+from known import KNOWN
+from programs import identity
+from references import assert_same
+from right import right_or_raises
+
+import functx
+from functx import checkpoint_policies as cp
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+X = numbers(4)
+
+
+def everything(f):
+    return functx.remat(f, policy=cp.everything_saveable)
+
+
+REMATS = (functx.remat, everything)
+
+
+def wrapped(remat, f, depth):
+    for _ in range(depth):
+        f = remat(lambda x, f=f: f(x))
+    return f
+
+
+def left_inside(remat, depth):
+    """The inner region stores what it computes its result from; those around hand that on."""
+    box = []
+
+    def inner(x):
+        h = x.tanh()
+        box.append(h)
+        return (h * h).sum()
+
+    return wrapped(remat, remat(inner), depth), box
+
+
+def left_around(remat, depth):
+    """The inner region returns both; the one around it stores one of them."""
+    box = []
+
+    def inner(x):
+        h = x.tanh()
+        return h, (h * h).sum()
+
+    inside = remat(inner)
+
+    def outer(x):
+        h, y = inside(x)
+        box.append(h)
+        return y
+
+    return wrapped(remat, remat(outer), depth - 1), box
+
+
+def left_twice(remat, depth):
+    """Two regions inside, of which the second one reads what the first one has stored."""
+    box = []
+
+    def first(x):
+        box.append(x.tanh())
+        return box[-1] * 2
+
+    second = remat(lambda h: (h * h).sum())
+    first = remat(first)
+
+    def outer(x):
+        y = first(x)
+        return second(box[-1]) + y.sum()
+
+    return wrapped(remat, remat(outer), depth - 1), box
+
+
+KINDS = (left_inside, left_around, left_twice)
+
+
+def hooked(x, y, h):
+    h.register_hook(lambda g: g * 3)
+    y.backward()
+    return x.grad
+
+
+def hooked_and_used(x, y, h):
+    h.register_hook(lambda g: g * 3)
+    (y + h.sum()).backward()
+    return x.grad
+
+
+def asked(x, y, h):
+    return torch.autograd.grad(y, h, allow_unused=True)
+
+
+def created(x, y, h):
+    return torch.autograd.grad(y + (h**3).sum(), h, create_graph=True)
+
+
+def retained(x, y, h):
+    h.retain_grad()
+    y.backward()
+    return h.grad
+
+
+LOOKS = (hooked, hooked_and_used, asked, created, retained)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_part_of_its_gradient_is_an_error(look, kind, depth, remat):
+    def run(f, box):
+        x = X.clone().requires_grad_()
+        box.clear()
+        y = f(x)
+        return look(x, y, box[0])
+
+    run(*kind(identity, depth))
+    f, box = kind(remat, depth)
+    for _ in range(KNOWN + 1):
+        with pytest.raises(functx.RematError, match="a further region"):
+            run(f, box)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transform", ["grad", "torch's grad", "vmap of grad"])
+def test_under_transforms(transform, kind, remat):
+    def program(remat, hook):
+        f, box = kind(remat, 1)
+
+        def loss(x):
+            box.clear()
+            y = f(x)
+            if hook:
+                box[0].register_hook(lambda g: g * 3)
+            return y + (box[0] ** 3).sum()
+
+        if transform == "vmap of grad":
+            return functx.vmap(functx.grad(loss))(torch.stack([X, -X]))
+        return (functx if transform == "grad" else torch.func).grad(loss)(X)
+
+    assert_same(program(remat, False), program(identity, False), eps=4)
+    assert right_or_raises(lambda r: program(identity if r is identity else remat, True))
+
+
+def siblings(remat, look):
+    """Two that leave, neither computed from the other."""
+    box = []
+
+    def inner(x):
+        box.append(x.tanh())
+        box.append(x.exp())
+        return x.sin().sum()
+
+    x = X.clone().requires_grad_()
+    y = wrapped(remat, remat(inner), 1)(x)
+    if look is created:
+        y = y + box[1].sum()
+    return look(x, y, box[0]) if look is not asked else None
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_whole_is_right(look, remat):
+    """No result is computed from it, though they share a node."""
+    assert_same(siblings(remat, look), siblings(identity, look), eps=4)
