@@ -142,10 +142,28 @@ class Further(Families):
         scope.names.append((value, "v"))
         return None
 
+    def stored(self, scope: Scope) -> None:
+        """A region stores what it is given, which what it gives may not depend on."""
+        if not self.at_base:
+            return self.zero_size(scope)
+        self.features.add("escape")
+        other, box = self.fresh("p"), self.pick(["env.box", "kept['list']"])
+        name, p, inside = self._begin(scope, other)
+        self.emit(inside, f"{box}.append({other})")
+        read = self.pick(["", f" * {other}.cos()"])
+        self.emit(inside, f"return torch.sigmoid({p} * {self.operand(inside, 'v')}){read}")
+        first, second = self.operand(scope, "v"), self.operand(scope, "v")
+        value = self.define(scope, f"remat({name})({first}, {second})", "v")
+        if self.chance(3):
+            self.features.add("hook")
+            self.emit(scope, f"env.hook({box}[-1])")
+        self.define(scope, f"{box}[-1] * {value}", "v")
+        return None
+
 
 # As often as they are listed.
 FURTHER = [
     *("tied", "parametrized", "frozen", "custom_operator", "custom_operator", "ungraded"),
     *("empty_result", "zero_size", "subclass", "subclass", "mixed_dtypes", "default_dtype"),
-    *("mode", "mode"),
+    *("mode", "mode", "stored", "stored"),
 ]
