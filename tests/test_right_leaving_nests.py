@@ -5,11 +5,12 @@ import torch
 from cases import numbers
 from known import KNOWN
 from programs import identity
-from references import assert_same
+from references import assert_same, no_garbage_collection
 from right import right_or_raises
 
 import functx
 from functx import checkpoint_policies as cp
+from functx._remat import _escape
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -170,3 +171,78 @@ def siblings(remat, look):
 def test_what_is_whole_is_right(look, remat):
     """No result is computed from it, though they share a node."""
     assert_same(siblings(remat, look), siblings(identity, look), eps=4)
+
+
+class Recurrent(torch.nn.Module):
+    """Stores its state, from which the next call goes on."""
+
+    def forward(self, x):
+        self.state = x.tanh() + self.state
+        return self.state.sin().sum()
+
+
+def as_an_attribute(remat):
+    module = Recurrent()
+    f = wrapped(remat, remat(module), 1)
+
+    def loss(x):
+        module.state = 0
+        return sum(f(x * i) for i in range(1, 4)) + module.state.sum()
+
+    return loss
+
+
+def in_a_dict_of_a_list(remat):
+    log = []
+
+    def inner(x):
+        log.append({"h": (x.sin(), 1)})
+        return log[-1]["h"][0].exp().sum()
+
+    f = wrapped(remat, remat(inner), 2)
+
+    def loss(x):
+        log.clear()
+        return sum(f(x * i) for i in range(1, 4)) + sum(one["h"][0].sum() for one in log)
+
+    return loss
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize("kind", [as_an_attribute, in_a_dict_of_a_list])
+def test_what_is_found_where_it_was_stored_is_not_looked_for_in_cycles(
+    kind, transformed, monkeypatch
+):
+    """The garbage collector takes as long as thousands of operations."""
+    collected = []
+    monkeypatch.setattr(_escape.gc, "collect", lambda *a: collected.append(a))
+
+    def program(remat):
+        loss = kind(remat)
+        if transformed:
+            return functx.vmap(functx.grad(loss))(torch.stack([X, -X]))
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(loss(x), x)
+
+    assert_same(program(functx.remat), program(identity), eps=8)
+    assert collected == []
+
+
+def test_garbage_in_a_cycle_is_still_told_from_what_left(monkeypatch):
+    """What is in no attribute or container may be held by nobody."""
+    collected = []
+    collect = _escape.gc.collect
+    monkeypatch.setattr(_escape.gc, "collect", lambda *a: collected.append(a) or collect(*a))
+
+    def inner(x):
+        cycle = [x.sin()]
+        cycle.append(cycle)
+        return cycle[0].exp().sum()
+
+    def program(remat):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(wrapped(remat, remat(inner), 1)(x), x)
+
+    with no_garbage_collection():
+        assert_same(program(functx.remat), program(identity), eps=4)
+    assert collected

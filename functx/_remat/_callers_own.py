@@ -29,25 +29,32 @@ _MANY = 8192  # things are looked at
 _DEEP = 50
 
 
-def put_back(changed: Iterable[tuple[Any, Any]], own: Own) -> None:
+def put_back(changed: Iterable[tuple[Any, Any]], own: Own) -> set[int]:
     """Put the caller's tensors where a run has stored what stands for them.
 
     Args:
         changed: what the run has changed: a dict, or what is like one, and the key; a container,
             and ``None``.
         own: of the run.
+
+    Returns:
+        Ids of the tensors that were found.
     """
     putting = _Putting(own)
     for c, key in changed:
+        if key == "_flat_weights":  # in which a recurrent module has what it was lent
+            continue
         if key is None:
             putting.of(c)
         elif (new := putting.of(x := c.get(key, None))) is not x:
             c[key] = new
+    return putting.found
 
 
 class _Putting:
     def __init__(self, own: Own) -> None:
         self._own = own
+        self.found: set[int] = set()
         self._seen: dict[int, Any] = {}
         self._left = _MANY
         self._depth = 0
@@ -55,6 +62,7 @@ class _Putting:
     def of(self, x: Any) -> Any:
         """What is in the place of ``x``, in which the same was done."""
         if isinstance(x, Tensor):
+            self.found.add(id(x))
             return self._own(x)
         if type(x) in _SIMPLE or id(x) in self._seen or self._depth > _DEEP or self._left < 0:
             return x

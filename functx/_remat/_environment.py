@@ -30,7 +30,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -139,7 +139,7 @@ class Environment:
         of = self._random.items()
         return [(key, how) for key, how in of if key == "cpu" or isinstance(key, torch.device)]
 
-    def seal(self, written: set[int], ours: Any, own: Any, *read: Iterable[Tensor]) -> None:
+    def seal(self, written: set[int], ours: Any, own: Any, *read: Iterable[Tensor]) -> Set[int]:
         """The first run ended: what it did not change need not be kept.
 
         Args:
@@ -147,8 +147,11 @@ class Environment:
             ours: whether it made a tensor, or was given it.
             own: the caller's tensor for what stands for it.
             read: tensors that it read, inputs and captures.
+
+        Returns:
+            Ids of the tensors in what it changed.
         """
-        self._state.seal(written, ours, own)
+        stored = self._state.seal(written, ours, own)
         if self._modes != _torch_modes.user_modes():
             raise RematError(
                 f"remat: when the region {self._name!r} ended, other modes were active than when "
@@ -174,6 +177,7 @@ class Environment:
                 self._seeds[key] = _seed(now)
             self._in_turn = self._in_turn and key in self._after and _equal(self._after[key], now)
         self._after = {}
+        return stored
 
     def before(self) -> dict[int, Any]:
         """What containers held, by their ids, that are in no global and no object; told once."""

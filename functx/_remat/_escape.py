@@ -37,6 +37,7 @@ def find(
     returned: Sequence[Tensor | None],
     duals: Set[int] = frozenset(),
     f: Any = None,
+    stored: Set[int] = frozenset(),
 ) -> dict[int, Tensor]:
     """What a body made (by its number) that a derivative flows through and that is alive.
 
@@ -46,11 +47,13 @@ def find(
         duals: numbers of tensors that had a tangent.
         f: the body, if what is found may be in cycles and held by nobody, where that of a run
             before was held: to look takes as long as thousands of operations.
+        stored: ids of tensors that were found where the body stored them, which is in no cycle.
     """
     if not any(_alive(births, returned, duals)):
         return {}
+    known = all(id(t) in stored for _, t in _alive(births, returned, duals))
     code = getattr(getattr(f, "__func__", f), "__code__", type(f))
-    if f is None or code not in _holding:
+    if not known and (f is None or code not in _holding):
         for generation in (0, 1, 2):  # garbage in cycles is held by nobody; most of it is young
             gc.collect(generation)
             if not any(_alive(births, returned, duals)):
@@ -58,7 +61,7 @@ def find(
         _torch_modules.forget_lent_weights()
     # A tensor written in place was made more than once; its last number counts.
     last = {id(t): (number, t) for number, t in _alive(births, returned, duals)}
-    if f is not None and last:
+    if f is not None and last and not known:
         _holding.add(code)
     return dict(last.values())
 

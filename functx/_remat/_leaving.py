@@ -29,9 +29,10 @@ def escaped(
     duals: Set[int],
     frames: Sequence[Any],
     f: Any,
+    stored: Set[int],
 ) -> dict[int, Tensor]:
     """What left a region with frames: `_escape.find`, looking for cycles at the latest now."""
-    found = find(births, returned, duals, f)
+    found = find(births, returned, duals, f, stored)
     if f is not None and not all(can_leave(t, n, frames) for n, t in found.items()):
         found.clear()
         found = find(births, returned, duals)

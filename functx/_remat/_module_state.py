@@ -22,7 +22,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -93,7 +93,7 @@ class ModuleState:
         self.contents: list[tuple[Any, int, Any, Grown]] = []
         self.lost: dict[int, tuple[Any, Any]] = {}
 
-    def seal(self, written: set[int], ours: Ours, own: Own) -> None:
+    def seal(self, written: set[int], ours: Ours, own: Own) -> Set[int]:
         """The first run ended.
 
         Args:
@@ -101,6 +101,9 @@ class ModuleState:
                 binds the result to the name it had; in a replay, that is the replay's own copy.
             ours: whether it has made a tensor, or was given it.
             own: the caller's tensor for what stands for it in the run.
+
+        Returns:
+            Ids of the tensors in what it changed.
         """
         assert self._found is not None
         changed: list[tuple[Any, Any]] = []
@@ -108,7 +111,7 @@ class ModuleState:
             self._rare.seal(written)
         if not (self._before or self._objects or self._containers or self._rare):
             self._found = None
-            return
+            return frozenset()
         first_scope = len(self._before) - len(self._found.scopes) - len(self._found.attributes)
         for i, (d, before) in enumerate(self._before):
             if i >= first_scope:
@@ -146,10 +149,10 @@ class ModuleState:
                 self.contents.append((way, id(c), values(before), grown))
         if self._rare is not None and (moved := self._rare.advanced.ids()):
             self._note_holders(moved, ours)
-        if changed:
-            put_back(changed, own)
+        stored: Set[int] = put_back(changed, own) if changed else frozenset()
         self._before, self._objects, self._containers = [], [], []
         self._found = None
+        return stored
 
     def _note_holders(self, moved: set[int], ours: Ours) -> None:
         """What holds an iterator that the run has moved: a replay puts another one there."""

@@ -82,7 +82,8 @@ class Region:
         sightings: the runs before, if they told about this one. ``NOTE [known runs]``.
         births: what the first run made, until it is known what of that left the region.
         left: numbers of the tensors that left the region otherwise than by return.
-        leaving: those tensors, until the call has ended.
+        stored: ids of tensors in what the first run has changed.
+        leaving: those that left, until the call has ended.
         settled: other tensors that left it, which no derivative flows through, until then.
         first_run: the tracker of the run that is finding out; ``None`` before and after.
         entries: the operations that the first run recorded.
@@ -101,10 +102,9 @@ class Region:
 
     # As it is in most calls; on the class, since setting two dozen attributes takes its time.
     births: Sequence[Any] = ()
-    entries: Sequence[Any] = ()
+    entries = given = births
     environment: Any = None
     first_run: Any = None
-    given: Sequence[Any] = ()
     inner_keeps: Sequence[Any] = ()
     kept: Sequence[Tensor] = ()
     ledger: Ledger | None = None
@@ -113,6 +113,7 @@ class Region:
     settled = leaving
     left: Sequence[int] = ()
     needed: Sequence[bool] = ()
+    passing = unread = needed
     origins: Sequence[tuple[str, int]] = ()
     originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
     outer: Any = None
@@ -121,14 +122,13 @@ class Region:
     overwritten: Sequence[int] = ()
     owners: Sequence[Tensor] = ()
     passed_on: Sequence[PassedOn] = ()
-    passing: Sequence[bool] = ()
     reached: Set[int] = frozenset()
+    stored = reached
     retained: Sequence[Any] = ()
     hooks: Sequence[Any] = ()  # that the body hangs on what it makes. `_taken_off`
     hung = inside = NOTHING  # hooks on results: the caller's, the body's
     taped: Mapping[int, dict[int, Any]] = NOTHING
     sightings: Any = None
-    unread: Sequence[bool] = ()
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class Region:
         duals = set[int]().union(*(frame.duals for frame in self.frames))
         lenient = self.originals is not None or self.options.by_sight
         f = None if lenient or self.outer is not None else self.reaches[0]
-        found = escaped(births, known, duals, self.frames, f)
+        found = escaped(births, known, duals, self.frames, f, self.stored)
         if len(self.frames) > 2:
             self.settled = _escape.constants(births, [*found.values(), *views])
         if not found or (lenient and not (found := _escape.beyond_the_tape(births, found, known))):

@@ -204,7 +204,7 @@ def first_run(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor
     first.check_captures()
     first.check_writes()
     read = inputs, region.captured, [c.value for c in constants]
-    environment.seal(written, first.had, first.own, *read)
+    region.stored = environment.seal(written, first.had, first.own, *read)
     region.entries, region.origins = first.entries, first.origins
     region.passed_on = first.passed_on()
     region.inner_keeps = first.entry.inside
