@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from functx import _torch, _torch_compiler
+from functx import _torch, _torch_compiler, _torch_nodes
 
 
 class _Same(torch.autograd.Function):
@@ -73,6 +75,44 @@ def hung_how(node: Any, handle: Any) -> str | None:
 
 def _nothing(*gradients: Any) -> None:
     """A hook."""
+
+
+class _IfAccumulated:
+    """A hook for when a gradient is accumulated, which torch calls where none is, too."""
+
+    def __init__(self, hook: Any) -> None:
+        functools.update_wrapper(self, hook, updated=())
+        self._hook = hook
+        self.nothing_in = -1  # the backward pass in which nothing came
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        if self.nothing_in != _torch.current_graph_task_id():
+            self._hook(leaf)
+
+
+class _Coming(_torch_nodes.EngineHook):
+    """Sees what comes to a leaf, once."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._leaf = weakref.ref(leaf)
+        self._handle = leaf.register_hook(self)
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        self._handle.remove()
+        if (leaf := self._leaf()) is not None and gradient is None:
+            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+                if isinstance(hook, _IfAccumulated):
+                    hook.nothing_in = _torch.current_graph_task_id()
+
+
+def calls_only_with_a_gradient(leaf: torch.Tensor) -> None:
+    """Let hooks of a leaf not be called in this backward pass if no gradient comes to it."""
+    if hooks := leaf._post_accumulate_grad_hooks:
+        for key, hook in [*hooks.items()]:
+            if not isinstance(hook, _IfAccumulated):
+                hooks[key] = _IfAccumulated(hook)
+        with _torch.without_modes():
+            _Coming(leaf)
 
 
 def pull_back(

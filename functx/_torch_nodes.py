@@ -251,11 +251,6 @@ def has_hooks(t: torch.Tensor) -> bool:
     return bool(hooks) and has_users_hook(hooks)
 
 
-def has_hooks_or_after(t: torch.Tensor) -> bool:
-    """The same, or for when it is accumulated."""
-    return has_hooks(t) or bool(t._post_accumulate_grad_hooks)
-
-
 def has_hooks_after(t: torch.Tensor) -> bool:
     """Whether a leaf has a hook for when its gradient is accumulated."""
     return bool(t._post_accumulate_grad_hooks)

@@ -132,6 +132,52 @@ def test_what_is_not_used_is_told(region):
     assert_same(torch.autograd.grad(z.sum(), [v])[0], torch.full_like(v, 2))
 
 
+def test_an_optimizer_in_the_backward_of_two_results():
+    """Of which one depends on some weights only, as the loss of a router does: one replay."""
+
+    def run(remat):
+        model, runs = TwoHeads(), []
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in optimizers:
+            p.register_post_accumulate_grad_hook(step)
+
+        def body(x, u):
+            runs.append(1)
+            h = model.trunk(x).tanh()
+            return model.a(h) + u, h.square().mean()
+
+        region = remat(body)
+        for _ in range(4):
+            a, b = region(numbers(2, 3), Noted.apply(numbers(2, 3, start=1.0).requires_grad_()))
+            (a.sin().sum() + b).backward()
+        return [p.detach() for p in optimizers], len(runs)
+
+    (want, once), (got, runs) = run(identity), run(functx.remat)
+    assert_same(got, want, eps=64)
+    assert (once, runs) == (4, 8)
+
+
+def test_many_results_share_a_node_where_custom_functions_made_the_inputs():
+    runs = []
+
+    def body(*inputs):
+        runs.append(1)
+        h, states = torch.zeros(3, dtype=torch.float64), []
+        for x in inputs:
+            h = torch.tanh(h + x)
+            states.append(h)
+        return states
+
+    inputs = [Noted.apply(numbers(3, start=float(i)).requires_grad_()) for i in range(6)]
+    sum(h.sum() for h in functx.remat(body)(*inputs)).backward()
+    assert len(runs) == 2
+
+
 def test_both_results_pulled_back_give_what_one_node_gives():
     def run(remat):
         model = TwoHeads()

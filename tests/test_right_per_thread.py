@@ -320,21 +320,6 @@ def test_threads_that_replay_what_another_ran():
         assert_same(x.grad, (x.detach() * i).cos() * i)
 
 
-def test_a_list_of_what_is_on_a_tape_is_not_kept():
-    """A result of the region may be put there: nothing could free both."""
-    variable = contextvars.ContextVar("losses")
-
-    def body(x):
-        return (x * len(variable.get())).sin()
-
-    x = numbers(3).requires_grad_()
-    variable.set([x * 2])
-    y = functx.remat(body)(x).sum()
-    y.backward(retain_graph=True)
-    with pytest.raises(functx.ReplayError, match=r"'losses'.*derivatives flow to"):
-        in_a_thread(y.backward)
-
-
 def test_what_code_does_not_name_is_not_kept():
     held = threading.local()
     held.scale, held.unnamed = 2.0, [one()]

@@ -7,9 +7,10 @@ back depends on its tensor. So where an input has a hook, results that depend on
 do not are behind different nodes. Where both are pulled back, the region runs again for each. An
 input that comes right from another region counts as one with a hook if that has one, and so does
 what stands for one with a hook in the region around, or may have been computed from it there. So
-does a leaf with a hook for when its gradient is accumulated, and what a custom Function gave, whose
-backward is given zeros for nothing: a leaf above would get zeros where it has no gradient. What is
-further up the tape can't be seen from here.
+does what a custom Function gave, whose backward is given zeros for nothing: a leaf above would get
+zeros where it has no gradient; if that makes two nodes and no more, as each may have to run the
+region again. What is further up the tape can't be seen from here. Hooks for when a gradient is
+accumulated need no nodes, see `come_by` in `_in_turn`.
 
 NOTE [all of a tape]
 Where gradients of some tensors are asked for, torch's engine comes by what leads to these, and a
@@ -48,6 +49,8 @@ from functx._remat._tapes import edges_of, leaves_below, nodes_of
 from functx._torch import sequence_number
 
 OfInside = Sequence[tuple[Parts, Parts]]
+ZEROS, HOOK = 1, 2
+_FEW = 2
 Relations = tuple[Above, Sequence[int], Sequence[int], Sequence[Set[int]], OfInside]
 
 
@@ -206,32 +209,31 @@ def edges_elsewhere(frame: Any, places: Sequence[int]) -> list[Tensor]:
     return [] if elsewhere.isdisjoint(those) else [_nobodys]
 
 
-def hooked(t: Tensor, outer: Any) -> bool:
+def hooked(t: Tensor, outer: Any) -> int:
     """Whether it is told to ``t``, or above it, that no gradient comes there.
 
-    It has a hook, or is the result of a custom Function, or of a region that has such an input.
+    It has a hook: `HOOK`. Or it is the result of a custom Function: `ZEROS`. Or it is that of a
+    region with such an input.
 
     Args:
         t: at any level.
         outer: the tracker of the region around, where ``t`` may stand for what has a hook.
     """
     if not t.requires_grad:
-        return False
-    if _torch_nodes.has_hooks_or_after(t):
-        return True
-    node = t.grad_fn
+        return 0
+    if _torch_nodes.has_hooks(t):
+        return HOOK
+    node, found = t.grad_fn, 0
     if node is not None and _torch_nodes.is_of_python(node):
-        payload = getattr(node, "payload", None)
-        if payload is None or payload.hooked:
-            return True
-    if outer is None or (given_for := getattr(outer, "given_for", None)) is None:
-        return False
+        found = getattr(getattr(node, "payload", None), "hooked", ZEROS)
+    if found == HOOK or outer is None or (given_for := getattr(outer, "given_for", None)) is None:
+        return found
     if (given := given_for(t)) is not None:
         return hooked(given, outer.around())
     if node is None:
-        return False
+        return 0
     # It was computed in the region around, from whatever that was given.
-    return any(hooked(one, outer.around()) for one in outer.given())
+    return max(found, *(hooked(one, outer.around()) for one in outer.given()), 0)
 
 
 def hides_history(region: Any) -> bool:
@@ -260,8 +262,24 @@ def nodes_apart(
     by = getattr(region.reached, "by", ())
     if not by or hides_history(region) or any(f.holds_duals() for f in region.frames):
         return [([*places], set())]
-    inside = frame.levels_inside()
-    those = {i: leaf for i, leaf in enumerate(frame.leaves) if hooked(tensors[i], region.outer)}
+    told = [hooked(t, region.outer) for t in tensors]
+    found = [([*places], set[int]())]
+    # Where a hook steps weights in between, the second run would find them changed.
+    apart = ZEROS in told and not any(map(_torch_nodes.has_hooks_after, tensors))
+    for least in (HOOK, ZEROS) if apart else (HOOK,):
+        those = {i: leaf for i, leaf in enumerate(frame.leaves) if told[i] >= least}
+        groups = _groups(frame, those, places)
+        if least == HOOK or len(groups) <= max(_FEW, len(found)):
+            found = groups
+    return found
+
+
+def _groups(
+    frame: Any, those: Mapping[int, int], places: Sequence[int]
+) -> list[tuple[list[int], set[int]]]:
+    """By what they don't depend on, of some inputs with their leaves."""
+    reached_of, inside = frame.region.reached, frame.levels_inside()
+    by = reached_of.by
     groups: dict[frozenset[int], list[int]] = {}
     turns: dict[frozenset[int], Any] = {}
     for place in places:
@@ -270,7 +288,7 @@ def nodes_apart(
         reached = {leaf for i in own if known for leaf in by[i]}
         beyond = frozenset(i for i, leaf in those.items() if known and leaf not in reached)
         groups.setdefault(beyond, []).append(place)
-        turns[beyond] = max(turns.get(beyond, (-1, ())), *map(region.reached.turn, own))
+        turns[beyond] = max(turns.get(beyond, (-1, ())), *map(reached_of.turn, own))
     # What is made last runs first. ``NOTE [order of hooks]`` in `_in_turn`.
     return [(groups[beyond], {*beyond}) for beyond in sorted(groups, key=turns.__getitem__)]
 

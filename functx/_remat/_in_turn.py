@@ -34,7 +34,8 @@ from torch import Tensor
 from functx import _torch, _torch_nodes
 from functx._remat._one_by_one import of_the_body
 from functx._remat._partial import is_asked_for
-from functx._remat._tapes import edges_of, nodes_of
+from functx._remat._tapes import edges_of, nodes_of, tape_below
+from functx._torch_edges import calls_only_with_a_gradient
 
 
 class _InTurn:
@@ -160,6 +161,23 @@ def _leading(node: Any, n: int) -> Sequence[bool]:
             inputs = [leaf in leads for leaf in payload.leaves]
             return [*inputs, *[True] * (edges - len(inputs))]  # others are for any
     return [True] * edges
+
+
+def come_by(node: Any, cotangents: Sequence[Tensor | None]) -> list[int]:
+    """Which results of a region's node are pulled back.
+
+    Torch calls a hook for when the gradient of a leaf is accumulated also where a node has handed
+    on nothing: without remat it never came by.
+    """
+    wanted = [i for i, c in enumerate(cotangents) if c is not None]
+    if len(wanted) < len(cotangents) and node.payload.level == 0 and not _torch.tracing():
+        edges = node.next_functions
+        each = [_leading(node, n) for n in wanted] or [[False] * len(edges)]
+        led = map(any, zip(*each))
+        beyond = [one for (one, _), leads in zip(edges, led) if one is not None and not leads]
+        for leaf in tape_below(beyond)[1] if beyond else ():
+            calls_only_with_a_gradient(leaf)
+    return wanted
 
 
 def leaves_of_each(results: Sequence[Tensor | None]) -> list[Set[int]]:

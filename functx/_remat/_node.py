@@ -18,7 +18,7 @@ from functx._remat._constant import without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
 from functx._remat._hung_inside import watch_inside
-from functx._remat._in_turn import each_alone, hung
+from functx._remat._in_turn import come_by, each_alone, hung
 from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
 from functx._remat._one_by_one import Rest, let_go, of_the_body, rest_of, still_saved
@@ -46,7 +46,7 @@ class _Payload:
     frames: Sequence[Any] = ()  # of inner levels, outermost first: a result here is a result there
     leaves: Sequence[int] = ()  # for each edge, where there are several results. `_in_turn`
     in_turn: Any = None  # weakly; NOTE [order of hooks] in `_in_turn`
-    hooked = False  # whether an input that a result depends on has a hook, as far as can be known
+    hooked = 0  # whether an input that a result depends on has a hook, as far as can be known
     passing: Sequence[int] = ()
     plainly, watched = True, False  # whether all levels do only that; whether the node has hooks
     levels = 1  # that differentiate; none if an input here may be several of the body
@@ -90,8 +90,8 @@ class _Payload:
         if len(places) > 1 and self.level == 0:
             self.rest = rest_of([of_the_body(self.frames, [p]) for p in places], region.reached)
         for t, c in zip(tensors, cut):
-            if not c and t.requires_grad and hooked(t, region.outer):
-                self.hooked = True
+            if not c and t.requires_grad and (told := hooked(t, region.outer)):
+                self.hooked = max(self.hooked, told)
 
     def lets_go(self) -> bool:
         """Whether the memory of cotangents goes when it has been read. ``NOTE [let go]``."""
@@ -178,7 +178,7 @@ class RegionNode(_torch.SingleLevelFunction):
         region: Region = payload.region
         cotangents = take(payload, cotangents)
         needs = ctx.needs_input_grad[1:]
-        wanted = [i for i, c in enumerate(cotangents) if c is not None]
+        wanted = come_by(ctx, cotangents)
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
         try:
