@@ -100,14 +100,14 @@ class _Coming(_torch_nodes.EngineHook):
     def __call__(self, gradient: torch.Tensor | None) -> None:
         self._handle.remove()
         if (leaf := self._leaf()) is not None and gradient is None:
-            for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+            for hook in (_torch_nodes.hooks_after(leaf) or {}).values():
                 if isinstance(hook, _IfAccumulated):
                     hook.nothing_in = _torch.current_graph_task_id()
 
 
 def calls_only_with_a_gradient(leaf: torch.Tensor) -> None:
     """Let hooks of a leaf not be called in this backward pass if no gradient comes to it."""
-    if hooks := leaf._post_accumulate_grad_hooks:
+    if hooks := _torch_nodes.hooks_after(leaf):
         for key, hook in [*hooks.items()]:
             if not isinstance(hook, _IfAccumulated):
                 hooks[key] = _IfAccumulated(hook)

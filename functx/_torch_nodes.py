@@ -251,6 +251,11 @@ def has_hooks(t: torch.Tensor) -> bool:
     return bool(hooks) and has_users_hook(hooks)
 
 
+def hooks_after(t: torch.Tensor) -> Any:
+    """The dict of the hooks of a leaf for when its gradient is accumulated, or nothing."""
+    return t._post_accumulate_grad_hooks
+
+
 def has_hooks_after(t: torch.Tensor) -> bool:
     """Whether a leaf has a hook for when its gradient is accumulated."""
     return bool(t._post_accumulate_grad_hooks)

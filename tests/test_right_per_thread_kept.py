@@ -1,10 +1,11 @@
-"""What a node keeps of what each thread or task has its own of: nothing that may hold its results."""
+"""What a node keeps of what each thread or task has: nothing that may hold its results."""
 
 import contextvars
 import gc
 import weakref
 
 import pytest
+import torch
 from cases import numbers
 from programs import identity
 from references import assert_same

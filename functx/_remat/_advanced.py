@@ -7,7 +7,12 @@ again. What can't be copied (a generator) and has moved is an error, and so is w
 by in a way that is not known (in a tuple): the original has moved in that replay.
 
 A queue may hold the same before and after a forward that took what came meanwhile. So each has a
-copy, which waits for nothing: nobody would put anything there.
+copy, which waits for nothing: nobody would put anything there. Where other threads are alive, which
+put and take while a replay runs, what they may find is left alone (the queue that an attribute or a
+global is): a replay does there what it does once more. What a function closes over is the replay's.
+
+An attribute counts if code of the region names it. Nobody else's code is asked for anything: what
+iterates over a class of the user's can't be copied.
 """
 
 from __future__ import annotations
@@ -33,6 +38,11 @@ from functx._errors import ReplayError
 from functx._remat._contents import value
 from functx._remat._really_held import QUEUES
 
+_PYTHONS = frozenset({"builtins", "itertools", "_collections", "_io", "_queue", "queue"}) | {
+    "asyncio.queues"
+}
+_OWN_ITERATORS = frozenset({list, tuple, dict, set, frozenset, str, bytes, bytearray, range})
+_MANY = 1024
 _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), range})
 _OF_OWNERS = (types.BuiltinFunctionType, types.MethodWrapperType, types.MethodType)
 # Copies of these are made of a list of all that is left.
@@ -46,6 +56,11 @@ _WARNS = sys.version_info >= (3, 12)
 def moves(kind: type) -> bool:
     """Whether runs take something from objects of such a class, if it is one of Python's."""
     return kind in QUEUES or issubclass(kind, Iterator) or issubclass(kind, io.IOBase)
+
+
+def _is_pythons(kind: type) -> bool:
+    """Whether it runs no code of the user's when it is asked what it is made of."""
+    return moves(kind) and kind.__module__ in _PYTHONS
 
 
 def owner_of(x: Any) -> Any:
@@ -73,12 +88,13 @@ class Advanced:
         there: by id, what is in the place of each while a replay runs.
     """
 
-    __slots__ = ("_before", "_files", "_moved", "_stuck", "there")
+    __slots__ = ("_alone", "_before", "_files", "_moved", "_stuck", "there")
 
     def __init__(self, found: Iterable[Any]) -> None:
         self._moved: list[tuple[Any, Any]] = []
         self._files: list[tuple[Any, int]] = []
         self._stuck: list[str] = []
+        self._alone = True
         self.there: dict[int, Any] = {}
         memo: dict[int, Any] = {}
         self._before = [(x, _mark(x), _copy_of(x, memo)) for x in found]
@@ -87,7 +103,8 @@ class Advanced:
         """The run ended: what it left where it was is not kept."""
         before, self._before = self._before, []
         for x, mark, start in before:
-            if type(x) not in QUEUES and (mark is None or _mark(x) == mark):
+            in_queue = type(x) in QUEUES
+            if start is None if in_queue else mark is None or _mark(x) == mark:
                 continue
             if isinstance(x, io.IOBase):
                 if _position(x) is None:
@@ -108,8 +125,10 @@ class Advanced:
         return {id(x) for x, _ in self._moved}
 
     def now(self, x: Any) -> Any:
-        """What stands for something in a replay."""
+        """What stands for something in a replay, where other threads may find it as well."""
         if (found := self.there.get(id(owner_of(x)))) is None:
+            return x
+        if not self._alone and type(owner_of(x)) in QUEUES:
             return x
         return getattr(found, x.__name__) if type(x) in _OF_OWNERS else found
 
@@ -125,7 +144,7 @@ class Advanced:
         memo: dict[int, Any] = {}
         self.there.update({id(x): _copy_of(start, memo) for x, start in self._moved})
         # Other threads may put something into a queue, or take it.
-        alone = threading.active_count() == 1
+        alone = self._alone = threading.active_count() == 1
         those = [x for x, _ in self._moved if alone or type(x) not in QUEUES]
         marks = [*map(_mark, those)]
         ends = [(file, file.tell()) for file, _ in self._files]
@@ -179,8 +198,10 @@ def _where(x: Any, around: set[int]) -> Any:
     kind = type(x)
     if kind in _SIMPLE:
         return kind, x
-    if id(x) in around or not (kind is tuple or moves(kind)):
+    if id(x) in around or not (kind is tuple or _is_pythons(kind)):
         return _Is(x)
+    if kind is tuple and len(x) > _MANY:  # what many are chosen from
+        return len(x), _Is(x[0]), _Is(x[-1])
     around = around | {id(x)}
     if kind is tuple:
         return [_where(part, around) for part in x]
@@ -239,8 +260,12 @@ def _items(q: Any) -> list[Any]:
     if type(q) is asyncio.Queue:
         return [*vars(q)["_queue"]]
     if type(q) is not queue.SimpleQueue:
-        with q.mutex:
+        if not q.mutex.acquire(blocking=False):  # by who calls the region
+            raise RuntimeError("the queue is locked")
+        try:
             return [*q.queue]
+        finally:
+            q.mutex.release()
     held = gc.get_referents(q)
     n = q.qsize()
     if sys.version_info < (3, 13):
@@ -306,8 +331,12 @@ def _copied(x: Any, memo: dict[int, Any]) -> Any:
     elif issubclass(kind, io.IOBase):
         raise TypeError("a file")
     else:
+        if not _is_pythons(kind) or (kind in _COUNTED and x.__length_hint__() > _MANY):
+            raise TypeError("a copy runs code of the user's, or takes long")
         with _silent():
             make, args, *rest = x.__reduce__()
+        if make is iter and type(args[0]) not in _OWN_ITERATORS:
+            raise TypeError("a class of the user's")
         new = make(*(_part(a, memo) for a in args))
         if rest and rest[0] is not None:
             new.__setstate__(_state(rest[0], memo))

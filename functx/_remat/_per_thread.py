@@ -31,7 +31,7 @@ from functx._remat._reached import Reached
 _MANY = 1024
 _MISSING = object()
 _AS_IT_IS = object()
-_BY_ANY_NAME = SETTERS | {"getattr", "hasattr", "__getattribute__", "attrgetter"}
+BY_ANY_NAME = SETTERS | {"getattr", "hasattr", "__getattribute__", "attrgetter"}
 
 Runner = Callable[..., Any]
 """Calls a function with some arguments."""
@@ -85,7 +85,7 @@ class PerThread:
             written: ids of tensors that were written to in place, which replays have copies of.
         """
         names = set[str]().union(*[names for _, names in self._named])
-        every = not _BY_ANY_NAME.isdisjoint(names)
+        every = not BY_ANY_NAME.isdisjoint(names)
         for one, before in self._before:
             now = one.__dict__
             changed = {n for n, x in before.items() if now.get(n, _MISSING) is not x}

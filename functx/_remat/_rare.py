@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 from functx._remat._advanced import Advanced, moves
 from functx._remat._large_arrays import LargeArrays
-from functx._remat._per_thread import PerThread, Runner
+from functx._remat._per_thread import BY_ANY_NAME, PerThread, Runner
 from functx._remat._python_random import is_array
 from functx._remat._reached import Reached
+from functx._remat._really_held import own_dict
 
 
 class Rare:
@@ -28,7 +29,9 @@ class Rare:
     def __init__(self, found: Reached) -> None:
         self._per_thread = PerThread(found)
         self._arrays = LargeArrays([x for x in found.rare if is_array(x)])
-        self.advanced = Advanced([x for x in found.rare if moves(type(x))])
+        moving = [x for x in found.rare if moves(type(x))]
+        unnamed = _held_unnamed(found) if moving else frozenset()
+        self.advanced = Advanced([x for x in moving if id(x) not in unnamed])
 
     def seal(self, written: set[int]) -> None:
         """The first run ended.
@@ -67,3 +70,17 @@ class Rare:
                 return body(*tensors) if run is None else run(body, *tensors)
 
             yield with_others
+
+
+def _held_unnamed(found: Reached) -> Set[int]:
+    """Ids of what objects hold in attributes that no code of the region names, and there alone."""
+    names = set[str]().union(*[names for _, names in found.named])
+    if not BY_ANY_NAME.isdisjoint(names):
+        return frozenset()
+    named: set[int] = set()
+    unnamed: set[int] = set()
+    for one in (*found.objects, *found.modules):
+        for name, x in [*own_dict(one).items()]:
+            if moves(type(x)):
+                (named if name in names else unnamed).add(id(x))
+    return unnamed - named
