@@ -61,6 +61,7 @@ LAYERS = [
         "functx._remat._depth",
         "functx._remat._hung_on_given",
         "functx._remat._in_parts",
+        "functx._remat._named_arrays",
         "functx._remat._observers",
         "functx._remat._parts_of_given",
         "functx._remat._python_random",

@@ -336,3 +336,26 @@ def test_runs_that_store_it_are_known():
     replays, gradient = calls.replays(run)
     assert replays == 0
     assert_same(gradient, X.cos() + 1, eps=2)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_what_is_stored_twice_is_one(remat):
+    class Stored:
+        pass
+
+    o = Stored()
+
+    def f(x):
+        o.a = o.b = pair = x, 1
+        o.c = [pair, pair]
+        return x.sin()
+
+    region = remat(f)
+    for _ in range(7):
+        x, _ = leaves(X, W)
+        given = x * 1
+        loss = region(given).sum() + o.b[0].sum()
+        assert o.a is o.b is o.c[0] is o.c[1]
+        assert o.a[0] is given
+        loss.backward()
+        assert_same(x.grad, X.cos() + 1)

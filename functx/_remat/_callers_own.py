@@ -55,7 +55,8 @@ class _Putting:
     def __init__(self, own: Own) -> None:
         self._own = own
         self.found: set[int] = set()
-        self._seen: dict[int, Any] = {}
+        # With what is in its place, and itself: another could have the id of what has gone.
+        self._seen: dict[int, tuple[Any, Any]] = {}
         self._left = _MANY
         self._depth = 0
 
@@ -64,14 +65,20 @@ class _Putting:
         if isinstance(x, Tensor):
             self.found.add(id(x))
             return self._own(x)
-        if type(x) in _SIMPLE or id(x) in self._seen or self._depth > _DEEP or self._left < 0:
+        if type(x) in _SIMPLE:
             return x
-        self._seen[id(x)] = x
+        if (known := self._seen.get(id(x))) is not None:
+            return known[0]
+        if self._depth > _DEEP or self._left < 0:
+            return x
+        self._seen[id(x)] = x, x
         self._depth += 1
         try:
-            return self._within(x)
+            new = self._within(x)
         finally:
             self._depth -= 1
+        self._seen[id(x)] = new, x
+        return new
 
     def _within(self, c: Any) -> Any:
         if isinstance(c, tuple):

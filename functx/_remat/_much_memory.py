@@ -10,10 +10,10 @@ MUCH = 1 << 24
 """So many bytes are read; of what is larger, pages are."""
 
 _PAGES = 256
-_PAGE, _ROW = 4096, 512
+PAGE, _ROW = 4096, 512
 
 
-def bits_of_much(start: int, size: int, most: int = MUCH) -> int:
+def bits_of_much(start: int, size: int, most: int = MUCH, pages: int = _PAGES) -> int:
     """A checksum of memory: of all of it, or of pages that are spread over what is larger.
 
     Of sums of rows and of columns: what has changed is found, and so is what has changed places.
@@ -21,12 +21,13 @@ def bits_of_much(start: int, size: int, most: int = MUCH) -> int:
     Args:
         start: its address.
         size: how many bytes it is.
-        most: so many are read.
+        most: so many are read; no fewer than those pages have.
+        pages: how many, two or more.
     """
-    if size > most:
-        places = range(0, size - _PAGE, max((size - _PAGE) // _PAGES, 1))
-        ends = (ctypes.string_at(start + size - _PAGE, _PAGE),)
-        return hash((*(ctypes.string_at(start + i, _PAGE) for i in places), *ends))
+    if size > max(most, pages * PAGE):
+        last = size - PAGE
+        places = (last * i // (pages - 1) for i in range(pages))
+        return hash((*(ctypes.string_at(start + i, PAGE) for i in places),))
     words, rest = size // 8, size % 8
     end = ctypes.string_at(start + size - rest, rest)
     memory = (ctypes.c_char * (words * 8)).from_address(start)

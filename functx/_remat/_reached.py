@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ class Reached:
         named: globals that they name, likewise.
         packages: of generators (``random``, ``numpy``) that code is of or names.
         arrays: of NumPy's, that may be written to, while they are within `memory` bytes.
+        large: others of these, which are too large.
         generators: such of the user's, by id.
         rare: what is put back in ways of its own: context variables, iterators. `_rare`.
         spaces: what classes and modules of the user's hold, by the id of each.
@@ -31,7 +32,7 @@ class Reached:
 
     __slots__ = (
         *("attributes", "containers", "hooks", "modules", "named", "objects", "scopes"),
-        *("arrays", "generators", "memory", "namespaces", "packages", "rare", "spaces"),
+        *("arrays", "generators", "large", "memory", "namespaces", "packages", "rare", "spaces"),
     )
 
     def __init__(self) -> None:
@@ -45,7 +46,16 @@ class Reached:
         self.packages: frozenset[str] = frozenset()
         self.arrays: list[Any] = []
         self.memory = LITTLE
+        self.large: list[Any] = []
         self.generators: dict[int, Any] = {}
-        self.rare: Sequence[Any] = ()
+        self.rare: list[Any] = []
         self.spaces: dict[int, Mapping[str, Any]] = {}
         self.namespaces: dict[int, dict[str, Any]] = {}
+
+    def note_array(self, array: Any) -> None:
+        """Note one of NumPy's."""
+        if array.flags.writeable and (room := self.memory - array.nbytes) >= 0:
+            self.memory = room
+            self.arrays.append(array)
+        elif array.flags.writeable and array.flags.forc:
+            self.large.append(array)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from functx import _torch_modules, _torch_operators
 from functx._remat._code_names import NOT_NAMED, SETTERS, OfGlobals, imported, names_in
 from functx._remat._containers import MUTABLE
+from functx._remat._named_arrays import named_arrays
 from functx._remat._python_random import PACKAGES, behind, is_array, is_generator, named_by
 from functx._remat._reached import Reached
 from functx._remat._really_held import (
@@ -141,6 +142,8 @@ def reach(f: Any, arguments: Iterable[Any]) -> Reached:
     reached.modules += modules.values()
     if calls is not None and reached.namespaces:
         calls.note_state()
+    if reached.large:
+        reached.rare += named_arrays(reached, seen.values(), arguments)
     return reached
 
 
@@ -336,7 +339,7 @@ def _object(part: Any, ahead: deque[Any], reached: Reached, left: int) -> int:
     else:  # none, or what it says is one; that of a property is another at each look
         own = own_dict(part)
     if issubclass(kind, threading.local):
-        reached.rare = [*reached.rare, part]
+        reached.rare.append(part)
     ahead += [x for x in [*dict.values(own)] if type(x) not in LEAVES]
     _class_of(kind, ahead, reached)
     if names := slots_of(kind):
@@ -352,7 +355,7 @@ def _other(part: Any, ahead: deque[Any], reached: Reached) -> None:
     if issubclass(kind, Tensor):
         return
     if RARE[kind]:
-        reached.rare = [*reached.rare, part]
+        reached.rare.append(part)
         if kind is ContextVar:
             ahead.append(part.get(None))
         elif issubclass(kind, threading.local):
@@ -365,11 +368,7 @@ def _other(part: Any, ahead: deque[Any], reached: Reached) -> None:
     users = not NOT_THE_USERS[module_of(part)]
     if package in PACKAGES and not users:
         if is_array(part):
-            if part.flags.writeable and (room := reached.memory - part.nbytes) >= 0:
-                reached.memory = room
-                reached.arrays.append(part)
-            elif part.flags.writeable and part.flags.forc:
-                reached.rare = [*reached.rare, part]
+            reached.note_array(part)
         elif is_generator(part):
             reached.generators[id(part)] = part
         else:
