@@ -32,6 +32,8 @@ NOT_NAMED = frozenset(
 ) | {"forward", "setup_context"}
 # What may set attributes of any name.
 SETTERS = frozenset({"setattr", "vars", "__dict__", "__setattr__"})
+# Code that names one of these may read or set what it does not name.
+BY_ANY_NAME = SETTERS | {"getattr", "hasattr", "__getattribute__", "attrgetter"}
 
 
 def names_in(code: types.CodeType) -> _Names:

@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from functx._remat._code_names import SETTERS, names_in
+from functx._remat._code_names import BY_ANY_NAME, names_in
 from functx._remat._reached import Reached
 from functx._remat._really_held import OF_OWNERS, RARE, WEAK, entries, own_dict
 from functx._remat._slots import in_slots, slot_of, slots_of
 from functx._remat._whose import held_by, mro
 
-_BY_ANY_NAME = SETTERS | {"getattr", "__getattribute__", "attrgetter"}
 _CONTAINERS = (list, dict, set, deque, tuple, frozenset)
 _ENTRIES = 8192
 
@@ -42,7 +41,7 @@ def named_arrays(reached: Reached, seen: Iterable[Any], given: Iterable[Any]) ->
     others: list[Any] = []
     for held in _attributes(reached):
         direct += [held[name] for name in held.keys() & names]
-        if not _BY_ANY_NAME.isdisjoint(names):
+        if not BY_ANY_NAME.isdisjoint(names):
             others += held.values()
     large = {*map(id, reached.large)}
     for part in seen:

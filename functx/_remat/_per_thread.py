@@ -22,7 +22,7 @@ from torch import Tensor
 
 from functx._errors import ReplayError
 from functx._remat._arguments import SIMPLE
-from functx._remat._code_names import SETTERS
+from functx._remat._code_names import BY_ANY_NAME
 from functx._remat._containers import MUTABLE
 from functx._remat._contents import value
 from functx._remat._parts_of_given import is_object
@@ -31,7 +31,6 @@ from functx._remat._reached import Reached
 _MANY = 1024
 _MISSING = object()
 _AS_IT_IS = object()
-BY_ANY_NAME = SETTERS | {"getattr", "hasattr", "__getattribute__", "attrgetter"}
 
 Runner = Callable[..., Any]
 """Calls a function with some arguments."""

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from functx._remat._advanced import Advanced, moves
+from functx._remat._code_names import BY_ANY_NAME
 from functx._remat._large_arrays import LargeArrays
-from functx._remat._per_thread import BY_ANY_NAME, PerThread, Runner
+from functx._remat._per_thread import PerThread, Runner
 from functx._remat._python_random import is_array
 from functx._remat._reached import Reached
 from functx._remat._really_held import own_dict
