@@ -47,19 +47,24 @@ def gradient_edge(t: torch.Tensor) -> Any:
 
 
 def node_of(t: torch.Tensor) -> Any:
-    """The node that the tape of ``t`` begins with: of a leaf, what accumulates its gradient."""
+    """The node that the tape of ``t`` begins with: of a leaf, what accumulates its gradient.
+
+    ``None`` for a wrapper of a level that has ended.
+    """
     if t.grad_fn is not None:
         return t.grad_fn
     with torch.enable_grad():
-        return t.view_as(t).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node = t.view_as(t).grad_fn
+    return None if node is None else node.next_functions[0][0]
 
 
 def node_lives(t: torch.Tensor) -> bool:
     """Whether that is there, and not made to be looked at: somebody has it, or a tape."""
-    if t.grad_fn is None:
-        node_of(t).metadata["functx asks"] = True
-        return node_of(t).metadata.pop("functx asks", False)
-    return True
+    if t.grad_fn is not None or (node := node_of(t)) is None:
+        return t.grad_fn is not None
+    node.metadata["functx asks"] = True
+    del node
+    return node_of(t).metadata.pop("functx asks", False)
 
 
 def hung_how(node: Any, handle: Any) -> str | None:

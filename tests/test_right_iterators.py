@@ -362,7 +362,8 @@ def test_a_queue_that_others_fill_meanwhile_does_not_wait(kind):
 
 
 @pytest.mark.parametrize("kind", [queue.Queue, queue.SimpleQueue])
-def test_a_queue_in_a_tuple_is_an_error(kind):
+def test_a_queue_in_a_tuple_is_an_error(kind, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # those of who runs the tests aside
     q = kind()
     for t in tensors(9):
         q.put(t)

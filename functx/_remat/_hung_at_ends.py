@@ -26,7 +26,11 @@ from functx._torch_edges import hung_how, node_lives, node_of
 def lasting(stand_for: Iterable[tuple[Tensor, Tensor]]) -> list[Any]:
     """The nodes of stand-ins for what has a node that lives, whatever becomes of these."""
     with watching(False):
-        return [node_of(standin) for t, standin in stand_for if _is_end(standin) and node_lives(t)]
+        return [
+            node
+            for t, standin in stand_for
+            if (node := _end(standin)) is not None and node_lives(t)
+        ]
 
 
 def moved_outside(
@@ -41,9 +45,9 @@ def moved_outside(
     moved: list[Any] = []
     with watching(False):
         for t, standin in stand_for:
-            if not _is_end(standin):
+            node, there = _end(standin), None
+            if node is None:
                 continue
-            node, there = node_of(standin), None
             for handle in filter(_torch_nodes.is_hung, handles):
                 if (how := hung_how(node, handle)) is None:
                     continue
@@ -58,11 +62,13 @@ def moved_outside(
 def refuse_on_leaves(handles: Sequence[Any], leaves: Iterable[Tensor], name: str) -> None:
     """Raise where a hook hangs on what accumulates the gradient of a leaf that the body made."""
     with watching(False):
-        for t in filter(_is_end, leaves):
-            node = node_of(t)
-            if any(hung_how(node, h) for h in handles if _torch_nodes.is_hung(h)):
+        for t in leaves:
+            node = _end(t)
+            hung = (h for h in handles if node is not None and _torch_nodes.is_hung(h))
+            if any(hung_how(node, h) for h in hung):
                 raise after_refused(t, name)
 
 
-def _is_end(t: Tensor) -> bool:
-    return t.requires_grad and t.grad_fn is None
+def _end(t: Tensor) -> Any:
+    """What accumulates the gradient of a leaf, while its level lives."""
+    return node_of(t) if t.requires_grad and t.grad_fn is None else None

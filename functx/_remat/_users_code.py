@@ -11,11 +11,13 @@ runs, each with its own steps; the second is none, as all that is done is what t
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functx._remat._tapes import PLAIN
 from functx._remat._whose import NOT_THE_USERS, module_of_class
@@ -34,6 +36,10 @@ class _Overriding(dict[Any, bool]):
 
 
 _MANY = 1024
+_CALLED = (
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType),
+    *(functools.partial, nn.Module),
+)
 OVERRIDING = _Overriding()
 
 
@@ -67,7 +73,15 @@ def is_given_code(args: Any, kwargs: Any) -> bool:
 
 
 def _may_be_called(a: Any) -> bool:
-    return callable(a) and not isinstance(a, (Tensor, type))
+    if isinstance(a, _CALLED):
+        return True
+    # What is of torch itself may be something else as well: the sum that `all_reduce` is told of.
+    kind = type(a)
+    return (
+        callable(a)
+        and not isinstance(a, (Tensor, type))
+        and not NOT_THE_USERS[module_of_class(kind)]
+    )
 
 
 def seen_again(args: Any, kwargs: Any, enter: Callable[[], Any]) -> tuple[Any, Any]:
