@@ -256,11 +256,6 @@ def hooks_after(t: torch.Tensor) -> Any:
     return t._post_accumulate_grad_hooks
 
 
-def has_hooks_after(t: torch.Tensor) -> bool:
-    """Whether a leaf has a hook for when its gradient is accumulated."""
-    return bool(t._post_accumulate_grad_hooks)
-
-
 def hooks_of(t: torch.Tensor) -> Any:
     """The dict of the hooks of a tensor that has some."""
     return t._backward_hooks

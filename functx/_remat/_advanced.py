@@ -36,7 +36,7 @@ from torch import Tensor
 
 from functx._errors import ReplayError
 from functx._remat._contents import value
-from functx._remat._really_held import QUEUES
+from functx._remat._really_held import OF_OWNERS, QUEUES
 
 _PYTHONS = frozenset({"builtins", "itertools", "_collections", "_io", "_queue", "queue"}) | {
     "asyncio.queues"
@@ -44,7 +44,7 @@ _PYTHONS = frozenset({"builtins", "itertools", "_collections", "_io", "_queue", 
 _OWN_ITERATORS = frozenset({list, tuple, dict, set, frozenset, str, bytes, bytearray, range})
 _MANY = 1024
 _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), range})
-_OF_OWNERS = (types.BuiltinFunctionType, types.MethodWrapperType, types.MethodType)
+_METHODS = (*OF_OWNERS, types.MethodType)
 # Copies of these are made of a list of all that is left.
 _DICT: dict[Any, Any] = {}
 _VIEWS: tuple[Any, ...] = (_DICT.keys(), _DICT.values(), _DICT.items())
@@ -65,7 +65,7 @@ def _is_pythons(kind: type) -> bool:
 
 def owner_of(x: Any) -> Any:
     """What a bound method is of; anything else as it is."""
-    return x.__self__ if type(x) in _OF_OWNERS else x
+    return x.__self__ if type(x) in _METHODS else x
 
 
 class NotPutBackError(ReplayError):
@@ -130,7 +130,7 @@ class Advanced:
             return x
         if not self._alone and type(owner_of(x)) in QUEUES:
             return x
-        return getattr(found, x.__name__) if type(x) in _OF_OWNERS else found
+        return getattr(found, x.__name__) if type(x) in _METHODS else found
 
     @contextmanager
     def restored(self, region: str) -> Iterator[None]:

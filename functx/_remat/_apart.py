@@ -126,7 +126,7 @@ class Reached(set[int]):
     ) -> None:
         """Some results may lead to these leaves, which are no inputs of the region ``name``."""
         for t in others.values():
-            if _torch_nodes.has_hooks_after(t):
+            if _torch_nodes.hooks_after(t):
                 raise after_refused(t, name)
         ids = others.keys()
         self.elsewhere |= {
@@ -265,7 +265,7 @@ def nodes_apart(
     told = [hooked(t, region.outer) for t in tensors]
     found = [([*places], set[int]())]
     # Where a hook steps weights in between, the second run would find them changed.
-    apart = ZEROS in told and not any(map(_torch_nodes.has_hooks_after, tensors))
+    apart = ZEROS in told and not any(map(_torch_nodes.hooks_after, tensors))
     for least in (HOOK, ZEROS) if apart else (HOOK,):
         those = {i: leaf for i, leaf in enumerate(frame.leaves) if told[i] >= least}
         groups = _groups(frame, those, places)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functx._remat._arguments import SIMPLE
 from functx._remat._parts_of_given import is_object, parts_of, remade, set_part
 from functx._remat._slots import slots_of
 
@@ -65,7 +66,7 @@ class _Putting:
         if isinstance(x, Tensor):
             self.found.add(id(x))
             return self._own(x)
-        if type(x) in _SIMPLE:
+        if type(x) in SIMPLE:
             return x
         if (known := self._seen.get(id(x))) is not None:
             return known[0]
@@ -123,6 +124,3 @@ def _has_attributes(x: Any) -> bool:
     if isinstance(x, (type, types.ModuleType)) or callable(x):
         return False
     return is_object(x) or bool(slots_of(type(x)))
-
-
-_SIMPLE = frozenset({int, float, complex, bool, str, bytes, type(None)})

@@ -18,10 +18,10 @@ from typing import Any
 from functx._errors import RematError
 from functx._remat._containers import MUTABLE, Copies, copied
 from functx._remat._depth import is_nested
+from functx._remat._really_held import OF_OWNERS
 
 _EMPTY = object()
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
-_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 
 Cells = dict[int, tuple[Any, Any]]
 
@@ -142,7 +142,7 @@ class _Rebinder:
         if type(f) is types.MethodType:
             owner = self._tensors.get(id(f.__self__), f.__self__) if self._tensors else f.__self__
             return types.MethodType(self.rebind(f.__func__), owner)
-        if self._tensors and type(f) in _BOUND and id(f.__self__) in self._tensors:
+        if self._tensors and type(f) in OF_OWNERS and id(f.__self__) in self._tensors:
             return getattr(self._tensors[id(f.__self__)], f.__name__)
         if type(f) is not types.FunctionType:
             return f

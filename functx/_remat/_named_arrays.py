@@ -36,7 +36,7 @@ def named_arrays(reached: Reached, seen: Iterable[Any], given: Iterable[Any]) ->
         seen: all that was looked at.
         given: its arguments.
     """
-    names = set[str]().union(*[those for _, those in reached.named])
+    names = reached.names()
     direct = [*given]
     others: list[Any] = []
     for held in _attributes(reached):

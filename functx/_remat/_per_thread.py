@@ -61,10 +61,10 @@ class PerThread:
         found: what the function can reach, of which some is such.
     """
 
-    __slots__ = ("_before", "_copies", "_locals", "_named", "_set", "_variables")
+    __slots__ = ("_before", "_copies", "_locals", "_reached", "_set", "_variables")
 
     def __init__(self, found: Reached) -> None:
-        self._named = found.named
+        self._reached: Reached | None = found
         self._before = [
             (x, dict(x.__dict__)) for x in found.rare if issubclass(type(x), threading.local)
         ]
@@ -83,7 +83,8 @@ class PerThread:
         Args:
             written: ids of tensors that were written to in place, which replays have copies of.
         """
-        names = set[str]().union(*[names for _, names in self._named])
+        assert self._reached is not None
+        names = self._reached.names() if self._before else set[str]()
         every = not BY_ANY_NAME.isdisjoint(names)
         for one, before in self._before:
             now = one.__dict__
@@ -97,7 +98,7 @@ class PerThread:
             now = v.get(_MISSING)
             self._set = self._set or now is not was or id(now) in written
         self._variables = [(v, self._kept(was)) for v, was in self._variables]
-        self._before, self._named, self._copies = [], [], {}
+        self._before, self._reached, self._copies = [], None, {}
 
     def _kept(self, x: Any) -> Any:
         if type(x) in MUTABLE:
@@ -136,10 +137,8 @@ class PerThread:
         if self._set or any(self._otherwise()):
             run = self._context(region).run
         for own, name, was in to_bind:
-            now = own.get(name, _MISSING)
-            _bind(
-                own, name, _found(was, now, f"the attribute {name!r} of a threading.local", region)
-            )
+            what = f"the attribute {name!r} of a threading.local"
+            _bind(own, name, _found(was, own.get(name, _MISSING), what, region))
         try:
             yield run
         finally:

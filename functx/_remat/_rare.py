@@ -75,7 +75,7 @@ class Rare:
 
 def _held_unnamed(found: Reached) -> Set[int]:
     """Ids of what objects hold in attributes that no code of the region names, and there alone."""
-    names = set[str]().union(*[names for _, names in found.named])
+    names = found.names()
     if not BY_ANY_NAME.isdisjoint(names):
         return frozenset()
     named: set[int] = set()

@@ -59,3 +59,7 @@ class Reached:
             self.arrays.append(array)
         elif array.flags.writeable and array.flags.forc:
             self.large.append(array)
+
+    def names(self) -> set[str]:
+        """What code of the region names: globals, attributes, variables."""
+        return set[str]().union(*[names for _, names in self.named])
