@@ -268,3 +268,61 @@ def test_tangents_that_others_are_computed_from(look, way):
             assert_same(pushed(functx.remat, at), pushed(identity, at), eps=16)
         with pytest.raises(functx.RematError, match="computes another one"):
             pushed(functx.remat, 2)
+
+
+def scaled(x):
+    x.mul_(2)
+    return x.sin()
+
+
+def scaled_part(x):
+    x[1:].mul_(2)
+    return x.sin()
+
+
+X_LEAF = X.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("body", [scaled, scaled_part])
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_a_region_has_written_to_is_a_result_of_it(body, look):
+    z = X_LEAF * 1
+    y = functx.remat(body)(z)
+    look(z, [])
+    with pytest.raises(functx.RematError, match="computes another one"):
+        torch.autograd.grad(y.sum(), X_LEAF)
+
+
+@pytest.mark.parametrize("body", [scaled, scaled_part])
+def test_a_gradient_with_respect_to_what_a_region_has_written_to(body):
+    z = X_LEAF * 1
+    y = functx.remat(body)(z)
+    with pytest.raises(functx.RematError, match="is asked for"):
+        torch.autograd.grad(y.sum(), (X_LEAF, z))
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_whole_of_which_a_region_writes_to_a_part(look):
+    whole = X_LEAF * 1
+    y = functx.remat(scaled)(whole[1:])
+    look(whole, [])
+    with pytest.raises(functx.RematError, match="computes another one"):
+        torch.autograd.grad(y.sum(), X_LEAF)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_a_region_has_written_to_where_nothing_of_it_is_computed_from_that(look):
+    def gradients(remat):
+        seen, z = [], X_LEAF * 1
+
+        def body(z):
+            y = z.exp()
+            z.mul_(2)
+            return y
+
+        y = remat(body)(z)
+        look(z, seen)
+        (found,) = torch.autograd.grad((y + z).sum(), X_LEAF)
+        return found, *seen
+
+    assert_same(gradients(functx.remat), gradients(identity))

@@ -232,6 +232,25 @@ class Looker:
         return is_asked_for(*self._edge)
 
 
+def written_to(owner: Tensor, value: Tensor) -> None:
+    """What a body has written to has a node of its own, behind the result that it has become."""
+    hooks = _torch_nodes.hooks_of(value)
+    watchers = [hook for hook in (hooks or {}).values() if isinstance(hook, _Watcher)]
+    with _torch.without_modes():
+        for t in (owner, _torch.view_base(owner)) if watchers else ():
+            if t is not None and t.grad_fn is not None:
+                t.register_hook(_Mark())
+                for watcher in watchers:
+                    watcher.further.append(Looker(t))
+
+
+class _Mark(_torch_nodes.EngineHook):
+    """The first hook of a tensor: so there is a dict, to which others are added."""
+
+    def __call__(self, cotangent: Tensor | None) -> None:
+        pass
+
+
 class _Watcher(Looker, _torch_nodes.EngineHook):
     """Raises where somebody looks at a part of a gradient. ``NOTE [part of a gradient]``."""
 
@@ -243,9 +262,14 @@ class _Watcher(Looker, _torch_nodes.EngineHook):
         self._others = others
         self._passes = passes
         self._name = name
+        self.further: list[Looker] = []
 
     def __call__(self, cotangent: Tensor | None) -> None:
-        if not self._passes.any_of(self._others) or (how := self.looks()) is None:
+        if not self._passes.any_of(self._others):
+            return
+        if (
+            how := next(filter(None, (one.looks() for one in (self, *self.further))), None)
+        ) is None:
             return
         if self._place in self._others:
             raise RematError(

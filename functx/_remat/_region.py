@@ -43,6 +43,7 @@ from functx._remat._leaving import can_leave, escaped, leaves_of
 from functx._remat._ledger import Ledger
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
+from functx._remat._partial import written_to
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
@@ -317,16 +318,15 @@ class Region:
         lenient = self.originals is not None or self.options.by_sight
         f = None if lenient or self.outer is not None else self.reaches[0]
         found = escaped(births, known, duals, self.frames, f, self.stored)
+        name = self.options.name
         if len(self.frames) > 2:
             self.settled = _escape.constants(births, [*found.values(), *views])
         if not found or (lenient and not (found := _escape.beyond_the_tape(births, found, known))):
             return found
         if lenient or not all(can_leave(t, n, self.frames) for n, t in found.items()):
-            _escape.refuse(self.options.name, births, found)
+            _escape.refuse(name, births, found)
         self.left = list(found)
-        self.reached |= leaves_of(
-            found.values(), births, self.frames, self.reached, self.options.name
-        )
+        self.reached |= leaves_of(found.values(), births, self.frames, self.reached, name)
         self.leaving = [*found.values()]
         return found
 
@@ -350,6 +350,7 @@ class Region:
                         inside.detach_()  # off the throw-away tape
                 with watching(True):
                     owner.copy_(value)
+                written_to(owner, value)
         if hasattr(self.body, "forget"):
             self.body.forget(self.owners, self.environment.before())
         self.owners = ()
@@ -382,10 +383,9 @@ class Region:
     def release(self) -> None:
         """Let go of every tensor that nodes keep: what is kept is kept once."""
         self.reaches, self.outer, self.outer_levels = (None, ()), None, None
-        self.captured = []
         self._results = [r if isinstance(r, int) else None for r in self._results]
         self.inputs = self.kept = self.owners = self.leaving = self.settled = self.ends = ()
-        self.before = {}  # a result may be the very tensor that was written to
+        self.captured, self.before = [], {}  # a result may be the very tensor that was written to
         if self.unread:
             let_go(self.constants, self.unread)
         for frame in self.frames:
