@@ -188,3 +188,51 @@ def test_both_results_pulled_back_give_what_one_node_gives():
         return [p.grad for p in model.parameters()]
 
     assert_same(run(functx.remat), run(identity), eps=8)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("order", [2, 3])
+def test_derivatives_of_gradients_do_not_come_by_what_these_do_not_depend_on(region, order):
+    """Also where values are kept, of which a replay knows no history."""
+
+    def run(remat):
+        calls, x = [], numbers(3).requires_grad_()
+        leaf, v = (numbers(3, start=n).requires_grad_() for n in (1.0, 2.0))
+        leaf.register_hook(lambda g: calls.append(("leaf", g * 1)))
+        leaf.register_post_accumulate_grad_hook(lambda p: calls.append(("after", p.grad * 1)))
+        u = v * 2
+        u.register_hook(lambda g: calls.append(("computed", g * 1)))
+        _, _, y = remat(lambda u, w: (u * x, w * x, (x + x).sin()))(u, leaf)
+        loss = y.square().sum()
+        for _ in range(order - 1):
+            (g,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = g.square().sum()
+        loss.backward()
+        return x.grad, calls, [leaf.grad, v.grad]
+
+    (want, none, nothing), (got, calls, also) = run(identity), run(REGIONS[region])
+    assert calls == none == []
+    assert also == nothing == [None, None]
+    assert_same(got, want, eps=64)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_result_with_a_node_of_its_own_is_come_by_where_something_below_is_asked_for(
+    region, captured
+):
+    def run(remat):
+        calls = []
+        a, b = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
+        a.register_hook(lambda g: g * 2)  # which tells the results apart
+        body = remat(lambda b, c: (b * 1.5, a * 1.5) if captured else (b * 1.5, c * 1.5))
+        y, z = body(b, b.detach() if captured else a)
+        y.register_hook(lambda g: calls.append("y"))
+        z.register_hook(lambda g: calls.append("z"))
+        loss = (y * y).sum() + (z * z).sum()
+        each = [torch.autograd.grad(loss, t, retain_graph=True)[0] for t in (b, a)]
+        return each, calls
+
+    (want, calls), (got, called) = run(identity), run(REGIONS[region])
+    assert called == calls == ["y", "z"]
+    assert_same(got, want)

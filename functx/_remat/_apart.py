@@ -237,10 +237,8 @@ def hooked(t: Tensor, outer: Any) -> int:
 
 
 def hides_history(region: Any) -> bool:
-    """As what was kept, or written to, does, and a body that forgets what it computed from."""
-    return bool(
-        region.connected or region.rewritten or region.overwritten or region.options.by_sight
-    )
+    """As what was written to does, and a body that forgets what it computed from."""
+    return bool(region.rewritten or region.overwritten or region.options.by_sight)
 
 
 def nodes_apart(
@@ -282,15 +280,27 @@ def _groups(
     by = reached_of.by
     groups: dict[frozenset[int], list[int]] = {}
     turns: dict[frozenset[int], Any] = {}
+    led: dict[frozenset[int], set[int]] = {}
     for place in places:
         own = of_the_body(inside, [place])
         known = all(i < len(by) for i in own)  # what left otherwise than by return is not
-        reached = {leaf for i in own if known for leaf in by[i]}
-        beyond = frozenset(i for i, leaf in those.items() if known and leaf not in reached)
+        reached = {leaf for i in own for leaf in (by[i] if known else frame.leaves)}
+        beyond = frozenset(i for i, leaf in those.items() if leaf not in reached)
         groups.setdefault(beyond, []).append(place)
         turns[beyond] = max(turns.get(beyond, (-1, ())), *map(reached_of.turn, own))
+        led.setdefault(beyond, set()).update(reached)
+    # No node has an edge to what its results do not depend on: hooks on them are called where
+    # something is asked for that they depend on.
+    cut = {
+        beyond: {i for i, leaf in enumerate(frame.leaves) if leaf not in led[beyond]}
+        for beyond in (groups if len(groups) > 1 else ())
+        if not led[beyond].isdisjoint(frame.leaves)
+    }
     # What is made last runs first. ``NOTE [order of hooks]`` in `_in_turn`.
-    return [(groups[beyond], {*beyond}) for beyond in sorted(groups, key=turns.__getitem__)]
+    return [
+        (groups[beyond], cut.get(beyond) or {*beyond})
+        for beyond in sorted(groups, key=turns.__getitem__)
+    ]
 
 
 def watch_results(frame: Any, results: Sequence[Tensor | None]) -> None:

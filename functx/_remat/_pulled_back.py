@@ -75,7 +75,7 @@ def _replayed(
     some = pullback.needs != pullback.requires or payload.levels > 1
     if everywhere:
         pullback.everywhere = True
-    elif some and payload.levels and not hides_history(region):
+    elif some and payload.levels and not (region.connected or hides_history(region)):
         pullback.plainly = payload.plainly
     if beside is not None:
         pullback.cut = beside
