@@ -68,7 +68,7 @@ LAYERS = [
         "functx._remat._unseen",
         "functx._remat._wrappers",
     ),
-    ("functx._remat._contents",),
+    ("functx._remat._contents", "functx._remat._come_by"),
     ("functx._remat._read_results",),
     ("functx._remat._taken_off",),
     (

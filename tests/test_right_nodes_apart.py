@@ -236,3 +236,65 @@ def test_a_result_with_a_node_of_its_own_is_come_by_where_something_below_is_ask
     (want, calls), (got, called) = run(identity), run(REGIONS[region])
     assert called == calls == ["y", "z"]
     assert_same(got, want)
+
+
+class GivesNothing(torch.autograd.Function):
+    """The first of two tensors, with nothing for the second in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, other):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2, None
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("results", ["one", "two", "two in turn"])
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_custom_function_that_gives_nothing_for_a_result(region, results, inputs):
+    """The engine comes by: a weight that has a gradient from before is stepped."""
+
+    def run(remat):
+        steps = []
+        x, v, w, unused = (numbers(3, start=float(n)).requires_grad_() for n in range(4))
+        for name, p in {"x": x, "v": v, "w": w, "unused": unused}.items():
+            p.grad = numbers(3)
+            p.register_post_accumulate_grad_hook(lambda p, n=name: steps.append((n, p.grad * 1)))
+        if results == "one":
+            y, z = v * 1, remat(lambda x: x * w)(x)
+        elif results == "two":
+            y, z, _ = remat(lambda x: (x * v, x * w, x * unused))(x)
+        else:
+            a, b, c = remat(lambda x: (x * v, x * w, x * unused))(x)
+            y, z, _ = remat(lambda a, b, c: (a * 2, b.sin(), c.exp()))(a, b, c)
+        loss = GivesNothing.apply(y, z.sin()).sum()
+        loss.backward(inputs=[x, v, w, unused] if inputs else None)
+        return sorted(name for name, _ in steps), [p.grad for p in (x, v, w, unused)], steps
+
+    want, got = run(identity), run(REGIONS[region])
+    assert "w" in want[0]
+    assert "unused" not in want[0]
+    assert got[0] == want[0]
+    assert_same(got[1], want[1])
+    assert_same([g for _, g in sorted(got[2], key=str)], [g for _, g in sorted(want[2], key=str)])
+
+
+@pytest.mark.parametrize("results", [1, 2])
+def test_what_a_region_that_writes_hands_nothing_to_is_not_come_by(results):
+    def body(a, b, state):
+        y = a * 2 + state.mul_(2)
+        return (y, b.cos()) if results == 2 else (y + b.detach(),)
+
+    def run(remat):
+        calls, state = [], torch.ones(3, dtype=torch.float64)
+        x, w = (numbers(3, start=float(n)).requires_grad_() for n in range(2))
+        w.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad))
+        a, b = remat(lambda x: (x.sin(), w.exp()))(x)
+        remat(body)(a, b, state)[0].sum().backward()
+        return calls, x.grad
+
+    (calls, want), (called, got) = run(identity), run(functx.remat)
+    assert called == calls == []
+    assert_same(got, want)

@@ -10,7 +10,7 @@ what stands for one with a hook in the region around, or may have been computed 
 does what a custom Function gave, whose backward is given zeros for nothing: a leaf above would get
 zeros where it has no gradient; if that makes two nodes and no more, as each may have to run the
 region again. What is further up the tape can't be seen from here. Hooks for when a gradient is
-accumulated need no nodes, see `come_by` in `_in_turn`.
+accumulated need no nodes, see `_come_by`.
 
 NOTE [all of a tape]
 Where gradients of some tensors are asked for, torch's engine comes by what leads to these, and a

@@ -34,8 +34,7 @@ from torch import Tensor
 from functx import _torch, _torch_nodes
 from functx._remat._one_by_one import of_the_body
 from functx._remat._partial import is_asked_for
-from functx._remat._tapes import edges_of, nodes_of, tape_below
-from functx._torch_edges import calls_only_with_a_gradient
+from functx._remat._tapes import edges_of, nodes_of
 
 
 class _InTurn:
@@ -122,7 +121,7 @@ class _InTurn:
             return frozenset()
         found = set()
         for n in range(len(payload.places)):
-            if not any(map(and_, reached, _leading(node, n))) and not is_asked_for(id(node), n):
+            if not any(map(and_, reached, leading(node, n))) and not is_asked_for(id(node), n):
                 found.add(n)
         return found if len(found) < len(payload.places) else frozenset()
 
@@ -151,7 +150,7 @@ class _Give:
         return self._of.give(self._n, self._last, gradient)
 
 
-def _leading(node: Any, n: int) -> Sequence[bool]:
+def leading(node: Any, n: int) -> Sequence[bool]:
     """For each edge of a region's node, whether one of its results leads there."""
     payload, edges = node.payload, len(node.next_functions)
     if payload.leaves:
@@ -163,34 +162,17 @@ def _leading(node: Any, n: int) -> Sequence[bool]:
     return [True] * edges
 
 
-def come_by(node: Any, cotangents: Sequence[Tensor | None]) -> list[int]:
-    """Which results of a region's node are pulled back.
-
-    Torch calls a hook for when the gradient of a leaf is accumulated also where a node has handed
-    on nothing: without remat it never came by.
-    """
-    wanted = [i for i, c in enumerate(cotangents) if c is not None]
-    if len(wanted) < len(cotangents) and node.payload.level == 0 and not _torch.tracing():
-        edges = node.next_functions
-        each = [_leading(node, n) for n in wanted] or [[False] * len(edges)]
-        led = map(any, zip(*each))
-        beyond = [one for (one, _), leads in zip(edges, led) if one is not None and not leads]
-        for leaf in tape_below(beyond)[1] if beyond else ():
-            calls_only_with_a_gradient(leaf)
-    return wanted
-
-
 def leaves_of_each(results: Sequence[Tensor | None]) -> list[Set[int]]:
     """The ids of the leaves that the tape of each of some tensors ends in; all is seen once."""
     found: dict[Any, Set[int]] = {}
     each: list[Set[int]] = []
     for result in results:
-        first = [*map(_part, edges_of(result))]
+        first = [*map(part_of, edges_of(result))]
         stack = [*first]
         while stack:
             part = stack[-1]
             node, n = part
-            below = [*map(_part, _edges_of_part(node, n))] if part not in found else []
+            below = [*map(part_of, edges_of_part(node, n))] if part not in found else []
             if left := [one for one in below if one not in found]:
                 stack += left
                 continue
@@ -203,16 +185,16 @@ def leaves_of_each(results: Sequence[Tensor | None]) -> list[Set[int]]:
     return each
 
 
-def _part(edge: tuple[Any, int]) -> tuple[Any, int]:
+def part_of(edge: tuple[Any, int]) -> tuple[Any, int]:
     """A node; of a region's that has several results, the part that one of them belongs to."""
     payload = getattr(edge[0], "payload", None)
     return edge if payload is not None and payload.leaves else (edge[0], -1)
 
 
-def _edges_of_part(node: Any, n: int) -> list[tuple[Any, int]]:
+def edges_of_part(node: Any, n: int) -> list[tuple[Any, int]]:
     edges = [*node.next_functions]
     if n >= 0:
-        edges = [edge for edge, leads in zip(edges, _leading(node, n)) if leads]
+        edges = [edge for edge, leads in zip(edges, leading(node, n)) if leads]
     return [edge for edge in edges if edge[0] is not None]
 
 

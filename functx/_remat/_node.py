@@ -14,11 +14,12 @@ from torch import Tensor
 from functx import _torch, _torch_compiler, _torch_nodes
 from functx._errors import RematError, ReplayError
 from functx._remat._apart import edges_elsewhere, hides_history, hooked, nodes_apart, watch_results
+from functx._remat._come_by import come_by
 from functx._remat._constant import without
 from functx._remat._dual_level import Duals, dual_frame, inside_a_transform
 from functx._remat._holders import base_of
 from functx._remat._hung_inside import watch_inside
-from functx._remat._in_turn import come_by, each_alone, hung
+from functx._remat._in_turn import each_alone, hung
 from functx._remat._letting_go import can_go, hand_over, take
 from functx._remat._observers import notify, observing
 from functx._remat._one_by_one import Rest, let_go, of_the_body, rest_of, still_saved
@@ -176,8 +177,7 @@ class RegionNode(_torch.SingleLevelFunction):
         """The pullback, as a region of its own, at whatever level the engine runs."""
         payload = ctx.payload
         region: Region = payload.region
-        cotangents = take(payload, cotangents)
-        needs = ctx.needs_input_grad[1:]
+        cotangents, needs = take(payload, cotangents), ctx.needs_input_grad[1:]
         wanted = come_by(ctx, cotangents)
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))

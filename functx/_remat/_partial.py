@@ -14,7 +14,7 @@ What left a region otherwise than by return counts as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import FrameType
 from typing import Any
 
@@ -286,40 +286,57 @@ class _Watcher(Looker, _torch_nodes.EngineHook):
         )
 
 
-_ASKING: dict[Any, Callable[[FrameType], Any]] = {
-    torch.autograd.grad.__code__: lambda frame: frame.f_locals.get("inputs"),
-    torch.autograd.backward.__code__: lambda frame: frame.f_locals.get("inputs"),
-    _torch.run_backward.__code__: lambda frame: frame.f_locals["args"][4],
+_ASKING: dict[Any, Callable[[FrameType], tuple[Any, Any]]] = {
+    torch.autograd.grad.__code__: lambda frame: (
+        frame.f_locals.get("outputs"),
+        frame.f_locals.get("inputs"),
+    ),
+    torch.autograd.backward.__code__: lambda frame: (
+        frame.f_locals.get("tensors"),
+        frame.f_locals.get("inputs"),
+    ),
+    _torch.run_backward.__code__: lambda frame: (
+        frame.f_locals["args"][0],
+        frame.f_locals["args"][4],
+    ),
 }
 
 
 _ONE = (Tensor, torch.autograd.graph.GradientEdge)
 
 
-def is_asked_for(node: int, place: int) -> bool:
-    """Whether the backward pass under way hands out what comes to a place of a node.
+def passes_under_way() -> Iterator[tuple[list[tuple[Any, int]], list[tuple[Any, int]]]]:
+    """The edges that a backward pass began with, and those that it hands out.
 
     Torch does not tell. The function that began the pass does, by what it was called with: it is on
-    this thread's stack, or where the engine has a thread for a device, on another one's.
+    this thread's stack, or where the engine has a thread for a device, on another one's: then those
+    of all threads.
     """
     frame: FrameType | None = frame_above(1)
     while frame is not None:
-        if (inputs := _ASKING.get(frame.f_code)) is not None:
-            return _is_among(node, place, inputs(frame))
+        if (of := _ASKING.get(frame.f_code)) is not None:
+            began, asked = of(frame)
+            yield _edges(began), _edges(asked)
+            return
         frame = frame.f_back
     for frame in frames_of_threads():
         while frame is not None:
-            inputs = _ASKING.get(frame.f_code)
-            if inputs is not None and _is_among(node, place, inputs(frame)):
-                return True
+            if (of := _ASKING.get(frame.f_code)) is not None:
+                began, asked = of(frame)
+                yield _edges(began), _edges(asked)
             frame = frame.f_back
-    return False
 
 
-def _is_among(node: int, place: int, inputs: Any) -> bool:
+def is_asked_for(node: int, place: int) -> bool:
+    """Whether the backward pass under way hands out what comes to a place of a node."""
+    return any(
+        id(one) == node and n == place for _, asked in passes_under_way() for one, n in asked
+    )
+
+
+def _edges(those: Any) -> list[tuple[Any, int]]:
     with _torch.without_modes():
-        for one in (inputs,) if isinstance(inputs, _ONE) else inputs or ():
-            edge = (one.grad_fn, one.output_nr) if isinstance(one, Tensor) else one[:2]
-            if id(edge[0]) == node and edge[1] == place:
-                return True
-    return False
+        return [
+            (one.grad_fn, one.output_nr) if isinstance(one, Tensor) else (one[0], one[1])
+            for one in ((those,) if isinstance(those, _ONE) else those or ())
+        ]
