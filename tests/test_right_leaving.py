@@ -280,3 +280,40 @@ def test_what_leaves_at_every_step_is_looked_for_in_cycles_at_most_once(found, m
         (y.sum() + 2 * h.sum()).backward()
         assert_same(x.grad, X.sin().exp() * X.cos() + 2 * X.cos(), eps=4)
     assert collected == ([] if found else [(0,), (1,), (2,)])
+
+
+@pytest.mark.parametrize(
+    ("transform", "what"),
+    [
+        (transform, what)
+        for transform in ("grad", "vmap(grad)", "grad(grad)", "jvp")
+        for what in ("detached", "made", "no_grad")
+        if (transform, what) != ("jvp", "no_grad")  # which has a tangent
+    ],
+)
+@pytest.mark.parametrize("factor", [False, True])
+def test_the_caller_writes_to_what_has_left_without_a_derivative(transform, what, factor):
+    """What it is then, torch lets the code of a transform write to."""
+
+    def run(remat):
+        def loss(x):
+            box = []
+
+            def body(x):
+                with torch.set_grad_enabled(what != "no_grad"):
+                    h = torch.ones_like(x) if what == "made" else x.sin()
+                    box.append(h.detach() * 2 if what == "detached" else h * 2)
+                return x.exp()
+
+            y = remat(body)(x)
+            box[0].mul_(x if factor else 3)
+            return (y * box[0]).sum()
+
+        if transform == "grad(grad)":
+            return functx.grad(lambda x: functx.grad(loss)(x).square().sum())(numbers(3))
+        if transform == "jvp":
+            return functx.jvp(loss, (numbers(3),), (numbers(3, start=1.0),))
+        f = functx.grad(loss)
+        return functx.vmap(f)(numbers(2, 3)) if transform == "vmap(grad)" else f(numbers(3))
+
+    assert_same(run(functx.remat), run(identity), eps=16)

@@ -114,13 +114,14 @@ def with_tangents(
 
 
 def constants(births: Sequence[Birth], but: Iterable[Tensor]) -> list[Tensor]:
-    """What a body made, somebody holds, and no derivative flows through, in two wrappers or more.
+    """What a body made, somebody holds, and no derivative flows through, in wrappers of levels.
 
-    torch looks for what is inside of a wrapper whose level has ended, and not further.
+    When the levels have ended, torch lets nobody write to it inside of a transform; and it looks
+    for what is inside of one such wrapper, and not further.
     """
     found: dict[int, Tensor] = {}
     for _, cell in _held(births, but):
-        if is_grad_wrapper(cell[0]) and is_grad_wrapper(_torch.get_unwrapped(cell[0])):
+        if is_grad_wrapper(cell[0]):
             found[id(cell[0])] = cell[0]
     return [*found.values()]
 

@@ -113,10 +113,22 @@ def put_in_place(
 
 
 def settle(constants: Iterable[Tensor]) -> None:
-    """Make what is no result and has no derivative what it is without the levels that ended."""
+    """Make what is no result and has no derivative what it is without the levels that ended.
+
+    Of those that only record, it is a wrapper again, or torch would take it for a captured tensor,
+    which nobody may write to.
+    """
+    levels: list[int] = []
+    for interpreter in reversed(_torch.interpreters()):
+        if interpreter.key() not in (_torch.TransformType.Grad, _torch.TransformType.Jvp):
+            break
+        levels.insert(0, interpreter.level())
     for t in constants:
         if _torch_nodes.can_become(t):
-            _torch_nodes.become(t, _torch.unwrap_if_dead(t).detach())
+            value = _torch.unwrap_if_dead(t)
+            for level in levels:
+                value = _torch.wrap_for_grad(value, level)
+            _torch_nodes.become(t, value if levels else value.detach())
 
 
 def leaves_of(

@@ -319,7 +319,7 @@ class Region:
         f = None if lenient or self.outer is not None else self.reaches[0]
         found = escaped(births, known, duals, self.frames, f, self.stored)
         name = self.options.name
-        if len(self.frames) > 2:
+        if len(self.frames) > 1:
             self.settled = _escape.constants(births, [*found.values(), *views])
         if not found or (lenient and not (found := _escape.beyond_the_tape(births, found, known))):
             return found
