@@ -39,7 +39,7 @@ def come_by(node: Any, cotangents: Sequence[Tensor | None]) -> list[int]:
     led = map(any, zip(*each))
     beyond = [one for (one, _), leads in zip(edges, led) if one is not None and not leads]
     for below in tape_below(beyond)[0] if beyond else ():
-        leaf = None if below.next_functions else getattr(below, "variable", None)
+        leaf: Any = None if below.next_functions else getattr(below, "variable", None)
         hooks = None if leaf is None else _torch_nodes.hooks_after(leaf)
         if hooks and (id(below), -1) not in _under_way():
             # Torch calls such a hook where a node has handed on nothing.
