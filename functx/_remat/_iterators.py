@@ -1,4 +1,4 @@
-"""Iterators that a region can reach: each run takes what comes next, so that replays differ."""
+"""Iterators and caches that a region reaches: what one run takes or makes, the next does not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from functx._errors import ReplayError
 from functx._remat._advanced import NotPutBackError
 from functx._remat._code_names import names_in
+from functx._remat._really_held import CACHED
 from functx._torch_modules import frame_above
 
 _MOST = 3
@@ -22,7 +23,7 @@ _ELSE = (
 )
 
 
-def iterators_reached(entries: Any) -> str:
+def iterators_and_caches(entries: Any) -> str:
     """What to say of iterators where a replay departs; called while it is under way.
 
     Args:
@@ -37,14 +38,24 @@ def iterators_reached(entries: Any) -> str:
         frame = frame.f_back
     if body is None or not hasattr(body, "function"):  # of a pullback
         return ""
-    found = dict.fromkeys(_named(body.function, body.statics))
-    if not found:
-        return ""
-    names = ", ".join([*found][:_MOST])
-    return (
-        f" It reaches an iterator, {names}: what a run takes from that, the next run does not get. "
-        "Make the iterator inside of the region, or take from it outside, and pass what it gave."
-    )
+    found = [*_named(body.function, body.statics)]
+    iterators = dict.fromkeys(n for n, x in found if type(x) is not CACHED)
+    caches = dict.fromkeys(n for n, x in found if type(x) is CACHED and x.cache_info().currsize)
+    said = ""
+    if iterators:
+        names = ", ".join([*iterators][:_MOST])
+        said += (
+            f" It reaches an iterator, {names}: what a run takes from that, the next run does not "
+            "get. Make the iterator inside of the region, or take from it outside, and pass what "
+            "it gave."
+        )
+    if caches:
+        names = ", ".join([*caches][:_MOST])
+        said += (
+            f" It calls a function with a cache, {names}: what one run computes there, the next "
+            "one finds. Call it once before the region, with the same arguments."
+        )
+    return said
 
 
 def interrupted(error: Exception, name: str, entries: Any) -> None:
@@ -57,10 +68,10 @@ def interrupted(error: Exception, name: str, entries: Any) -> None:
     if isinstance(error, StopIteration):
         raise ReplayError(
             f"remat: the replay of the region {name!r} departed from its forward: an iterator that "
-            f"it takes from has ended.{iterators_reached(entries)}"
+            f"it takes from has ended.{iterators_and_caches(entries)}"
         ) from error
     if isinstance(error, NotPutBackError):
-        remedy = iterators_reached(entries) or _ELSE if error.remedy is None else error.remedy
+        remedy = iterators_and_caches(entries) or _ELSE if error.remedy is None else error.remedy
         raise ReplayError(f"{error}{remedy}") from error
     if not isinstance(error, ReplayError):
         error.add_note(
@@ -70,8 +81,8 @@ def interrupted(error: Exception, name: str, entries: Any) -> None:
         )
 
 
-def _named(f: Any, arguments: Iterable[Any]) -> Iterator[str]:
-    """The iterators that a function reaches, by name: not in large containers."""
+def _named(f: Any, arguments: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The iterators and caches that a function reaches, with names: not in large containers."""
     stack: list[tuple[str, Any]] = [("", f), *(("an argument", a) for a in arguments)]
     seen: set[int] = set()
     while stack:
@@ -80,7 +91,10 @@ def _named(f: Any, arguments: Iterable[Any]) -> Iterator[str]:
             continue
         seen.add(id(part))
         if isinstance(part, Iterator):
-            yield f"{name} ({type(part).__name__})"
+            yield f"{name} ({type(part).__name__})", part
+        elif type(part) is CACHED:
+            yield f"{getattr(part, '__qualname__', name)!r} (functools.lru_cache)", part
+            stack.append((name, part.__wrapped__))
         elif isinstance(part, types.FunctionType):
             code = part.__code__
             cells = zip(code.co_freevars, part.__closure__ or ())
@@ -93,18 +107,25 @@ def _named(f: Any, arguments: Iterable[Any]) -> Iterator[str]:
             stack += ((repr(g), scope[g]) for g in names_in(code)[0] if g in scope)
         elif isinstance(part, types.MethodType):
             stack += ((name, part.__func__), ("self", part.__self__))
+            stack += _cached(part.__self__)
         elif isinstance(part, functools.partial):
             arguments = (part.func, *part.args, *part.keywords.values())
             stack += (("an argument", a) for a in arguments)
         elif isinstance(part, nn.Module):
             for child in part.modules():
-                stack += _of(vars(child), f"{type(child).__name__}.")
+                stack += [*_of(vars(child), f"{type(child).__name__}."), *_cached(child)]
         elif isinstance(part, dict) and len(part) < _LARGE:
             stack += ((name, x) for x in part.values())
         elif isinstance(part, (list, tuple)) and len(part) < _LARGE:
             stack += ((name, x) for x in part)
         elif hasattr(part, "__dict__") and not isinstance(part, (type, types.ModuleType)):
-            stack += _of(vars(part), f"{type(part).__name__}.")
+            stack += [*_of(vars(part), f"{type(part).__name__}."), *_cached(part)]
+
+
+def _cached(one: Any) -> list[tuple[str, Any]]:
+    """The methods of an object that have a cache."""
+    classes = one.__mro__ if isinstance(one, type) else type(one).__mro__
+    return [(name, x) for c in classes for name, x in vars(c).items() if type(x) is CACHED]
 
 
 def _of(values: Any, of: str) -> list[tuple[str, Any]]:

@@ -11,9 +11,9 @@ an object that it knows weakly, or the hook of a module; if there is no such way
 the body, the copies of `_containers` are what replays write to.
 
 NOTE [what counts runs]
-A list or a dict of a function's own cells and globals with no tensors in it (``runs.append(1)``) is
-left to replays as it is, and so it says how often the function ran. Where what the function
-computes depends on it, a replay departs from its forward, which is an error.
+A list or a dict of a function's own cells and globals with nothing in it but numbers and names
+(``runs.append(1)``) is left to replays as it is, and so it says how often the function ran. Where
+what the function computes depends on it, a replay departs from its forward, which is an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from functx import _torch_modules
 from functx._remat._advanced import owner_of
+from functx._remat._arguments import SIMPLE
 from functx._remat._callers_own import Own, put_back
 from functx._remat._containers import elements
 from functx._remat._contents import (
@@ -144,7 +143,7 @@ class ModuleState:
             if way is None:
                 if not isinstance(before, Length):
                     self.lost[id(c)] = c, values(before)
-            elif ways.is_owned(c) or _has_tensors(c) or _has_tensors(before):
+            elif ways.is_owned(c) or not (_counts(c) and _counts(before)):
                 grown = Grown(c, before, ours)
                 self.contents.append((way, id(c), values(before), grown))
         if self._rare is not None and (moved := self._rare.advanced.ids()):
@@ -308,5 +307,6 @@ def _holds(c: Any, ids: set[int]) -> bool:
     return bool(ids) and any(id(x) in ids for x in elements(c))
 
 
-def _has_tensors(c: Any) -> bool:
-    return any(isinstance(x, Tensor) for x in elements(c))
+def _counts(c: Any) -> bool:
+    """Whether a container holds nothing but numbers, names and tuples of them."""
+    return all(type(x) in SIMPLE or (type(x) is tuple and _counts(x)) for x in elements(c))

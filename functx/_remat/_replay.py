@@ -33,7 +33,7 @@ from functx._remat._entry import (
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._hung_on_given import LEFT, hung_already
-from functx._remat._iterators import iterators_reached
+from functx._remat._iterators import iterators_and_caches
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._past_torch import AllHeld, may_be_unseen
@@ -341,7 +341,7 @@ class Replay(Tracker):
 
     def _depart(self, how: str, *, ended: bool = False, **more: str) -> NoReturn:
         place = None if ended else where()
-        more.setdefault("why", f"{WHY}{iterators_reached(self._entries)}")
+        more.setdefault("why", f"{WHY}{iterators_and_caches(self._entries)}")
         raise departed(self._name, how, self._at, self._entries, place, self.ran(), **more)
 
     def ran(self) -> Sequence[Entry] | None:
