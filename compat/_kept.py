@@ -7,8 +7,9 @@ leaf of the function that ``jax.vjp`` returns.  Neither is derived from the othe
 from the graph.
 
 A view in torch shares its storage, where JAX makes a new array.  An array that holds exactly the
-bytes of an argument (reshaped) counts as that argument on both sides, and a view of an activation
-counts with the bytes that it shows; those of the whole storages are given as well.
+bytes of an argument (reshaped) counts as that argument on both sides, a part of one (a slice) as an
+activation, and a view of an activation counts with the bytes that it shows; those of the whole
+storages are given as well, in which a slice of an argument is nothing in torch.
 
 What a policy saves inside a region did not enter it, and does not count.
 
@@ -20,7 +21,7 @@ as neither.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,18 +72,20 @@ class Kept:
     storages: int = 0
 
 
-Buffer = tuple[int, int, int]  # address or storage, offset, bytes
+Buffer = tuple[int, int, int, Any]  # address or storage, offset, bytes, and their order
 
 
 def _kept(
-    entered: Sequence[tuple[str, dict[Buffer, int]]], ours: set[int], outside: set[int]
+    entered: Sequence[tuple[str, dict[Buffer, int]]],
+    ours: Callable[[Buffer], bool],
+    outside: Callable[[Buffer], bool],
 ) -> Kept:
     """Sum up what each region keeps.
 
     Args:
         entered: names of the regions, and bytes of the buffers that each took and that live.
-        ours: addresses of arguments.
-        outside: addresses of what the function closes over.
+        ours: whether a buffer is that of an argument.
+        outside: whether it is that of something that the function closes over.
     """
     seen: set[Buffer] = set()
     regions = []
@@ -92,8 +95,8 @@ def _kept(
         regions.append(
             Region(
                 name,
-                sum(size for k, size in fresh.items() if k[0] not in ours | outside),
-                sum(size for k, size in fresh.items() if k[0] in ours),
+                sum(size for k, size in fresh.items() if not (ours(k) or outside(k))),
+                sum(size for k, size in fresh.items() if ours(k)),
             )
         )
     return Kept(
@@ -118,7 +121,6 @@ def kept_by_torch(
         The bytes kept.
     """
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
-
     outer = 0  # the level at which f is differentiated
 
     def record(inputs: list[torch.Tensor], name: str, level: int) -> None:
@@ -128,17 +130,14 @@ def kept_by_torch(
         for x in inputs:
             x = base_of(x)
             storage = x.untyped_storage()
-            # An expanded view shows more bytes than there are.
-            shown = min(x.numel() * x.element_size(), storage.nbytes())
-            buffer = (storage_key(x), int(x.storage_offset()), shown)
+            buffer = (storage_key(x), int(x.storage_offset()), x.nbytes, _order(x))
             buffers[buffer] = (StorageWeakRef(storage), storage.nbytes())
         entered.append((name, buffers))
 
     clones = jax.tree_util.tree_map(
         lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, list(args)
     )
-    ours = {storage_key(x) for x in _tensors(clones)}
-    outside = {storage_key(x) for x in closed_over}
+    ours, outside = _views(_tensors(clones)), _views(closed_over)
     first, *rest = clones
 
     def entered_with(p: Any) -> Any:
@@ -156,10 +155,27 @@ def kept_by_torch(
         for name, buffers in entered
     ]
     del pullback
-    kept = _kept([(name, {k: k[2] for k in buffers}) for name, buffers in live], ours, outside)
+    kept = _kept(
+        [(name, {k: k[2] for k in buffers}) for name, buffers in live],
+        lambda k: k[2:] in ours.get(k[0], ()),
+        lambda k: k[2:] in outside.get(k[0], ()),
+    )
     whole = {k[0]: size for _, buffers in live for k, size in buffers.items()}
-    held = sum(size for k, size in whole.items() if k not in ours | outside)
+    held = sum(size for k, size in whole.items() if k not in ours.keys() | outside.keys())
     return replace(kept, storages=held)
+
+
+def _views(tensors: Iterable[torch.Tensor]) -> dict[int, set[tuple[int, Any]]]:
+    """Of each storage, the bytes that tensors show of it, and their order."""
+    found: dict[int, set[tuple[int, Any]]] = {}
+    for x in tensors:
+        found.setdefault(storage_key(x), set()).add((x.nbytes, _order(x)))
+    return found
+
+
+def _order(x: torch.Tensor) -> Any:
+    """In which order bytes are shown; nothing, if that is the order in which they are stored."""
+    return () if x.is_contiguous() else (*x.shape, *x.stride())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -218,14 +234,15 @@ def kept_by_jax(
     leaves = [x for x in jax.tree_util.tree_leaves(pullback) if isinstance(x, jax.Array)]
     sizes = {buffer_pointer(x): x.nbytes for x in leaves}
     live = [
-        (name, {(k, 0, sizes[k]): sizes[k] for k in map(buffer_pointer, arrays) if k in sizes})
+        (name, {(k, 0, sizes[k], ()): sizes[k] for k in map(buffer_pointer, arrays) if k in sizes})
         for name, arrays in recorder.regions
     ]
     given = [x for x in jax.tree_util.tree_leaves(list(args)) if isinstance(x, jax.Array)]
     ours = {buffer_pointer(x) for x in given}
     entered = [x for _, arrays in recorder.regions for x in arrays]
     ours |= {buffer_pointer(x) for x in entered if _is_reshaped(x, given)}
-    kept = _kept(live, ours, {buffer_pointer(x) for x in closed_over})
+    theirs = {buffer_pointer(x) for x in closed_over}
+    kept = _kept(live, lambda k: k[0] in ours, lambda k: k[0] in theirs)
     return replace(kept, storages=kept.activations)
 
 

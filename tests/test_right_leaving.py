@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,3 +318,21 @@ def test_the_caller_writes_to_what_has_left_without_a_derivative(transform, what
         return functx.vmap(f)(numbers(2, 3)) if transform == "vmap(grad)" else f(numbers(3))
 
     assert_same(run(functx.remat), run(identity), eps=16)
+
+
+def test_views_of_one_tensor_may_be_stored_as_clones():
+    def gradient(remat, store):
+        held = SimpleNamespace()
+
+        def body(x):
+            held.a, held.b = map(store, (x.sin() * 2).chunk(2))
+            return x.cos()
+
+        x = numbers(4).requires_grad_()
+        y = remat(body)(x)
+        loss = y.sum() + (held.a * held.b).sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    with pytest.raises(functx.RematError, match=r"store a \.clone\(\) of it"):
+        gradient(functx.remat, lambda t: t)
+    assert_same(gradient(functx.remat, torch.clone), gradient(identity, torch.clone))

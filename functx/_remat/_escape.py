@@ -166,9 +166,11 @@ def refuse(name: str, births: Sequence[Birth], escaped: dict[int, Tensor]) -> No
         + (f"made at {made[number]}" if number >= 0 else "an input, or written into one")
         for number, t in escaped.items()
     ]
+    views = any(_torch.view_base(t) is not None for t in escaped.values())
     raise RematError(
         f"remat: the region {name!r} leaves behind, otherwise than by return, "
         f"{'; '.join(places)}. It is still held (in a list, an attribute, by a hook) but its "
-        "derivative would be lost. Return it from the region, or store its .detach() (which has a "
-        "tangent, under jvp)."
+        "derivative would be lost. Return it from the region, or store "
+        + ("a .clone() of it, as it is a view of memory that others have, or " if views else "")
+        + "its .detach() (which has a tangent, under jvp)."
     )

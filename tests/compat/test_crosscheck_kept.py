@@ -228,3 +228,36 @@ def test_products_are_counted_alike():
         found = report.runs["vmap(grad)"].products
         assert found.torch == found.jax == 3 + 3 + 3 + 2
         assert found.torch_recomputed == found.jax_recomputed == 3
+
+
+PARTS = {
+    "slices of one": (lambda f, x: sum(f(one).sum() for one in x), [(48, 0)] * 5),
+    "a slice": (lambda f, x: f(x[1:]).sum(), [(192, 0)]),
+    "the same, reshaped": (lambda f, x: f(x.reshape(-1)).sum(), [(0, 240)]),
+    "transposed": (lambda f, x: f(x).sum() + f(x.mT).sum(), [(0, 240), (240, 0)]),
+    "expanded": (lambda f, x: f(x[:1].expand(5, 3, 4)).sum(), [(240, 0)]),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_an_argument_is_an_activation(part):
+    """In JAX it is an array of its own; in torch it takes no memory, which `storages` tells."""
+    f, expected = PARTS[part]
+    report = crosscheck(lambda x: f(functx.remat(torch.sin), x), torch.randn(5, 3, 4), peak=False)
+    report.assert_agrees()
+    by_region = [(r.activations, r.arguments) for r in report.kept_torch.by_region]
+    assert by_region == expected
+    assert report.kept_torch.storages == 0
+
+
+def test_slices_that_a_scan_takes():
+    def f(xs):
+        def body(h, x):
+            h = torch.tanh(h * x)
+            return h, h.sum()
+
+        return functx.remat_scan(body, torch.zeros(3, 4), xs)[1].pow(2).sum()
+
+    report = crosscheck(f, torch.randn(5, 3, 4), peak=False)
+    report.assert_agrees()
+    assert report.kept_torch.activations == report.kept_jax.activations
