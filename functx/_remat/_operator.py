@@ -86,7 +86,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
             region.write_back(outs)
             results = region.assemble(outs)
             retained, region.retained = region.retained, ()
-            computed = () if outer is None else region.computed(results)
+            computed = () if outer is None else region.computed(results, outs)
         finally:
             region.release()
             if silence is not None:

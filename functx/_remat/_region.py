@@ -312,8 +312,7 @@ class Region:
             self.sightings.differs()  # NOTE [known runs]: nothing was known of such a run
             self.ledger, self.needed = None, [True] * len(self.needed)
             self.passing = self.unread = ()
-        views = [r[1] for r in self._results if isinstance(r, tuple)]
-        known = [*returned, *views]
+        known = [*returned, *(views := [r[1] for r in self._results if isinstance(r, tuple)])]
         duals = set[int]().union(*(frame.duals for frame in self.frames))
         lenient = self.originals is not None or self.options.by_sight
         f = None if lenient or self.outer is not None else self.reaches[0]
@@ -371,9 +370,10 @@ class Region:
             for r in self._results[: len(self._results) - len(self.overwritten)]
         ]
 
-    def computed(self, results: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Those results that the region made; what it handed back was made by somebody else."""
-        return [out for out, r in zip(results, self._results) if not isinstance(r, Tensor)]
+    def computed(self, results: Sequence[Tensor | None], distinct: Any) -> list[Tensor | None]:
+        """Those that the region made, not what it handed back, and what it has written to."""
+        own = [out for out, r in zip(results, self._results) if not isinstance(r, Tensor)]
+        return own + [distinct[r] for r in self._results[len(results) :]]
 
     def as_it_was(self, t: Tensor) -> Tensor:
         """``t`` with the value it had when the region was called."""
