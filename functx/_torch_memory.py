@@ -105,3 +105,8 @@ class Memories:
             free(ref)
 
     __del__ = clear
+
+
+def not_counted(t: torch.Tensor) -> Any:
+    """A context in which writes to ``t`` leave its ``_version`` as it is."""
+    return torch.autograd._unsafe_preserve_version_counter(t)

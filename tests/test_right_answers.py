@@ -324,3 +324,25 @@ def test_an_optimizer_of_an_argument():
         body(x * 1)
     with pytest.raises(functx.RematError, match=r"is_leaf.* pass the answer"):
         functx.remat(body)(x * 1)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_the_body_has_written_to(times):
+    """It is what the region has made of it: its node, and how often it was written to."""
+
+    def run(remat):
+        told, x = [], X.clone().requires_grad_()
+
+        def body(h):
+            for _ in range(times):
+                h.mul_(2)
+            told.append((h._version, h.grad_fn.name(), h.is_leaf, h.output_nr))
+            return h * number(told[-1])
+
+        for _ in range(5):
+            remat(body)((x * 3).add_(1)).sum().backward()
+        return x.grad, [*dict.fromkeys(told)]
+
+    (ours, told), (plain, expected) = run(functx.remat), run(identity)
+    assert told == expected
+    assert_same(ours, plain, 8)

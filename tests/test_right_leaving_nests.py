@@ -246,3 +246,44 @@ def test_garbage_in_a_cycle_is_still_told_from_what_left(monkeypatch):
     with no_garbage_collection():
         assert_same(program(functx.remat), program(identity), eps=4)
     assert collected
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("how", ["argument", "capture"])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("transform", [False, True])
+def test_an_argument_that_is_written_to_and_stored(depth, how, first, read, transform):
+    """What is computed from what was stored has a derivative, also around a nest."""
+
+    def run(remat):
+        def loss(x, v):
+            box, h = [], x * 3
+
+            def body(v, h=h):
+                if first:
+                    box.append(h)
+                h.mul_(2)
+                if not first:
+                    box.append(h)
+                return v * h if read else v * 1
+
+            f = remat(body)
+            for _ in range(depth - 1):
+                f = remat(lambda *a, f=f: f(*a))
+            y = f(v, h) if how == "argument" else f(v)
+            return y.sum() + box[0].square().sum()
+
+        x, v = numbers(3), numbers(3, start=1.0)
+        if transform:
+            return functx.grad(loss, (0, 1))(x, v)
+        x, v = x.requires_grad_(), v.requires_grad_()
+        for _ in range(5):
+            loss(x, v).backward()
+        return x.grad, v.grad
+
+    if transform and how == "argument":
+        with pytest.raises(functx.RematError, match="leaves behind"):
+            run(functx.remat)
+        return
+    assert_same(run(functx.remat), run(identity), eps=16)

@@ -35,6 +35,7 @@ from functx._remat._region import Region
 from functx._remat._tracker import SILENT, tracking
 from functx._remat._watch import Watcher, watching
 from functx._torch_edges import requires_grad_anywhere
+from functx._torch_memory import not_counted
 
 
 class Writes:
@@ -295,7 +296,9 @@ def _follow(t: Tensor, leaves: dict[int, Tensor]) -> None:
             leaf = _torch.require_grad(whole.detach())
             _torch.require_grad(whole, False)
             # Past the `apply` that regions observe: it is no operation of the body.
-            super(_torch.SingleLevelFunction, _Following).apply(whole, leaf)  # type: ignore[misc]
+            # And it is no write of the body's, which may ask for their number.
+            with not_counted(whole):
+                super(_torch.SingleLevelFunction, _Following).apply(whole, leaf)  # type: ignore[misc]
             leaves[id(leaf)] = leaf
         if _torch.forward_ad_level() >= 0 and not _torch.is_batched(t):
             tangent = forward_ad.unpack_dual(t).tangent
