@@ -23,10 +23,9 @@ def _getters(*names: str) -> tuple[Callable[..., Any], ...]:
 
 
 GRAD_FN, BASE, IS_LEAF, RETAINS = _getters("grad_fn", "_base", "is_leaf", "retains_grad")
-OUTPUT_NR, VERSION = _getters("output_nr", "_version")
 HOOK_DICTS = _getters("_backward_hooks", "_post_accumulate_grad_hooks")
 ABOUT_ITS_TAPE = (
-    *(GRAD_FN, BASE, IS_LEAF, RETAINS, OUTPUT_NR, VERSION, *HOOK_DICTS),
+    *(GRAD_FN, BASE, IS_LEAF, RETAINS, *HOOK_DICTS, *_getters("output_nr", "_version")),
     torch.Tensor._is_view,
 )
 """What a tensor tells about its tape."""

@@ -69,15 +69,3 @@ def observe_set(tell: Callable[[], None]) -> None:
 def wrap_what_is_made_once(wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
     """Wrap what makes the tensor that all ragged views are given; the first of them makes it."""
     _nested_tensor._nt_view_dummy = wrap(_nested_tensor._nt_view_dummy)
-
-
-def observe_the_engine(around: Callable[[], Any]) -> None:
-    """Let what `torch.autograd` runs a tape with do so within ``around()``."""
-    plain = torch.autograd._engine_run_backward
-
-    @functools.wraps(plain)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return plain(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run

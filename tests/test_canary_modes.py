@@ -1,6 +1,5 @@
 """Private names of modes, modules and memory still exist, and mean what they are used for."""
 
-import contextlib
 import importlib
 import threading
 
@@ -61,19 +60,6 @@ def test_function_modes_see_nothing_where_none_is_to():
         with _torch.without_function_modes():
             x.untyped_storage()
     assert not seen
-
-
-def test_what_runs_a_tape_is_looked_up_where_it_is_observed(monkeypatch):
-    """By `torch.autograd.grad`, and by all that ends in ``backward``."""
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
-    seen = []
-    _torch_observed.observe_the_engine(lambda: seen.append(True) or contextlib.nullcontext())
-    x = torch.ones(2, requires_grad=True)
-    torch.autograd.grad(x.sum(), x)
-    x.sum().backward()
-    torch.autograd.backward(x.sum())
-    torch.func.grad(lambda x: x.sum())(x)
-    assert len(seen) == 4
 
 
 def test_function_modes_are_not_shown_what_sets_memory():

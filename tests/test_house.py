@@ -92,7 +92,6 @@ LAYERS = [
     ),
     ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
     ("functx._remat._answers", "functx._remat._users_code"),
-    ("functx._remat._on_a_tape",),
     ("functx._remat._tracker",),
     ("functx._remat._scripted", "functx._remat._one_example"),
     (
@@ -117,7 +116,7 @@ LAYERS = [
     ("functx._remat._lines",),
     ("functx._remat._straight_line",),
     ("functx._remat._known_pullbacks",),
-    ("functx._remat._replay", "functx._remat._lenient"),
+    ("functx._remat._replay",),
     ("functx._remat._recording",),
     ("functx._remat._region", "functx._remat._kept_inside"),
     ("functx._remat._environment", "functx._remat._operator"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from functx import _torch, _torch_nodes, _torch_observed
+from functx import _torch, _torch_nodes
 from functx._places import is_internal
 from functx._remat._answers import EDGES, kept_answer, refuse_edges, refuse_otherwise, who_asks
 from functx._remat._entry import Entry
@@ -23,7 +22,6 @@ from functx._remat._hung_on_given import (
     hook_refused,
     hung_already,
 )
-from functx._remat._on_a_tape import taken
 from functx._remat._region import Region
 from functx._remat._tapes import of_ended_level, tensors_of
 from functx._remat._tracker import OBSERVERS, SILENT, Tracker, active_tracker, tracking
@@ -60,13 +58,6 @@ class AboutGradients(Tracker):
     def given(self) -> Sequence[Tensor]:
         """What the body was given, or has captured so far."""
         return self._originals
-
-    def met(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What was captured, and the constants, as the body met them."""
-        those: dict[str, list[Tensor]] = {"capture": [], "constant": [], "input": []}
-        for t, (kind, _) in zip(self._originals, self.origins):
-            those[kind].append(t)
-        return those["capture"], those["constant"]
 
     def hung(self, handle: Any) -> None:
         """For the regions around as well, whose replays run the body afresh."""
@@ -270,11 +261,4 @@ def _hang_on_node(hooks: Any, hang: Callable[[], tuple[Any, Any]]) -> tuple[Any,
     return found
 
 
-def around_the_engine() -> Any:
-    """NOTE [code on a tape] in `_on_a_tape`."""
-    tracker = taken()
-    return nullcontext() if tracker is None else tracking(tracker)
-
-
 OBSERVERS.append(lambda: _torch_nodes.observe_hooks_of_nodes(_hang_on_node))
-OBSERVERS.append(lambda: _torch_observed.observe_the_engine(around_the_engine))

@@ -29,9 +29,7 @@ from functx._remat._taken_off import Hanging
 from functx._torch_modules import frame_above
 from functx._torch_nodes import ABOUT_ITS_TAPE, BASE, GRAD_FN, HOOK_DICTS, nowhere
 
-_MODES = frozenset(
-    f"{mode}.__torch_function__" for mode in ("RegionMode", "OtherNames", "OfEndedLevels")
-)
+_MODE = "RegionMode.__torch_function__"
 EDGES = torch.autograd.graph.__file__  # where torch reads what somebody else wants
 _FEW = 8  # frames of a mode of the user's, between what it is shown and what it calls
 
@@ -57,9 +55,9 @@ class Answering(Hanging):
 
 
 def who_asks() -> str:
-    """The file of the code that reads what a mode of functx's is being shown."""
+    """The file of the code that reads what the mode of regions is being shown."""
     frame: Any = frame_above(2)
-    while frame.f_code.co_qualname not in _MODES:
+    while frame.f_code.co_qualname != _MODE:
         frame = frame.f_back
     frame = above = frame.f_back
     for _ in range(_FEW):  # a mode of the user's is shown what anybody reads
@@ -106,17 +104,13 @@ def told_again(func: Any, t: Tensor, entry: Entry, externals: Sequence[Tensor]) 
     return externals[entry.sources[0]] if entry.sources and entry.sources[0] >= 0 else func(t)
 
 
-def named(func: Any) -> str:
-    """What is asked for."""
-    return str(getattr(getattr(func, "__self__", func), "__name__", func))
-
-
 def refuse_otherwise(func: Any, t: Tensor, inside: Any, outside: Any, name: str) -> None:
     """Raise where what stands for ``t`` in the region ``name`` answers otherwise than ``t``."""
     if inside == outside or (func == BASE and not (inside is None or outside is None)):
         return
+    attribute = getattr(getattr(func, "__self__", func), "__name__", str(func))
     raise RematError(
-        f"remat: in the region {name!r}, something asks for .{named(func)} of a tensor of shape "
+        f"remat: in the region {name!r}, something asks for .{attribute} of a tensor of shape "
         f"{tuple(t.shape)} that the region did not make: in the region it is {inside}, outside it "
         f"is {outside}, and a replay can't tell. Ask outside of the region and pass the answer as "
         "an argument."

@@ -38,10 +38,6 @@ class Computed(Watcher):
             return False
         return storage in self._writers and storage not in self._external
 
-    def was_given(self, t: Tensor) -> bool:
-        """Whether ``t`` has memory that no operation of the body gave."""
-        return has_memory(base_of(t)) and not self.computed(t)
-
     def was_there(self, t: Tensor) -> bool:
         """Whether the memory of a plain tensor was there before the body began."""
         if not (self.reliable and has_memory(t)):

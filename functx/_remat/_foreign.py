@@ -177,7 +177,7 @@ class Standins(AboutGradients):
     def _meet_foreign(self, t: Tensor, in_engine: bool) -> Tensor:
         region = self._region
         untaped = (in_engine or self._returning) and not requires_grad_anywhere(t)
-        if untaped and not (self._was_given(t) if in_engine else self._was_there(t)):
+        if untaped and (in_engine or not self._was_there(t)):
             # A gradient that the engine handed out: made here, though nobody saw it.
             # A result that no tape knows may be passed on as it is, whoever made it, but for
             # forward mode: it may have a tangent, which is gone when its level has ended.
@@ -210,11 +210,6 @@ class Standins(AboutGradients):
     def _computed_here(self, t: Tensor) -> bool:
         """Whether the body was seen computing what is in its memory."""
         return False
-
-    def _was_given(self, t: Tensor) -> bool:
-        """Whether ``t`` is none that the engine hands to code. NOTE [code on a tape]."""
-        ledger = self.ledger
-        return ledger is not None and ledger.was_given(t) and not self._region.options.by_sight
 
     def _was_there(self, t: Tensor) -> bool:
         """Whether ``t``, of a level of forward mode, was made before the body began."""
@@ -384,6 +379,10 @@ class Standins(AboutGradients):
     def around(self) -> Any:
         """The tracker of the region around this one."""
         return self._region.outer
+
+    def captured_originals(self) -> list[Tensor]:
+        """The captured tensors, as the body met them."""
+        return [t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"]
 
     def handed_back(self, out: Tensor) -> Tensor | tuple[Tensor, Tensor] | None:
         """The foreign tensor that ``out`` stands for; or that it is a view of, and ``out``."""

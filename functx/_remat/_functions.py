@@ -117,7 +117,6 @@ class Known:
         exports: what tells which of its arguments it hands, or their memory, to what is no
             operation; ``None`` for nearly all.
         differentiates: whether it is `torch.autograd.grad`.
-        runs_a_tape: whether it is that, or ``.backward()``: torch's engine runs hooks and the like.
         given_code: whether it is written in Python, and may be given what it calls.
         gradients: whether `_gradients` is about it.
         instead: what runs in its place, seen by the region; ``None`` for nearly all.
@@ -142,7 +141,7 @@ class Known:
             "otherwise",
             "passive",
         ),
-        *("python", "runs_a_tape", "writes"),
+        *("python", "writes"),
     )
 
     def __init__(self, func: Any) -> None:
@@ -174,7 +173,6 @@ class Known:
         )
         self.label = name == "_record_function_enter_new"
         self.differentiates = func is torch.autograd.grad
-        self.runs_a_tape = self.differentiates or func is Tensor.backward
         self.given_code = type(func) is FunctionType and func not in HANGING
         self.gradients = func in ABOUT_GRADIENTS
         self.draws = name in _DRAWS

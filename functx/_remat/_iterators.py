@@ -12,7 +12,6 @@ from torch import nn
 from functx._errors import ReplayError
 from functx._remat._advanced import NotPutBackError
 from functx._remat._code_names import names_in
-from functx._remat._departure import departed
 from functx._remat._really_held import CACHED
 from functx._torch_modules import frame_above
 
@@ -59,16 +58,13 @@ def iterators_and_caches(entries: Any) -> str:
     return said
 
 
-def interrupted(error: Exception, name: str, entries: Any, replay: Any) -> None:
+def interrupted(error: Exception, name: str, entries: Any) -> None:
     """A replay has raised an error: it says so.
 
     Raises:
         ReplayError: an iterator has ended, which would end whatever takes backward passes from one;
-            or could not be put where it was; or a region inside was handed what it did not read.
+            or could not be put where it was.
     """
-    if not isinstance(error, ReplayError) and replay.misread is not None:
-        at, how = replay.misread
-        raise departed(name, how, at, entries) from error
     if isinstance(error, StopIteration):
         raise ReplayError(
             f"remat: the replay of the region {name!r} departed from its forward: an iterator that "

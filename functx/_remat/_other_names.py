@@ -9,10 +9,6 @@ back, a gradient with respect to a stand-in is that with respect to its original
 other way round: it is the sum of both, whichever is asked for. No input
 can stand for itself instead: where a region inside is given it, and closes over it too, the forward
 knew two tensors.
-
-What such code, or a hook, asks of a stand-in about its tape is asked of the original, too: the mode
-of regions is gone, as the body has ended (``NOTE [answers]`` in `_answers`). Under a transform the
-original is gone as well.
 """
 
 from __future__ import annotations
@@ -25,11 +21,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler
-from functx._errors import RematError
-from functx._remat._about_gradients import around_the_engine
-from functx._remat._answers import by_the_user, named
-from functx._remat._tapes import of_ended_level
-from functx._torch_nodes import ABOUT_ITS_TAPE, HOOK_DICTS, RETAINS, VERSION
 
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set "
@@ -63,14 +54,12 @@ class OtherNames(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """A derivative is taken by all names, the outermost answers; anything else is as it is."""
+        """A derivative is taken by all names; anything else is as it is."""
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return self._grad(*args, **kwargs)
         if func is Tensor.backward:
             return self._backward(*args, **kwargs)
-        if func in ABOUT_ITS_TAPE and id(args[0]) in self._names and by_the_user():
-            return func(self._names[id(args[0])][0])
         return func(*args, **kwargs)
 
     def _backward(
@@ -123,7 +112,7 @@ class OtherNames(TorchFunctionMode):
             cotangents = [
                 torch.ones_like(o) if g is None else g for o, g in zip(outs, given, strict=True)
             ]
-            with self, around_the_engine():
+            with self:
                 found = _torch.run_backward(
                     tuple(outs),
                     tuple(cotangents),
@@ -148,41 +137,6 @@ class OtherNames(TorchFunctionMode):
         for t, original in self._own:
             if t.is_leaf and (gradient := t.grad) is not None:
                 torch.autograd.backward(original, gradient, retain_graph=True)
-
-
-class OfEndedLevels(TorchFunctionMode):
-    """Raises where a hook or a Function asks what nobody knows, of what its region was given.
-
-    Args:
-        name: of the region.
-    """
-
-    only_observes = True
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    @_torch_compiler.uncompiled
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Anything else is as it is."""
-        if func in _OF_LEAVES and self._is_given(args[0]) and by_the_user():
-            raise RematError(
-                f"remat: a hook or a custom Function of the region {self._name!r} asks, under a "
-                f"transform, for .{named(func)} of a tensor of shape {tuple(args[0].shape)} that "
-                "the region is given; a replay can't tell. Ask in the body of the region, or "
-                "outside of it, and let the hook close over the answer."
-            )
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _is_given(t: Tensor) -> bool:
-        return t.requires_grad and t.grad_fn is None and of_ended_level(t)
-
-
-_OF_LEAVES = {*ABOUT_ITS_TAPE} - {RETAINS, VERSION, *HOOK_DICTS}
 
 
 def _sequence(tensors: Any) -> Sequence[Any]:

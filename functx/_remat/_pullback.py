@@ -16,7 +16,7 @@ from functx._remat._asked import Asked
 from functx._remat._in_parts import running
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
-from functx._remat._other_names import OfEndedLevels, OtherNames
+from functx._remat._other_names import OtherNames
 from functx._remat._read_results import Cut
 from functx._remat._region import Flat
 from functx._remat._stored import pending, refuse_changed
@@ -89,7 +89,6 @@ class Pullback:
         cut: where the tape of the replay is cut, if somewhere. ``NOTE [read results]``.
         everywhere: whether it is pulled back to all leaves. ``NOTE [all of a tape]`` in `_apart`.
         plainly: of `Asked`, where something may be left out by that.
-        region: the name of the one that is pulled back.
         names: the stand-ins on the tape, and what they stand for, if that may make a difference.
     """
 
@@ -98,7 +97,6 @@ class Pullback:
     marked = False
     names: OtherNames | None = None
     plainly: bool | None = None
-    region = ""
 
     def __init__(
         self,
@@ -155,10 +153,7 @@ class Pullback:
                 lend(edge, cotangent)
         # On plain autograd the tape of the replay is part of what a second derivative needs.
         retain = plain and recording
-        names: Any = self.names
-        self.names = None
-        if self.by_name and not (plain or _torch.tracing()):
-            names = OfEndedLevels(self.region)
+        names, self.names = self.names, None
         running.of = backward
         pull_back = _pull_back if self.cut is None else self.cut.around(_pull_back)
         n = len(inputs)
@@ -173,8 +168,7 @@ class Pullback:
         else:
             with names:
                 gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
-            if isinstance(names, OtherNames):
-                names.pass_on()
+            names.pass_on()
         if pending.those is not None:
             refuse_changed()
         if tracker is not None:

@@ -83,7 +83,6 @@ def _replayed(
         pullback.marked = True
     ledger = region.ledger
     pullback.by_name = ledger is None or ledger.python_on_tape
-    pullback.region = region.options.name
     if payload.absent:
         kept, absent = iter(saved), iter(payload.absent)
         with tracking(SILENT):  # what making placeholders takes is no operation of a body

@@ -41,14 +41,13 @@ from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
 from functx._remat._leaving import can_leave, escaped, leaves_of
 from functx._remat._ledger import Ledger
-from functx._remat._lenient import Lenient
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
 from functx._remat._partial import written_to
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
-from functx._remat._replay import BY_SIGHT, NOTHING, Replay
+from functx._remat._replay import BY_SIGHT, NOTHING, Lenient, Replay
 from functx._remat._taken_off import hung_again
 from functx._remat._tapes import rewrap
 from functx._remat._tracker import tracking
@@ -117,7 +116,7 @@ class Region:
     needed: Sequence[bool] = ()
     passing = unread = needed
     origins: Sequence[tuple[str, int]] = ()
-    originals: Any = None  # captures, constants, where replays know by identity
+    originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
     outer: Any = None
     outer_levels: Any = None
     began, grad_mode, marked, n_captured = 0, True, False, 0
@@ -170,13 +169,14 @@ class Region:
         n_explicit = len(tensors) - self.n_captured
         if self.rewritten:
             tensors = [*tensors]
-            for kind, i in map(self.origins.__getitem__, self.rewritten):
+            for position in self.rewritten:
+                kind, i = self.origins[position]
                 i += n_explicit if kind == "capture" else 0
                 tensors[i] = to_be_written(tensors[i])
         explicit, late = tensors[:n_explicit], tensors[n_explicit:]
         name, known = self.options.name, (self.left, self.passed_on)
         externals: list[Tensor] = []
-        replay: Any = None if self.originals is None else Lenient(self, late)
+        replay: Any = None if self.originals is None else Lenient(self.originals, late)
         if replay is None:
             externals = [
                 self.constants[i].for_replay(name)
@@ -202,7 +202,7 @@ class Region:
             if pruned is not None:
                 pruned.check(outs)
         except Exception as error:
-            interrupted(error, name, self.entries, replay)
+            interrupted(error, name, self.entries)
             raise
         if self.overwritten:
             outs = [*outs, *(self._external(p, tensors, externals) for p in self.overwritten)]
@@ -299,7 +299,7 @@ class Region:
                 self.kept = ledger.take_kept()
         first.ended()
         if lenient:
-            self.originals = first.met()
+            self.originals = first.captured_originals()
         self.births = [*first.births, *first.standin_births()]  # those from -1 down
         return outs
 

@@ -27,7 +27,6 @@ from functx._remat._entry import (
     Entry,
     custom_state,
     describe,
-    nested_capture,
     nested_run,
     nested_values,
 )
@@ -159,22 +158,6 @@ class Replay(Tracker):
         else:
             self.note(out)
         return out
-
-    def operands(self, func: Any, values: Sequence[Any]) -> Any:
-        """As of any tracker; what a region inside runs is only compared when it has ended."""
-        swapped = super().operands(func, values)
-        if func is nested_capture and self.misread is None:
-            (t,), (given,) = values, swapped
-            if t.shape != given.shape:
-                at = self._at - 1
-                self.misread = (
-                    at,
-                    (
-                        f"operation {at}, a region inside it, reads a tensor of shape "
-                        f"{tuple(t.shape)} where it read one of shape {tuple(given.shape)}"
-                    ),
-                )
-        return swapped
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation, or what of it a pullback reads."""
@@ -374,6 +357,38 @@ def _kept_otherwise(at: int, before: Sequence[Any], now: Sequence[Any]) -> str:
         f"{', '.join(f'ctx.{n}' for n in names)} (what the backward does not compute with can have "
         "a name that begins with an underscore: it is not compared)"
     )
+
+
+class Lenient(Tracker):
+    """The tracker of a replay that is not compared: externals are known by identity.
+
+    For pullbacks, whose operations are the engine's choice and may differ from run to run (what
+    torch sets up at first use runs once); only what hooks close over is foreign there.
+
+    Args:
+        originals: the captured tensors, as the first run met them.
+        standins: what stands for them now.
+    """
+
+    def __init__(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.left: dict[int, Tensor] = {}
+        self._standins = {id(o): (o, s) for o, s in zip(originals, standins, strict=True)}
+
+    def resolve(self, t: Tensor) -> Tensor:
+        """The stand-in of a captured tensor, anything else as it is."""
+        found = self._standins.get(id(t))
+        return t if found is None else found[1]
+
+    def close(self, func: Any) -> None:
+        """Nothing is compared."""
+        self._scalars.clear()
+
+    def made(self, t: Tensor) -> None:
+        """Nothing is kept."""
+
+    def complete(self) -> None:
+        """Nothing is compared."""
 
 
 BY_SIGHT: list[Any] = []

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
 from functx._remat._aliases import Aliases
+from functx._remat._answers import Answering
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
 from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
@@ -33,14 +34,13 @@ from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import on_the_tape
 from functx._remat._hung_on_given import LEFT
-from functx._remat._on_a_tape import OnATape
 from functx._remat._past_torch import AllHeld
 from functx._remat._users_code import OVERRIDING, is_given_code, overridden, seen_again
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
-class Tracker(OnATape):
+class Tracker(Answering):
     """What the first run and a replay do alike for each operation."""
 
     inside: Any = None  # what the regions inside keep
@@ -191,7 +191,7 @@ class Tracker(OnATape):
                 tell_of_an_export(t)
         if known.differentiates:
             args, kwargs, func = on_the_tape(given, args, kwargs)
-        out = (self.run_a_tape if known.runs_a_tape else self.execute)(func, args, kwargs)
+        out = self.execute(func, args, kwargs)
         if out.__class__ is Tensor:
             self.made(out)
         else:
@@ -213,6 +213,10 @@ class Tracker(OnATape):
 
     def labelled(self, label: str) -> None:
         """What begins is called so in profiles."""
+
+    def execute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An operation that was recorded, on resolved arguments."""
+        return func(*args, **kwargs)
 
 
 class _Silent(Tracker):
