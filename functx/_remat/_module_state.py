@@ -11,13 +11,14 @@ an object that it knows weakly, or the hook of a module; if there is no such way
 the body, the copies of `_containers` are what replays write to.
 
 NOTE [what counts runs]
-A list or a dict of a function's own cells and globals with nothing in it but numbers and names
-(``runs.append(1)``) is left to replays as it is, and so it says how often the function ran. Where
-what the function computes depends on it, a replay departs from its forward, which is an error.
+A list or a dict of a function's own cells and globals with nothing in it but numbers, names and the
+like (``runs.append(1)``) is left to replays as it is, and so it says how often the function ran.
+Where what the function computes depends on it, a replay departs from its forward: an error.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import operator
 import threading
@@ -26,11 +27,13 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 from functx import _torch_modules
 from functx._remat._advanced import owner_of
 from functx._remat._arguments import SIMPLE
 from functx._remat._callers_own import Own, put_back
-from functx._remat._containers import elements
+from functx._remat._containers import MUTABLE, elements, reached
 from functx._remat._contents import (
     Grown,
     Length,
@@ -308,5 +311,13 @@ def _holds(c: Any, ids: set[int]) -> bool:
 
 
 def _counts(c: Any) -> bool:
-    """Whether a container holds nothing but numbers, names and tuples of them."""
-    return all(type(x) in SIMPLE or (type(x) is tuple and _counts(x)) for x in elements(c))
+    """Whether a container holds nothing but numbers, names and the like, itself or in others."""
+    return all(
+        type(x) in _OF_NO_STATE or isinstance(x, _NAMES)
+        for one in reached([c]).values()
+        for x in elements(one)
+    )
+
+
+_OF_NO_STATE = SIMPLE | MUTABLE | {tuple, torch.Size, bytes, range}
+_NAMES = (type, weakref.ref, enum.Enum)
