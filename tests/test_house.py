@@ -116,7 +116,7 @@ LAYERS = [
     ("functx._remat._lines",),
     ("functx._remat._straight_line",),
     ("functx._remat._known_pullbacks",),
-    ("functx._remat._replay",),
+    ("functx._remat._replay", "functx._remat._lenient"),
     ("functx._remat._recording",),
     ("functx._remat._region", "functx._remat._kept_inside"),
     ("functx._remat._environment", "functx._remat._operator"),

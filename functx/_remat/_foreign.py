@@ -30,6 +30,7 @@ from functx._remat._constant import Constant
 from functx._remat._entry import KNOWN, MADE_HERE, REWRAPPED, nested_capture
 from functx._remat._holders import Holders
 from functx._remat._ledger import Ledger
+from functx._remat._lenient import Met, met_as
 from functx._remat._region import Region
 from functx._remat._replay import NOTHING
 from functx._remat._tapes import (
@@ -380,9 +381,9 @@ class Standins(AboutGradients):
         """The tracker of the region around this one."""
         return self._region.outer
 
-    def captured_originals(self) -> list[Tensor]:
-        """The captured tensors, as the body met them."""
-        return [t for t, (kind, _) in zip(self._originals, self.origins) if kind == "capture"]
+    def met(self) -> Met:
+        """What the body captured and was given."""
+        return met_as(self._originals, self.origins)
 
     def handed_back(self, out: Tensor) -> Tensor | tuple[Tensor, Tensor] | None:
         """The foreign tensor that ``out`` stands for; or that it is a view of, and ``out``."""

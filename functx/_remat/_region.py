@@ -41,13 +41,14 @@ from functx._remat._iterators import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
 from functx._remat._leaving import can_leave, escaped, leaves_of
 from functx._remat._ledger import Ledger
+from functx._remat._lenient import Lenient, Met
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
 from functx._remat._partial import written_to
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
-from functx._remat._replay import BY_SIGHT, NOTHING, Lenient, Replay
+from functx._remat._replay import BY_SIGHT, NOTHING, Replay
 from functx._remat._taken_off import hung_again
 from functx._remat._tapes import rewrap
 from functx._remat._tracker import tracking
@@ -116,7 +117,7 @@ class Region:
     needed: Sequence[bool] = ()
     passing = unread = needed
     origins: Sequence[tuple[str, int]] = ()
-    originals: Sequence[Tensor] | None = None  # captures, where replays know by identity
+    originals: Met | None = None  # where replays know by identity
     outer: Any = None
     outer_levels: Any = None
     began, grad_mode, marked, n_captured = 0, True, False, 0
@@ -176,7 +177,7 @@ class Region:
         explicit, late = tensors[:n_explicit], tensors[n_explicit:]
         name, known = self.options.name, (self.left, self.passed_on)
         externals: list[Tensor] = []
-        replay: Any = None if self.originals is None else Lenient(self.originals, late)
+        replay: Any = None if self.originals is None else Lenient(self.originals, late, explicit)
         if replay is None:
             externals = [
                 self.constants[i].for_replay(name)
@@ -299,7 +300,7 @@ class Region:
                 self.kept = ledger.take_kept()
         first.ended()
         if lenient:
-            self.originals = first.captured_originals()
+            self.originals = first.met()
         self.births = [*first.births, *first.standin_births()]  # those from -1 down
         return outs
 
@@ -341,8 +342,7 @@ class Region:
         if not self.owners:
             return
         for owner, r in zip(self.owners, self._results[len(self._results) - len(self.owners) :]):
-            assert isinstance(r, int)
-            if (value := distinct[r]) is not None and value is not owner:
+            if isinstance(r, int) and (value := distinct[r]) is not None and value is not owner:
                 inside = base_of(owner)
                 if id(inside) in self.before and inside.grad_fn and _torch.detachable(inside):
                     with _torch.cleared_interpreter_stack():

@@ -359,38 +359,6 @@ def _kept_otherwise(at: int, before: Sequence[Any], now: Sequence[Any]) -> str:
     )
 
 
-class Lenient(Tracker):
-    """The tracker of a replay that is not compared: externals are known by identity.
-
-    For pullbacks, whose operations are the engine's choice and may differ from run to run (what
-    torch sets up at first use runs once); only what hooks close over is foreign there.
-
-    Args:
-        originals: the captured tensors, as the first run met them.
-        standins: what stands for them now.
-    """
-
-    def __init__(self, originals: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.left: dict[int, Tensor] = {}
-        self._standins = {id(o): (o, s) for o, s in zip(originals, standins, strict=True)}
-
-    def resolve(self, t: Tensor) -> Tensor:
-        """The stand-in of a captured tensor, anything else as it is."""
-        found = self._standins.get(id(t))
-        return t if found is None else found[1]
-
-    def close(self, func: Any) -> None:
-        """Nothing is compared."""
-        self._scalars.clear()
-
-    def made(self, t: Tensor) -> None:
-        """Nothing is kept."""
-
-    def complete(self) -> None:
-        """Nothing is compared."""
-
-
 BY_SIGHT: list[Any] = []
 
 

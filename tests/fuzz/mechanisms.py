@@ -20,10 +20,10 @@ from functx._remat import (
     _foreign,
     _function,
     _ledger,
+    _lenient,
     _prune,
     _pullback,
     _region,
-    _replay,
     _step,
     _tracker,
 )
@@ -58,7 +58,7 @@ def _custom_functions(patch: pytest.MonkeyPatch) -> None:
 def _externals(patch: pytest.MonkeyPatch) -> None:
     """A replay reads what it finds, and trusts it."""
     patch.setattr(functx, "remat", _with(determinism_check="none"))
-    patch.setattr(_replay.Lenient, "resolve", lambda self, t: t)
+    patch.setattr(_lenient.Lenient, "resolve", lambda self, t: t)
 
 
 def _random_numbers(patch: pytest.MonkeyPatch) -> None:
