@@ -176,3 +176,21 @@ class TestProfile:
         names = self.names(lambda: take("backward", region))
         assert any("Linear" in name and "replay" in name for name in names)
         assert any("Linear" in name and "replay" not in name for name in names)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_error_on_the_tape_of_a_replay_says_so_once(nested):
+    held = {}
+
+    def f(x):
+        h, key = x.sin(), object()
+        held[key] = h.detach(), "of this run"
+        h.register_hook(lambda g: held.pop(key)[0] * g)
+        return h.exp()
+
+    x = numbers(3).requires_grad_()
+    y = functx.remat((lambda x: functx.remat(f)(x) * 2) if nested else f)(x).sum()
+    with pytest.raises(KeyError) as caught:
+        y.backward()
+    (note,) = caught.value.__notes__
+    assert "on the tape of its second run" in note

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from functx._errors import ReplayError
+from functx._errors import RematError, ReplayError
 from functx._remat._advanced import NotPutBackError
 from functx._remat._code_names import names_in
 from functx._remat._really_held import CACHED
@@ -78,6 +78,16 @@ def interrupted(error: Exception, name: str, entries: Any) -> None:
             f"functx: raised while the region {name!r} ran again for a derivative, which it did "
             "not in its forward. It may read something that has changed since (a flag, a counter, "
             "train() or eval())."
+        )
+
+
+def interrupted_backwards(error: Exception, name: str) -> None:
+    """Code on the tape of a replay has raised an error: it says so, if nobody else has."""
+    if not isinstance(error, RematError) and not getattr(error, "__notes__", ()):
+        error.add_note(
+            f"functx: raised in a backward pass of the region {name!r}, on the tape of its second "
+            "run. What the first one has stored under keys of its own (ids, random names) is not "
+            "what that one asks for."
         )
 
 

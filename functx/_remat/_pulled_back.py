@@ -18,6 +18,7 @@ from functx._remat._custom import running
 from functx._remat._depth import nested
 from functx._remat._dual_level import off_the_tape
 from functx._remat._holders import base_of
+from functx._remat._iterators import interrupted_backwards
 from functx._remat._known_pullbacks import known_gradients
 from functx._remat._letting_go import can_go, lent, nobody_differentiates
 from functx._remat._operator import call
@@ -100,6 +101,9 @@ def _replayed(
         _in_parts.begins(region.hooks, recorded=isinstance(fn, Replayed))
     try:
         results = iter(_pull_back(region, pullback, tensors, connected, lends, passing))
+    except Exception as error:
+        interrupted_backwards(error, region.options.name)
+        raise
     finally:
         _in_parts.running.of = within
     gradients = [next(results) if need else None for need in needs]
