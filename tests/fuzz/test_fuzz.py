@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 import functx
+from functx._remat import _contents
 
 from . import sweep
 from .census import NAMES, Census
@@ -63,6 +64,14 @@ def test_what_was_found_before(name):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", [4974, 6781])
+def test_what_the_latest_sweep_found(number, monkeypatch):
+    """A list had an entry more: what a replay put there was taken for another thread's."""
+    monkeypatch.setattr(_contents.threading, "active_count", lambda: 1)  # as where no test runs
+    program = numbered(number)
+    check(program, reference(program))
+
+
 def test_a_few_hundred_programs():
     census = search(250, 0)
     print(census)
