@@ -45,7 +45,12 @@ LAYERS = [
         "functx._remat._cond",
         "functx._remat._tapes",
     ),
-    ("functx._remat._holders", "functx._remat._reached", "functx._remat._really_held"),
+    (
+        "functx._remat._holders",
+        "functx._remat._of_a_run",
+        "functx._remat._reached",
+        "functx._remat._really_held",
+    ),
     ("functx._remat._one_by_one",),
     ("functx._remat._partial",),
     ("functx._remat._in_turn", "functx._remat._hung_inside"),

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -232,3 +233,71 @@ def test_known_code_leaves_lists_as_they_are(monkeypatch):
         counts.append((net.calls, len(net.log)))
     assert counts == [(n, n) for n in range(1, 10)]
     assert {*put_back} == {0, 1, 2, 3, 4}
+
+
+LISTS = {
+    "what it is given": lambda log, x: log.append(x),
+    "in a tuple": lambda log, x: log.append((x,)),
+    "detached": lambda log, x: log.append(x.detach()),
+    "a result": lambda log, x: log.append(x.cos()),
+    "what it has written to": lambda log, x: log.append(x.mul_(2)),
+}
+NESTS = {
+    "one in another": lambda inside, x: inside(x * 2),
+    "given the very same": lambda inside, x: inside(x),
+    "given a constant": lambda inside, x: inside(torch.ones(3).double()) * x,
+    "one in two others": lambda inside, x: functx.remat(lambda y: inside(y.cos()) * y)(x * 2),
+    "vmap": lambda inside, x: functx.vmap(inside)(x.expand(2, 3) * 2).sum(0),
+    "what vmap is given": lambda inside, x: functx.vmap(inside)(x.expand(2, 3) * 1),
+    "of jvp": lambda inside, x: inside(functx.jvp(lambda y: y.sin() * y, (x,), (x.cos(),))[1]),
+    "of torch.func": lambda inside, x: inside(torch.func.grad(lambda y: (y.sin() * x).sum())(x)),
+}
+
+
+REFUSED = {
+    ("given the very same", "what it has written to"),  # by torch, in the second derivative
+    # A wrapper with a history can't leave a region.
+    *product(("vmap", "what vmap is given"), ("a result", "what it has written to")),
+}
+
+
+def logged(inside, nest, remat, within):
+    """How much a list holds after a forward and two derivatives, and what these are."""
+    log, x, lengths = [], numbers(3).requires_grad_() * 1, []
+    body = within(lambda y: [inside(log, y), y.sin()][-1])
+    y = remat(lambda x: nest(body, x).exp())(x).sum()
+    lengths.append(len(log))
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    lengths.append(len(log))
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return [*lengths, len(log)], (y, first, second)
+
+
+@pytest.mark.parametrize("within", [functx.remat, lambda f: f], ids=["nested", "one region"])
+@pytest.mark.parametrize(("nest", "inside"), [c for c in product(NESTS, LISTS) if c not in REFUSED])
+def test_what_is_the_region_s_own_in_a_nest(nest, inside, within):
+    """It was taken for the other thread's, and stayed; or it was an error."""
+    expected, values = logged(LISTS[inside], NESTS[nest], lambda f: f, lambda f: f)
+    found, ours = logged(LISTS[inside], NESTS[nest], functx.remat, within)
+    assert found == expected
+    torch.testing.assert_close(ours, values, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("theirs", ["with history", "detached"])
+def test_what_comes_while_a_nest_is_replayed(theirs):
+    """Of a tensor of the region inside, and another thread's, it is known whose is whose."""
+    log, given, meanwhile = [], [], [lambda: None]
+    inner = functx.remat(lambda y: [log.append(y), log.append(y.detach()), y.sin()][-1])
+    region = functx.remat(lambda x: [inner(x * 2), meanwhile[0]()][0].exp())
+    y = region(numbers(3).requires_grad_())
+    before = [*log]
+
+    def put():
+        given.append(THEIRS[theirs]())
+        log.append(given[-1])
+
+    meanwhile[0] = elsewhere(put)
+    y.sum().backward()
+    assert len(given) == 1
+    assert len(log) == 3
+    assert all(is_there(x, log) for x in (*before, *given))

@@ -25,6 +25,7 @@ from functx._places import is_internal
 from functx._remat._entry import Entry
 from functx._remat._gradients import RETAIN_GRAD
 from functx._remat._hung_on_given import HANGING, LEFT
+from functx._remat._of_a_run import Knowing
 from functx._remat._taken_off import Hanging
 from functx._torch_modules import frame_above
 from functx._torch_nodes import ABOUT_ITS_TAPE, BASE, GRAD_FN, HOOK_DICTS, nowhere
@@ -34,7 +35,7 @@ EDGES = torch.autograd.graph.__file__  # where torch reads what somebody else wa
 _FEW = 8  # frames of a mode of the user's, between what it is shown and what it calls
 
 
-class Answering(Hanging):
+class Answering(Hanging, Knowing):
     """The part of a tracker that answers."""
 
     def about_gradients(self, func: Any, args: Any) -> Any:

@@ -28,7 +28,7 @@ from functx._remat._known_runs import layout_of
 from functx._remat._ledger import Ledger
 from functx._remat._overwritten import Writes
 from functx._remat._parts import noting_parts
-from functx._remat._past_torch import is_foreign, may_be_unseen
+from functx._remat._past_torch import is_foreign
 from functx._remat._prune import is_unread
 from functx._remat._read_results import Replayed
 from functx._remat._region import Region
@@ -383,11 +383,6 @@ class FirstRun(Compared):
         if others:
             found.leads_elsewhere(enumerate(outs), others, self._region.options.name)
         return found
-
-    def had(self, t: Tensor) -> bool:
-        """Whether the body made ``t``, or was given it, so that a replay knows its own one."""
-        found = self._index.get(id(t))
-        return self.knows(t) or (found is not None and found[1] is t) or may_be_unseen(t)
 
     def check_writes(self) -> None:
         """The run ended: what it wrote to must be known, or it can't run again."""

@@ -96,8 +96,20 @@ class Compared(Asking):
         """What the body read that it did not make, as it saw it."""
         return self._standins
 
+    def saw(self, t: Tensor) -> bool:
+        """Whether an operation gave ``t``, or the body was given it."""
+        found = self._index.get(id(t))
+        return self.knows(t) or (found is not None and found[1] is t)
+
     def own(self, t: Tensor) -> Tensor:
-        """The caller's tensor for what stands for it. ``NOTE [stored arguments]``."""
+        """The caller's tensor for what stands for it, which the region around this one is told."""
+        own = self._own(t)
+        if (outer := self._region.outer) is not None and self.had(t):
+            outer.put_inside(own)
+        return own
+
+    def _own(self, t: Tensor) -> Tensor:
+        """``NOTE [stored arguments]``."""
         found = self._index.get(id(t))
         if found is None or found[1] is not t or id(t) in self.given_a_gradient:
             return t

@@ -3,8 +3,9 @@
 NOTE [put there by others]
 A container that a body changes is as it was while a replay runs, and afterwards as it was found.
 What another thread puts there in between has to stay. A tensor is another's if the replay has
-neither made it nor been given it, nor the forward has put it there. Of anything else, what is more
-than the forward has put there is another's. Where that does not tell what is whose, it is an error.
+neither made it nor been given it (``NOTE [of a run]`` in `_of_a_run`), nor the forward has put it
+there. Of anything else, what is more than the forward has put there is another's. Where that does
+not tell what is whose, it is an error.
 In a dict it is the keys that tell. Who reads a container while another thread replays a region that
 changes it, finds what that replay does; and so it is with attributes and globals that are rebound,
 which are what they were when the replay has ended.

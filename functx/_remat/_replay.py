@@ -36,7 +36,7 @@ from functx._remat._hung_on_given import LEFT, hung_already
 from functx._remat._iterators import iterators_and_caches
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
-from functx._remat._past_torch import AllHeld, may_be_unseen
+from functx._remat._past_torch import AllHeld
 from functx._remat._prune import Pruned
 from functx._remat._tapes import leads_to, rewrap
 from functx._remat._tracker import Tracker
@@ -173,10 +173,13 @@ class Replay(Tracker):
         return out
 
     def has(self, t: Tensor) -> bool:
-        """Whether the body made ``t``, or was given it, as far as can be told."""
+        """What only a replay that is compared can tell: `had`."""
+        return self.had(t)
+
+    def saw(self, t: Tensor) -> bool:
+        """Whether an operation gave ``t``, or the body was given it."""
         key = id(t)
-        known = key in self._numbers or key in self._external_ids or key in self.aliases
-        return known or may_be_unseen(t)
+        return key in self._numbers or key in self._external_ids or key in self.aliases
 
     def made(self, t: Tensor) -> None:
         """Know it by its number, and keep what left the region in its forward."""

@@ -64,10 +64,11 @@ def test_what_was_found_before(name):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("number", [4974, 6781])
-def test_what_the_latest_sweep_found(number, monkeypatch):
+def test_what_the_latest_sweep_found(number, threads, monkeypatch):
     """A list had an entry more: what a replay put there was taken for another thread's."""
-    monkeypatch.setattr(_contents.threading, "active_count", lambda: 1)  # as where no test runs
+    monkeypatch.setattr(_contents.threading, "active_count", lambda: threads)
     program = numbered(number)
     check(program, reference(program))
 
