@@ -86,12 +86,15 @@ def _hang(register: Any, node: Any, t: torch.Tensor, hooks: dict[int, Any]) -> N
 
 
 class EngineHook:
-    """A hook of functx's own on a tensor."""
+    """A hook of functx's own on a tensor; by itself, so that there is a dict that others are in."""
 
     __torch_unserializable__ = True  # torch.save does not say that it leaves it out
 
     def is_on(self, t: torch.Tensor) -> None:
         """It is on another tensor now, by `become`."""
+
+    def __call__(self, cotangent: torch.Tensor | None) -> Any:
+        """Nothing."""
 
 
 class _Hooks(OrderedDict[int, Any]):

@@ -38,29 +38,26 @@ def come_by(node: Any, cotangents: Sequence[Tensor | None]) -> list[int]:
     each = [leading(node, n) for n in wanted] or [[False] * len(edges)]
     led = map(any, zip(*each))
     beyond = [one for (one, _), leads in zip(edges, led) if one is not None and not leads]
-    for below in tape_below(beyond)[0] if beyond else ():
-        leaf: Any = None if below.next_functions else getattr(below, "variable", None)
-        hooks = None if leaf is None else _torch_nodes.hooks_after(leaf)
-        if hooks and (id(below), -1) not in _under_way():
-            # Torch calls such a hook where a node has handed on nothing.
+    for leaf in tape_below(beyond)[1] if beyond else ():
+        # Torch calls such a hook where a node has handed on nothing.
+        if _torch_nodes.hooks_after(leaf) and id(leaf) not in _under_way():
             calls_only_with_a_gradient(leaf)
     return wanted
 
 
-Parts = Set[tuple[int, int]]
-"""Nodes by id; with -1, or the number of a result if the node is that of a region."""
-
-
 class _Passes(threading.local):
     def __init__(self) -> None:
-        self.latest: dict[int, Parts] = {}
+        self.latest: dict[int, Set[int]] = {}
 
 
 _passes = _Passes()
 
 
-def _under_way() -> Parts:
-    """What the backward pass that this thread is in would come by, so far as it is sure."""
+def _under_way() -> Set[int]:
+    """The leaves, by id, that the backward pass of this thread comes by, so far as it is sure.
+
+    Not nodes: of these another object may tell when they are looked at again.
+    """
     latest = _passes.latest
     if (found := latest.get(task := _torch.current_graph_task_id())) is None:
         found = latest[task] = _followed()
@@ -69,14 +66,16 @@ def _under_way() -> Parts:
     return found
 
 
-def _followed() -> Parts:
+def _followed() -> Set[int]:
     stack = [part_of(edge) for began, _ in passes_under_way() for edge in began if edge[0]]
-    found = set[tuple[int, int]]()
+    seen, found = {*stack}, set[int]()
     for node, n in stack:  # which grows
-        if (id(node), n) in found:
-            continue
-        found.add((id(node), n))
+        leaf = None if node.next_functions else getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
         payload = getattr(node, "payload", None)
         if payload is None or not hides_history(payload.region):
-            stack += map(part_of, edges_of_part(node, n))
+            below = {*map(part_of, edges_of_part(node, n))} - seen
+            seen |= below
+            stack += below
     return found

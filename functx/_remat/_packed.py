@@ -28,7 +28,7 @@ class Packed:
     """A dual that a region gave, or a part of one, as a level with a tape knows it."""
 
     def __init__(self, t: Tensor) -> None:
-        t.register_hook(_Mark())  # so that there is a dict, which hooks are added to
+        t.register_hook(_torch_nodes.EngineHook())
         self._hooks = weakref.ref(_torch_nodes.hooks_of(t))
         self._edge = id(t.grad_fn), t.output_nr
         self._t = weakref.ref(t)
@@ -46,11 +46,6 @@ class Packed:
         t = self._t()
         retained = t is not None and t.retains_grad
         return retained or _torch_nodes.has_users_hook(self._hooks()) or is_asked_for(*self._edge)
-
-
-class _Mark(_torch_nodes.EngineHook):
-    def __call__(self, cotangent: Tensor | None) -> None:
-        """Nothing."""
 
 
 def note_packed(region: Any, dual: Tensor) -> None:

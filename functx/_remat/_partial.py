@@ -239,16 +239,9 @@ def written_to(owner: Tensor, value: Tensor) -> None:
     with _torch.without_modes():
         for t in (owner, _torch.view_base(owner)) if watchers else ():
             if t is not None and t.grad_fn is not None:
-                t.register_hook(_Mark())
+                t.register_hook(_torch_nodes.EngineHook())
                 for watcher in watchers:
                     watcher.further.append(Looker(t))
-
-
-class _Mark(_torch_nodes.EngineHook):
-    """The first hook of a tensor: so there is a dict, to which others are added."""
-
-    def __call__(self, cotangent: Tensor | None) -> None:
-        pass
 
 
 class _Watcher(Looker, _torch_nodes.EngineHook):
