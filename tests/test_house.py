@@ -115,7 +115,7 @@ LAYERS = [
     ("functx._linearize",),
     (
         "functx._remat._departure",
-        "functx._remat._iterators",
+        "functx._remat._interrupted",
         "functx._remat._room",
     ),
     ("functx._remat._lines",),

@@ -18,7 +18,7 @@ from functx._remat._custom import running
 from functx._remat._depth import nested
 from functx._remat._dual_level import off_the_tape
 from functx._remat._holders import base_of
-from functx._remat._iterators import interrupted_backwards
+from functx._remat._interrupted import interrupted_backwards
 from functx._remat._known_pullbacks import known_gradients
 from functx._remat._letting_go import can_go, lent, nobody_differentiates
 from functx._remat._operator import call

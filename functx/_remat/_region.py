@@ -37,7 +37,7 @@ from functx._remat._constant import Constant, let_go, still
 from functx._remat._constant import unread as unread_constants
 from functx._remat._holders import base_of
 from functx._remat._in_turn import viewed_again
-from functx._remat._iterators import interrupted
+from functx._remat._interrupted import interrupted
 from functx._remat._kept_inside import Inside, keeps_deep_inside
 from functx._remat._leaving import can_leave, escaped, leaves_of
 from functx._remat._ledger import Ledger

@@ -33,7 +33,7 @@ from functx._remat._entry import (
 from functx._remat._functions import known as known_functions
 from functx._remat._functions import known_of
 from functx._remat._hung_on_given import LEFT, hung_already
-from functx._remat._iterators import iterators_and_caches
+from functx._remat._interrupted import iterators_and_caches
 from functx._remat._letting_go import Passing
 from functx._remat._parts import Parts
 from functx._remat._past_torch import AllHeld

@@ -1,4 +1,4 @@
-"""Iterators and caches that a region reaches: what one run takes or makes, the next does not."""
+"""What is said where a replay departs or raises: of errors, and iterators and caches it reaches."""
 
 from __future__ import annotations
 
