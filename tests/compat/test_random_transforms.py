@@ -160,6 +160,12 @@ def jax_network(key, weight, x):
     return (dropout(second, hidden @ weight) ** 2).sum()
 
 
+def agrees(got, expected):
+    """In float32, relative to the largest entry: what is small may be what large ones leave."""
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6 * max(scale, 5))
+
+
 TRANSFORMS = {
     "value": lambda of, f: f,
     "grad": lambda of, f: of.grad(f, 0),
@@ -176,7 +182,7 @@ def test_a_dropout_network_agrees_with_jax(transform):
     expected = jax.jit(of_jax)(weight.numpy())
     for net in (network, functx.remat(network)):
         got = TRANSFORMS[transform](functx, lambda w, net=net: net(random.key(1), w, x))(weight)
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
+        agrees(got, expected)
 
 
 def test_per_example_dropout_agrees_with_jax():
@@ -185,10 +191,10 @@ def test_per_example_dropout_agrees_with_jax():
     per_example = functx.vmap(functx.grad(functx.remat(network), 1), (0, None, 0))
     expected = jax.jit(jax.vmap(jax.grad(jax_network, 1), (0, None, 0)))
     expected = expected(random.to_jax(keys), jnp.asarray(weight.numpy()), x.numpy())
-    np.testing.assert_allclose(per_example(keys, weight, x), expected, rtol=2e-5, atol=1e-5)
+    agrees(per_example(keys, weight, x), expected)
     lowered = jax.jit(jax.vmap(jax.grad(to_jax(functx.remat(network)), 1), (0, None, 0)))
     got = lowered(random.to_jax(keys), jnp.asarray(weight.numpy()), jnp.asarray(x.numpy()))
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5)
+    agrees(got, expected)
 
 
 def test_a_region_that_takes_a_key_needs_no_generator():
