@@ -22,7 +22,7 @@ from functx import _torch, _torch_nodes
 from functx._remat._apart import hides_history
 from functx._remat._in_turn import edges_of_part, leading, part_of
 from functx._remat._partial import passes_under_way
-from functx._remat._tapes import tape_below
+from functx._remat._tapes import leaf_of, tape_below
 from functx._torch_edges import calls_only_with_a_gradient
 
 _LATEST = 8  # passes, of which one begins another
@@ -70,8 +70,7 @@ def _followed() -> Set[int]:
     stack = [part_of(edge) for began, _ in passes_under_way() for edge in began if edge[0]]
     seen, found = {*stack}, set[int]()
     for node, n in stack:  # which grows
-        leaf = None if node.next_functions else getattr(node, "variable", None)
-        if leaf is not None:
+        if (leaf := leaf_of(node)) is not None:
             found.add(id(leaf))
         payload = getattr(node, "payload", None)
         if payload is None or not hides_history(payload.region):

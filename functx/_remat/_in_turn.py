@@ -34,7 +34,7 @@ from torch import Tensor
 from functx import _torch, _torch_nodes
 from functx._remat._one_by_one import of_the_body
 from functx._remat._partial import is_asked_for
-from functx._remat._tapes import edges_of, nodes_of
+from functx._remat._tapes import edges_of, leaf_of, nodes_of
 
 
 class _InTurn:
@@ -177,8 +177,7 @@ def leaves_of_each(results: Sequence[Tensor | None]) -> list[Set[int]]:
                 stack += left
                 continue
             if part not in found:
-                leaf = type(node).__name__ == "AccumulateGrad" and node.variable is not None
-                own = {id(node.variable)} if leaf else set[int]()
+                own = set[int]() if (leaf := leaf_of(node)) is None else {id(leaf)}
                 found[part] = own.union(*map(found.__getitem__, below))
             stack.pop()
         each.append(set[int]().union(*map(found.__getitem__, first)))

@@ -53,9 +53,14 @@ def tape_below(nodes: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
                 if node not in seen:
                     seen.add(node)
                     stack.append(node)
-        elif type(current).__name__ == "AccumulateGrad" and current.variable is not None:
-            found.append(current.variable)  # not a leaf that has been given a history since
+        elif (leaf := leaf_of(current)) is not None:
+            found.append(leaf)
     return stack, found
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The leaf whose gradient a node accumulates, unless it has been given a history since."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def leads_to(node: Any, leaves: Container[int], before: Iterable[Any] = ()) -> bool:

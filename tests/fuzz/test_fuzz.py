@@ -73,6 +73,7 @@ def test_what_the_latest_sweep_found(number, threads, monkeypatch):
     check(program, reference(program))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_few_hundred_programs():
     census = search(250, 0)
     print(census)
