@@ -77,6 +77,10 @@ class Writer(Further):
         for _ in range((2 if depth < 2 else 1) if self.more and self.chance(2) else 0):
             getattr(self, self.pick(FURTHER))(body)
             results[0] += f" + {body.names[-1][0]}.cos()"
+        # Last, so that all other numbers mean what they meant: it was in less than 5 % of them.
+        if self.more and self.chance(25):
+            self.empty_result(body)
+            results[0] += f" + {body.names[-1][0]}.tanh()"
         self.emit(body, f"return {', '.join(results)}")
         self.emit(outer, "return f")
         program.source = "\n".join(self.lines) + "\n"
