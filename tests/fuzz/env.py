@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -176,6 +177,10 @@ class Env:
         """A hook that changes the gradient."""
         if t.requires_grad:
             t.register_hook(_double)
+
+    def collect_garbage(self) -> None:
+        """What only garbage held goes."""
+        gc.collect()
 
     def every_other(self, ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
         """A policy that decides otherwise each time it is asked."""

@@ -67,16 +67,18 @@ class Families(Regions):
         """A region that lets go of another tensor over the memory of what it is given.
 
         Its tape comes to hold a view, and just as many hold that memory afterwards as before. The
-        product itself is left out of the replay. (What a list holds, the region would keep.)
+        product itself is left out of the replay. (What a list or an iterator holds, the region
+        would keep: what holds this is garbage, which is collected in the region.)
         """
         self.features.add("not differentiated")
         matrix = self.define(scope, f"{self.operand(scope, 'm')}.detach().sin()", "m")
         held, name = self.fresh("held"), self.fresh("region")
         a, b = self.fresh("p"), self.fresh("p")
         row = f"{matrix}[{self.pick([0, 2])}]"
-        self.emit(scope, f"{held} = iter([{row}])", f"def {name}({a}, {b}):")
+        self.emit(scope, f"{held} = [{row}]", f"{held}.append({held})", f"del {held}")
+        self.emit(scope, f"def {name}({a}, {b}):")
         inside = Scope([*scope.names, (b, "v")], scope.depth + 1, len(scope.names))
-        self.emit(inside, f"list({held})")
+        self.emit(inside, "env.collect_garbage()")
         views = ["{0}.mT @ {1}", "{0}[1] * {1}", "{0}.diagonal() * {1}", "{0}[1].detach() * {1}"]
         view = self.pick(views).format(a, b)
         product = self.define(inside, view, "v")
@@ -261,7 +263,9 @@ class Families(Regions):
         self.emit(inside, f"def {name}({given}):")
         self.emit(Scope([], scope.depth + 2, 0), f"{gone} = {vector} * {given or a}")
         end = self.pick([f"{vector}.sin() * {b}", f"{vector} * {b}.cos()"])
-        self.emit(Scope([], scope.depth + 2, 0), f"{gone} = {end}", f"return torch.sigmoid({gone})")
+        # No result read: a sigmoid would keep its own, and nobody would have let go of anything.
+        result = gone if end.endswith(b) else f"torch.sigmoid({gone})"
+        self.emit(Scope([], scope.depth + 2, 0), f"{gone} = {end}", f"return {result}")
         self.emit(inside, f"return remat({name})({call[1]})")
         self.define(scope, f"functx.vmap({rows})({matrix}, {matrix}).sum(0)", "v")
 

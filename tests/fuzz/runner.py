@@ -64,9 +64,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, measure: bool, only_observes: bool = False) -> None:
         super().__init__()
-        self.measure = measure
-        self.only_observes = only_observes  # else nothing that runs under it is known
-        self.markers = 0
+        self.measure, self.only_observes = measure, only_observes  # else nothing under it is known
+        self.markers = self.operations = 0
         self.total = 1.0
         self.held: Held | None = None
 
@@ -74,6 +73,7 @@ class Watch(TorchDispatchMode):
         args = [_with_memory(a) for a in args]
         out = func(*args, **(kwargs or {}))
         self.markers += func is torch.ops.aten.sigmoid.default
+        self.operations += 1
         if self.held is not None:
             self.held.ran(func, args, kwargs, out)
         if self.measure:
@@ -103,6 +103,7 @@ class Result:
         gradients: of the sum of all values, with respect to the input, leaves and parameters.
         state: of the default generator afterwards.
         markers: how often the operation ran that ends every region.
+        operations: how many ran in all.
         reached: whether a gradient reached the result of a region, if a `Spy` was looking.
         scale: bound of the contributions to any number.
         known: how many regions were taken for runs before.
@@ -115,6 +116,7 @@ class Result:
     gradients: list[torch.Tensor]
     state: torch.Tensor
     markers: int
+    operations: int
     reached: bool
     scale: float
     known: int = 0
@@ -179,6 +181,7 @@ def check(program: Program, expected: Result) -> Result:
     compare(program, ours, expected)
     if program.before:
         ours.known, ours.without_replay = again.known, quiet[-1].without_replay
+        ours.operations += again.operations
         try:
             for each in (again, *quiet):
                 compare(program, each, expected)
@@ -278,6 +281,7 @@ def run(
         gradients,
         torch.get_rng_state(),
         watch.markers,
+        watch.operations,
         getattr(remat, "reached", False),
         watch.total,
         held=None if held is None else (*alive, held.shared),
@@ -296,8 +300,7 @@ def _differentiate(
 ) -> Any:
     if not value.requires_grad:
         return values, []
-    leaves = [t for t in leaves if t.requires_grad]
-    gradients = []
+    leaves, gradients = [t for t in leaves if t.requires_grad], []
     for last in (False, True)[not twice :]:
         gradients += torch.autograd.grad(
             value, leaves, allow_unused=True, materialize_grads=True, retain_graph=not last

@@ -42,6 +42,7 @@ from .writer import numbered
 KEPT = FOUND | WITH_HOOKS | WITH_POLICIES | DEPARTING | WITH_PYTHON_ON_THE_TAPE
 PROGRAMS = 10_000
 SLICE = 100
+DIFFERS = "differs"
 ROOT = Path(__file__).parents[2]
 HISTORY = Path(__file__).with_name("history.md")
 REPORT = ROOT / "docs" / "fuzz.md"
@@ -126,9 +127,10 @@ def slice_of_sweep(first: int, last: int) -> Census:
 
 
 def notices(name: str) -> int | str | None:
-    """The first program that differs without a mechanism of the engine, and not with it.
+    """The first program that does otherwise without a mechanism of the engine.
 
-    Numbered ones first, then those that were found before and are kept, which have names.
+    Numbered ones first, then those that were found before and are kept, which have names. Where it
+    only runs more operations, how many.
     """
     path = results() / f"{name}.mechanism"
     if not path.exists():
@@ -151,29 +153,40 @@ def notice(names: Sequence[str], last: int = 1000) -> None:
                 break
             try:
                 expected = reference(program)
-                check(program, expected)
+                usual = check(program, expected).operations
             except Exception:  # torch refuses it, functx does, or it differs anyway
                 continue
             for name in [*left]:
-                if _differs(name, program, expected):
-                    print(f"{name}: {found}", flush=True)
-                    write(f"{name}.mechanism", json.dumps(found))
+                if does := does_without(name, program, expected, usual):
+                    print(f"{name}: {found} {does}", flush=True)
+                    known = found if does == DIFFERS else f"{found} {does}"
+                    write(f"{name}.mechanism", json.dumps(known))
                     left.remove(name)
         for name in left:
             print(f"{name}: none", flush=True)
             write(f"{name}.mechanism", json.dumps(None))
 
 
-def _differs(name: str, program: Program, expected: Result) -> bool:
+def does_without(name: str, program: Program, expected: Result, usual: int) -> str | None:
+    """What a program does otherwise without a mechanism, if only that more operations run.
+
+    Args:
+        name: of the mechanism.
+        program: that is right with it.
+        expected: what it gives without remat.
+        usual: how many operations run with the mechanism.
+    """
     with pytest.MonkeyPatch.context() as patch:
         MECHANISMS[name](patch)
         try:
-            check(program, expected)
+            operations = check(program, expected).operations
         except (Difference, Departed, Refused):
-            return True
+            return DIFFERS
         finally:
             _holders._own.holds = []  # what was interrupted may have left some
-    return False
+    if operations <= usual or operations <= check(program, expected).operations:
+        return None
+    return f"runs {operations:,} operations, not {usual:,}"
 
 
 def put_together() -> Census | None:
@@ -195,8 +208,8 @@ def report(census: Census, noticed: dict[str, int | str | None]) -> str:
 
     Args:
         census: of the sweep.
-        noticed: for each mechanism of the engine, the first program that differs without it.
-            A name is of a program that was found before and is kept.
+        noticed: for each mechanism of the engine, the first program that does otherwise without
+            it. A name is of a program that was found before and is kept.
     """
     n = census.programs
     errors = sum(said.startswith("raises ") for said in census.failures.values())
@@ -252,9 +265,10 @@ def report(census: Census, noticed: dict[str, int | str | None]) -> str:
         "## Mechanisms of the engine, taken out one by one",
         "",
         "A number is of one of the first 1,000 programs; where none of them differs, a name is of "
-        "one that was found before and is kept (`tests/fuzz/found*.py`).",
+        "one that was found before and is kept (`tests/fuzz/found*.py`). It differs; or where "
+        "replays only begin again, more operations run, and the table says how many.",
         "",
-        "| mechanism | without it | first program that differs |",
+        "| mechanism | without it | first program that does otherwise |",
         "|---|---|---|",
         *(
             f"| {name} | {MECHANISMS[name].__doc__} | {'none' if number is None else number} |"

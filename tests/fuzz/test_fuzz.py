@@ -95,7 +95,7 @@ def test_ten_thousand_programs(first):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_each_mechanism_is_needed(name):
-    """Without it, one of a thousand programs differs, or one that is kept."""
+    """Without it, one of a thousand programs does otherwise, or one that is kept."""
     number = sweep.notices(name)
     sweep.put_together()
     assert number is not None
@@ -114,6 +114,18 @@ def test_some_mechanisms_are_needed(name, monkeypatch):
     MECHANISMS[name](monkeypatch)
     with pytest.raises(Difference):
         search(100, 0, shrink=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", [0, 71])
+def test_a_mechanism_without_which_replays_begin_again(number):
+    """Values are right, so only the number of operations tells; where it does nothing, none."""
+    program = numbered(number)
+    expected = reference(program)
+    usual = check(program, expected).operations
+    assert usual > reference(program).operations
+    does = sweep.does_without("inner replays", program, expected, usual)
+    assert (does or "").startswith("runs ") == (number == 71)
 
 
 @pytest.mark.filterwarnings("ignore")
