@@ -1,9 +1,9 @@
 """Claim: a remat region costs little by itself.
 
 20 regions around one ``sin`` of 8 numbers, one thread: CPU time a region above what the same
-program takes without regions is what the machinery costs. "Idle" is what any engine of this kind
-is made of, doing nothing: a custom Function that runs the body in two modes, which look at nothing,
-and whose backward has the formula at hand.
+program takes without regions is what the machinery costs. "Idle" is what an engine on top of
+autograd alone would be made of, doing nothing: a custom Function that runs the body in two modes,
+which look at nothing, and whose backward has the formula at hand.
 """
 
 from __future__ import annotations
