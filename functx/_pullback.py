@@ -28,7 +28,8 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from functx import _torch, _torch_compiler, _torch_globals, _tree, _validate
-from functx._remat._tracker import active_tracker, enter_transform, leave_transform
+from functx._remat._entry import nested_transform
+from functx._remat._tracker import active_tracker
 from functx._torch_edges import gradient_edge, pull_back
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
@@ -89,7 +90,7 @@ class Pullback:
             )
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, leave_transform(flat_gradients))
+        return _tree.unflatten(self._inputs_spec, _left(flat_gradients))
 
     @property
     def arity(self) -> int:
@@ -117,7 +118,7 @@ class Pullback:
 
         def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
             def hook(gradient: torch.Tensor) -> torch.Tensor:
-                receive(*leave_transform([_torch.unwrap_if_dead(gradient)]))
+                receive(*_left([_torch.unwrap_if_dead(gradient)]))
                 if gradient.layout is not torch.strided:
                     return torch.zeros_like(gradient)
                 # What the engine keeps to the end in its place has no memory to speak of.
@@ -212,7 +213,7 @@ def record(
                 made.append(value)
             return value
 
-        args, kwargs = _tree.map_(enter, enter_transform((args, kwargs)))
+        args, kwargs = _tree.map_(enter, _entered((args, kwargs)))
         inputs = tuple(args[position] for position in argnums)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
@@ -223,7 +224,7 @@ def record(
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
-        leave_transform(made)
+        _left(made)
         return output, aux, pullback
 
 
@@ -291,3 +292,21 @@ def _no_inference_mode() -> Iterator[None]:
     grad_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
         yield
+
+
+def _entered(tree: Any) -> Any:
+    """The arguments of a transform that is called inside a region: foreign tensors as stand-ins.
+
+    functorch wraps them in C++, where no mode sees it; a wrapper can't be exchanged afterwards.
+    """
+    if (tracker := active_tracker()) is None:
+        return tree
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten(spec, tracker.operands(nested_transform, flat))
+
+
+def _left(tree: Any) -> Any:
+    """The results of a transform that is called inside a region: they were made there."""
+    if (tracker := active_tracker()) is not None:
+        tracker.note(_tree.leaves(tree))
+    return tree

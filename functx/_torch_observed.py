@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import autograd as _autograd
 from torch._functorch import eager_transforms as _eager_transforms
 from torch.nested._internal import nested_tensor as _nested_tensor
 
@@ -52,6 +54,47 @@ def stop_observing_wrapping() -> None:
             _eager_transforms._wrap_for_grad = _torch.wrap_for_grad
             torch.overrides.has_torch_function = _any_torch_function
             _torch_compiler.compile_again()
+
+
+class _OfThread(threading.local):
+    around: Callable[[], AbstractContextManager[Any]] | None = None
+
+
+_own = _OfThread()
+_observed_passes = 0
+_plain_pass = _autograd._engine_run_backward
+
+
+def this_pass() -> AbstractContextManager[Any]:
+    """What the pass that begins runs in. See `passes_in`."""
+    around, _own.around = _own.around, None
+    return nullcontext() if around is None else around()
+
+
+def _run_pass(*args: Any, **kwargs: Any) -> Any:
+    with this_pass():
+        return _plain_pass(*args, **kwargs)
+
+
+@contextmanager
+def passes_in(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """The next pass of `torch.autograd.grad` in this thread runs in what ``around`` makes.
+
+    Function modes are shown the call, and are not active any more when the pass begins.
+    """
+    global _observed_passes
+    with _wrapping:
+        _observed_passes += 1
+        _autograd._engine_run_backward = _run_pass
+    outer, _own.around = _own.around, around
+    try:
+        yield
+    finally:
+        _own.around = outer
+        with _wrapping:
+            _observed_passes -= 1
+            if _observed_passes == 0:
+                _autograd._engine_run_backward = _plain_pass
 
 
 def observe_set(tell: Callable[[], None]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from functx._places import Place
+from functx._remat._arguments import same
+from functx._remat._hung_on_given import HANGING
 
 MAKES = 16  # bits for what one operation makes, below its place in the record
 MADE_HERE = -1
@@ -80,22 +82,96 @@ def custom_state() -> None:
     """Stands in a trace where a custom Function has kept numbers for its backward."""
 
 
-def fingerprint(entries: Sequence[Entry]) -> int:
-    """Equal for runs of the same operations, on the same of what is there, with the same numbers.
+def is_marker(func: Any) -> bool:
+    """Whether that is no operation: it stands in a trace for something else."""
+    return getattr(func, "__module__", None) == __name__
+
+
+def may_go(entries: Sequence[Entry]) -> list[bool]:
+    """For each operation, whether it has read nothing but what such ones gave: a mask, a table."""
+    found: list[bool] = []
+    for entry in entries:
+        made_by = [((KNOWN - source) >> MAKES) - 1 for source in entry.sources if source <= KNOWN]
+        all_known = len(made_by) == len(entry.sources)
+        found.append(not is_marker(entry.func) and all_known and all(found[i] for i in made_by))
+    return found
+
+
+NO_CALLS = (results, *HANGING)
+"""What `Calls` leaves out; hooks are counted elsewhere."""
+
+
+class Calls:
+    """What the user's code calls in a pullback, in order. ``NOTE [replayed pullbacks]``.
+
+    Equal to those of a replay if that calls the same, with the same numbers, but for `may_go`.
+
+    Attributes:
+        entries: of what is called.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        those = [*zip(entries, may_go(entries))]
+        those = [(e, goes) for e, goes in those if e.func not in NO_CALLS]
+        self.entries = [e for e, _ in those]
+        self._may_go = [goes for _, goes in those]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Calls):
+            return NotImplemented
+        at = 0
+        for e in other.entries:
+            after = self.after(at, e.func, e.scalars)
+            if after is None or _shown(e.parts) != _shown(self.entries[after - 1].parts):
+                return False
+            at = after
+        return self.next(at) is None
+
+    def __repr__(self) -> str:
+        return _shown((e.func, e.scalars) for e in self.entries)
+
+    def after(self, at: int, func: Any, scalars: Sequence[Any]) -> int | None:
+        """Where a replay is that was at ``at`` and makes a call; ``None`` if it may not."""
+        for i in range(at, len(self.entries)):
+            e = self.entries[i]
+            if e.func == func and same(e.scalars, scalars):
+                return i + 1
+            if not self._may_go[i]:
+                break
+        return None
+
+    def next(self, at: int) -> Entry | None:
+        """What a replay that is at ``at`` must call."""
+        rest = zip(self.entries[at:], self._may_go[at:])
+        return next((e for e, goes in rest if not goes), None)
+
+
+def _shown(calls: Iterable[tuple[Any, Sequence[Any]]] | None) -> str:
+    return f"[{', '.join(called(*call) for call in calls or ())}]"
+
+
+def fingerprint(calls: Iterable[tuple[Any, ...]]) -> int:
+    """Equal for the same calls, each of a function and what it is called with.
 
     A region inside another one runs afresh in a replay of that, which has no record of it.
     """
     ran: list[Any] = []
-    for entry in entries:
+    for func, *given in calls:
         try:
-            hash(entry.func)
-            ran.append(entry.func)
+            hash(func)
+            ran.append(func)
         except TypeError:
-            ran.append(describe(entry.func))
-        ran.append(entry.sources)
-        if entry.scalars:
-            ran.append(repr(entry.scalars))  # 1, 1.0 and True differ; a NaN is like another
+            ran.append(describe(func))
+        ran.append(repr(given))  # 1, 1.0 and True differ; a NaN is like another
     return hash(tuple(ran))
+
+
+def whole(entries: Sequence[Entry]) -> Iterator[tuple[Any, ...]]:
+    """For `fingerprint`: operations on the same of what is there, with the same numbers."""
+    for entry in entries:
+        yield entry.func, entry.sources, entry.scalars, _shown(entry.parts)
 
 
 def describe(func: Any) -> str:
@@ -104,3 +180,11 @@ def describe(func: Any) -> str:
     if name in ("__get__", "__set__"):
         return f"Tensor.{func.__self__.__name__}"
     return f"Tensor.{name}" if hasattr(func, "__objclass__") else name
+
+
+def called(func: Any, scalars: Sequence[Any]) -> str:
+    """A call as a person would write it, without its tensors."""
+    if func is nested_run:
+        inside = f", which calls {scalars[0]}," if isinstance(scalars[0], Calls) else ""
+        return f"a region inside{inside}"
+    return f"{describe(func)}({', '.join(map(str, scalars))})" if scalars else describe(func)

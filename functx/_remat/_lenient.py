@@ -1,13 +1,25 @@
-"""A replay that is not compared."""
+"""A replay that is compared only in what the user's code runs.
+
+NOTE [replayed pullbacks]
+Which operations a pullback is made of is torch's and the engine's choice. What trackers are shown
+of it is what hooks and the backwards of custom Functions run, and this must be what they ran, with
+the same numbers: a first derivative was taken with those. But what the first run computed of
+nothing that it was given, and so may have kept for the next one (a mask, a table), it may have run
+alone.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
+from functx._errors import ReplayError
+from functx._places import describe_place, where
+from functx._remat._entry import NO_CALLS, Calls, called
+from functx._remat._parts import Parts
 from functx._remat._tracker import Tracker
 
 Met = tuple[Sequence[Tensor], Sequence[tuple[int, weakref.ref[Tensor]]]]
@@ -22,24 +34,28 @@ def met_as(originals: Iterable[Tensor], origins: Iterable[tuple[str, int]]) -> M
 
 
 class Lenient(Tracker):
-    """The tracker of a replay that is not compared: externals are known by identity.
+    """The tracker of a replay in which externals are known by identity.
 
-    For pullbacks, whose operations are the engine's choice and may differ from run to run (what
-    torch sets up at first use runs once); only what hooks and custom Functions close over is
-    foreign there. That may be an input, too: what the pullback reads, they may read.
+    For pullbacks, whose operations may differ from run to run; only what hooks and custom Functions
+    close over is foreign there. That may be an input, too: what the pullback reads, they may read.
 
     Args:
-        met: by the first run.
+        region: that is replayed.
         captured: what stands for what it captured now.
         inputs: what stands for its inputs.
     """
 
-    def __init__(self, met: Met, captured: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, region: Any, captured: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.left: dict[int, Tensor] = {}
+        met: Met = region.originals
         given = [(o, inputs[n]) for n, ref in met[1] if (o := ref()) is not None]
         pairs = [*given, *zip(met[0], captured, strict=True)]
         self._standins = {id(o): (o, s) for o, s in pairs}
+        self._name = region.options.name
+        compares = region.options.replay and region.options.determinism_check != "none"
+        self._calls = Calls(region.entries) if compares else None
+        self._at = 0
 
     def resolve(self, t: Tensor) -> Tensor:
         """The stand-in of a captured tensor or an input, anything else as it is."""
@@ -47,11 +63,37 @@ class Lenient(Tracker):
         return t if found is None else found[1]
 
     def close(self, func: Any) -> None:
-        """Nothing is compared."""
+        """Compare what the user's code calls."""
+        calls = self._calls
+        if calls is not None and func not in NO_CALLS:
+            at = calls.after(self._at, func, self._scalars)
+            if at is None:
+                was, now = calls.next(self._at), called(func, self._scalars)
+                ran = "nothing" if was is None else called(was.func, was.scalars)
+                self._depart(f"{now} is run at {describe_place(where())}, where {ran} was")
+            self._at = at
         self._scalars.clear()
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One operation; likewise what it runs of the user's code."""
+        entries = () if self._calls is None else self._calls.entries
+        forward = entries[self._at - 1].parts if entries else None
+        run = func if forward is None else Parts(func, self._name, forward)
+        return run(*args, **kwargs)
 
     def made(self, t: Tensor) -> None:
         """Nothing is kept."""
 
     def complete(self) -> None:
-        """Nothing is compared."""
+        """What the first run went on with was not needed again."""
+        if self._calls is not None and (rest := self._calls.next(self._at)) is not None:
+            self._depart(f"nothing is run where {called(rest.func, rest.scalars)} was")
+
+    def _depart(self, how: str) -> NoReturn:
+        raise ReplayError(
+            f"remat: the {self._name} is differentiated, and what hooks and backwards of custom "
+            f"Functions run in it has changed since it ran: {how}. Something that they read (a "
+            "factor, a flag, a global) is not what it was in the first derivative. Change it after "
+            "the last backward pass, or keep it where it stays the same: in an attribute of ctx, "
+            "in an argument of the Function, or in a default argument of the hook."
+        )

@@ -15,13 +15,20 @@ from torch import Tensor
 from functx import _torch
 from functx._errors import RematError
 from functx._remat._depth import nested
-from functx._remat._entry import fingerprint, nested_region, nested_run, nested_values
+from functx._remat._entry import (
+    Calls,
+    fingerprint,
+    nested_region,
+    nested_run,
+    nested_values,
+    whole,
+)
 from functx._remat._gradients import retain
 from functx._remat._leaving import put_in_place, settle
 from functx._remat._levels import saved_levels
 from functx._remat._options import Options
 from functx._remat._region import Flat, Region
-from functx._remat._tracker import SILENT, active_tracker, tracking
+from functx._remat._tracker import SILENT, Tracker, active_tracker, listener, tracking
 from functx._remat._watch import nobody_watches
 
 _RULES: dict[Any, Callable[[Any, Flat, Region], Any]] = {}
@@ -94,17 +101,29 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     if outer is not None:
         outer.note(computed)
         outer.note(left)
-        options = region.options
-        if region.entries and not options.replay and options.determinism_check != "none":
-            seed = torch.default_generator.initial_seed()
-            number = fingerprint(region.entries)
-            outer.compared(nested_run, number if seed == outer.seed else number ^ seed)
-        if options.values:
-            # A replay of the outer region runs this one afresh; it can only compare from outside.
-            outer.operands(nested_values, [region.values()])
+    if region.entries and (around := listener()) is not None:
+        _tell(region, around)
+    if outer is not None and region.options.values:
+        # A replay of the outer region runs this one afresh; it can only compare from outside.
+        outer.operands(nested_values, [region.values()])
     if retained:
         retain(retained, results)
     return results
+
+
+def _tell(region: Region, around: Tracker) -> None:
+    """Who compares what is around the region, which replays run afresh, is told what it ran."""
+    if region.options.determinism_check == "none":
+        return
+    if not region.options.replay:
+        number, seed = fingerprint(whole(region.entries)), torch.default_generator.initial_seed()
+        around.compared(nested_run, number if seed == around.seed else number ^ seed)
+    elif (calls := Calls(region.entries)).entries:
+        if around.silent:
+            for e in calls.entries:
+                around.compared(e.func, *e.scalars)
+        else:
+            around.compared(nested_run, calls)
 
 
 def _lower(fn: Flat, inputs: Sequence[Tensor], region: Region) -> list[Tensor | None]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_compiler
+from functx import _torch, _torch_compiler, _torch_observed
 
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set "
@@ -112,7 +112,7 @@ class OtherNames(TorchFunctionMode):
             cotangents = [
                 torch.ones_like(o) if g is None else g for o, g in zip(outs, given, strict=True)
             ]
-            with self:
+            with self, _torch_observed.this_pass():
                 found = _torch.run_backward(
                     tuple(outs),
                     tuple(cotangents),

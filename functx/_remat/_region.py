@@ -177,7 +177,7 @@ class Region:
         explicit, late = tensors[:n_explicit], tensors[n_explicit:]
         name, known = self.options.name, (self.left, self.passed_on)
         externals: list[Tensor] = []
-        replay: Any = None if self.originals is None else Lenient(self.originals, late, explicit)
+        replay: Any = None if self.originals is None else Lenient(self, late, explicit)
         if replay is None:
             externals = [
                 self.constants[i].for_replay(name)

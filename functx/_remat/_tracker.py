@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap, _tree
+from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torch_vmap
 from functx._remat._aliases import Aliases
 from functx._remat._answers import Answering
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
@@ -47,6 +47,7 @@ class Tracker(Answering):
     # Fewer dispatch modes than where the body began: this is the inside of one of them.
     modes = 0
     seed = 0  # of the generator when the body began
+    silent = False  # whether regions and transforms that begin are none of its business
     pulls_back = False  # whether a node's tape is, for none of the functions that users wrote
     looks = False  # whether the body asked how a tensor lies in memory, or wrapped one
     odd = False  # whether it took something whose contents are not compared, or entered a mode
@@ -137,9 +138,9 @@ class Tracker(Answering):
         self.close(func)
         return swapped
 
-    def compared(self, func: Any, number: int) -> None:
-        """A number that is to be the same in replays."""
-        self._scalars.append(number)
+    def compared(self, func: Any, *numbers: Any) -> None:
+        """Numbers that are to be the same in replays."""
+        self._scalars += numbers
         self.close(func)
 
     def returned(self, outs: Sequence[Any]) -> Any:
@@ -219,8 +220,10 @@ class Tracker(Answering):
         return func(*args, **kwargs)
 
 
-class _Silent(Tracker):
+class Silent(Tracker):
     """The engine's own operations: nobody watches."""
+
+    silent = True
 
     def operands(self, func: Any, values: Sequence[Any]) -> Any:
         return values
@@ -232,7 +235,7 @@ class _Silent(Tracker):
         return func(*args, **kwargs)
 
 
-SILENT = _Silent()
+SILENT = Silent()
 _NOTHING: dict[str, Any] = {}
 
 
@@ -256,7 +259,7 @@ class RegionMode(TorchFunctionMode):
             current_graph_task_id() != -1 and _torch.inside_dispatcher() and not asked(func)
         ):
             return func(*args, **(kwargs or {}))
-        if types and OVERRIDING[types] and tracker is not SILENT:
+        if types and OVERRIDING[types] and not tracker.silent:
             with tracking(tracker):
                 return overridden(func, types, args, kwargs or _NOTHING)
         return tracker.run(func, args, kwargs or _NOTHING)
@@ -272,27 +275,13 @@ def _active_mode() -> RegionMode | None:
 def active_tracker() -> Tracker | None:
     """The tracker of the region that is running in this context, if any."""
     mode = _active_mode()
+    return None if mode is None or mode.tracker.silent else mode.tracker
+
+
+def listener() -> Tracker | None:
+    """Who is told what a region that has ended ran: that tracker, or one that only listens."""
+    mode = _active_mode()
     return None if mode is None or mode.tracker is SILENT else mode.tracker
-
-
-def enter_transform(tree: Any) -> Any:
-    """The arguments of a transform that is called inside a region: foreign tensors as stand-ins.
-
-    functorch wraps them in C++, where no mode sees it; a wrapper can't be exchanged afterwards.
-    """
-    tracker = active_tracker()
-    if tracker is None:
-        return tree
-    flat, spec = _tree.flatten(tree)
-    return _tree.unflatten(spec, tracker.operands(nested_transform, flat))
-
-
-def leave_transform(tree: Any) -> Any:
-    """The results of a transform that is called inside a region: they were made there."""
-    tracker = active_tracker()
-    if tracker is not None:
-        tracker.note(_tree.leaves(tree))
-    return tree
 
 
 class tracking:
@@ -358,8 +347,7 @@ def _wrap(t: Any, level: int) -> Any:
 
 def _unbatched(t: Tensor, remove: Callable[[Tensor], Tensor]) -> Tensor:
     """What ``vmap`` returns for ``t``: an operation like any other."""
-    tracker = active_tracker()
-    if tracker is None:
+    if (tracker := active_tracker()) is None:
         return remove(t)
     out = remove(tracker.operands(nested_transform, [t])[0])
     tracker.note(out)
