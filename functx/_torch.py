@@ -213,6 +213,11 @@ def default_generators() -> list[tuple[Any, torch.Generator]]:
     return of_cpu + [(torch.device("cuda", n), generator) for n, generator in on_gpu]
 
 
+def kind_of_nodes(function: Any) -> Any:
+    """The class of the nodes of a Function."""
+    return function._backward_cls
+
+
 def will_be_reached(node: Any) -> bool:
     """Whether the backward pass under way comes by a node, or hands out what comes there.
 

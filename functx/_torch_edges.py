@@ -78,6 +78,18 @@ def hung_how(node: Any, handle: Any) -> str | None:
     return None
 
 
+def has_hooks_of_users(node: Any) -> bool:
+    """Whether hooks hang on a node of torch's own, or before it, that are not functx's."""
+    found: list[Any] = []
+    for name in ("register_hook", "register_prehook"):
+        if not _torch_nodes.is_of_python(node):
+            probe = getattr(node, name)(_nothing)
+            hooks = probe.hooks_dict_ref()
+            probe.remove()
+            found += hooks.values()
+    return not all(type(hook).__module__.startswith("functx.") for hook in found)
+
+
 def _nothing(*gradients: Any) -> None:
     """A hook."""
 

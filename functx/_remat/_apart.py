@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch_nodes
+from functx._remat._follows import made_by
 from functx._remat._hung_inside import Inside, hung_inside
 from functx._remat._hung_on_given import after_refused
 from functx._remat._in_turn import leaves_of_each, turn_of
@@ -181,6 +182,7 @@ def _number_of_first(t: Tensor | None) -> int:
 
 def _turn_inside(t: Tensor | None) -> Any:
     for node, output in edges_of(t):
+        node, output = made_by((node, output))
         if (payload := getattr(node, "payload", None)) is not None:
             return turn_of(payload, output)
     return ()
@@ -223,7 +225,7 @@ def hooked(t: Tensor, outer: Any) -> int:
         return 0
     if _torch_nodes.has_hooks(t):
         return HOOK
-    node, found = t.grad_fn, 0
+    node, found = made_by((t.grad_fn, 0))[0], 0
     if node is not None and _torch_nodes.is_of_python(node):
         found = getattr(getattr(node, "payload", None), "hooked", ZEROS)
     if found == HOOK or outer is None or (given_for := getattr(outer, "given_for", None)) is None:

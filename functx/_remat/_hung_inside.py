@@ -24,6 +24,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
+from functx._remat._follows import made_by
 from functx._remat._one_by_one import of_the_body
 from functx._remat._partial import Looker
 
@@ -93,10 +94,11 @@ def refused(name: str, shape: tuple[int, ...], why: str) -> RematError:
 
 def inside_of(t: Tensor) -> list[Inside]:
     """Of a result of a region: the hooks that its body hung on it."""
-    payload = getattr(t.grad_fn, "payload", None)
+    node, n = made_by((t.grad_fn, t.output_nr))
+    payload = getattr(node, "payload", None)
     if payload is None or not payload.region.inside:
         return []
-    return _those(payload.frames, payload.places[t.output_nr], payload.region.inside)
+    return _those(payload.frames, payload.places[n], payload.region.inside)
 
 
 def _those(frames: Sequence[Any], place: int, inside: Mapping[int, Inside]) -> list[Inside]:
@@ -150,6 +152,7 @@ def look_inside(inside: Mapping[int, Inside], results: Sequence[Tensor | None], 
 class _Mark(_torch_nodes.EngineHook):
     """The first hook of a result: so there is a dict, to which others are added."""
 
+    goes_along = True
     look: _Look
 
     def is_on(self, t: Tensor) -> None:
@@ -184,8 +187,12 @@ class _Look(Looker):
 
     def __init__(self, t: Tensor, name: str) -> None:
         super().__init__(t)
-        self._node = weakref.ref(t.grad_fn)
         self._name = name
+
+    def is_on(self, t: Tensor) -> None:
+        """Its node is another one, too."""
+        super().is_on(t)
+        self._node = weakref.ref(t.grad_fn)
 
     def note(self) -> None:
         """A backward pass comes by."""

@@ -90,7 +90,7 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
                 region.body.forget((), region.environment.before())
             if region.settled:
                 settle(region.settled)
-            region.write_back(outs)
+            region.write_back([*outs, *left])
             results = region.assemble(outs)
             retained, region.retained = region.retained, ()
             computed = () if outer is None else region.computed(results, outs)

@@ -8,7 +8,8 @@ with respect to it would be a part of what they are without remat. Each such res
 the engine's, before any of the user's, which raises where somebody looks at it and another one is
 pulled back in the same pass.
 
-What left a region otherwise than by return counts as well.
+What left a region otherwise than by return counts as well; and what it has written to, which has a
+node of its own: ``NOTE [follows]`` in `_follows`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
+from functx._remat._follows import made_by
 from functx._remat._tapes import edges_of, nodes_of, tape_below
 from functx._torch import sequence_number
+from functx._torch_edges import has_hooks_of_users
 from functx._torch_modules import frame_above, frames_of_threads
 
 _LATEST = 8
@@ -62,6 +65,7 @@ def above(results: Sequence[Tensor | None], nodes: Iterable[Any]) -> Above:
 
 def place_inside(edge: tuple[Any, int]) -> tuple[int, int] | None:
     """Of a result of a region inside: which one."""
+    edge = made_by(edge)
     payload = getattr(edge[0], "payload", None)
     if payload is None or edge[1] >= len(payload.places):
         return None
@@ -73,7 +77,7 @@ def _computed_from(edge: tuple[Any, int]) -> list[tuple[int, int]]:
     key = place_inside(edge)
     if key is None:
         return []
-    known = getattr(edge[0].payload.region.reached, "above", {})
+    known = getattr(made_by(edge)[0].payload.region.reached, "above", {})
     return [(key[0], i) for i, those in known.items() if key[1] in those]
 
 
@@ -111,7 +115,7 @@ def _parts_of_edge(edge: tuple[Any, int]) -> list[tuple[int, int]]:
     """The one that it is, and those from which the region computes that."""
     if (key := place_inside(edge)) is None:
         return []
-    number = edge[0].payload.region.began
+    number = made_by(edge)[0].payload.region.began
     return [(number, key[1]), *((number, i) for _, i in _computed_from(edge))]
 
 
@@ -167,7 +171,7 @@ def watch(those: Above, results: Sequence[Tensor | None], name: str) -> None:
             if t is not None and t.grad_fn is not None:
                 t.register_hook(_Pulled(passes, place))
                 if place in those:
-                    t.register_hook(_Watcher(t, place, [*those[place]], passes, name))
+                    t.register_hook(Watcher(t, place, [*those[place]], passes, name))
 
 
 class _Passes:
@@ -203,16 +207,16 @@ class Looker:
 
     def __init__(self, t: Tensor) -> None:
         # Known weakly, or the node would hold itself, and what its function holds.
-        payload = getattr(t.grad_fn, "payload", None)
+        payload = getattr(made_by((t.grad_fn, 0))[0], "payload", None)
+        self._payload = None if payload is None else weakref.ref(payload)
+        self._shape = tuple(t.shape)
+        self.is_on(t)
+
+    def is_on(self, t: Tensor) -> None:
+        """It is another tensor now, or on another tape."""
         self._edge = id(t.grad_fn), t.output_nr
         self._result = weakref.ref(t)
         self._hooks = weakref.ref(_torch_nodes.hooks_of(t))
-        self._payload = None if payload is None else weakref.ref(payload)
-        self._shape = tuple(t.shape)
-
-    def is_on(self, t: Tensor) -> None:
-        """It is another tensor now."""
-        self._result = weakref.ref(t)
 
     def looks(self) -> str | None:
         """How, in words; ``None`` if nobody does."""
@@ -232,39 +236,35 @@ class Looker:
         return is_asked_for(*self._edge)
 
 
-def written_to(owner: Tensor, value: Tensor) -> None:
-    """What a body has written to has a node of its own, behind the result that it has become."""
-    hooks = _torch_nodes.hooks_of(value)
-    watchers = [hook for hook in (hooks or {}).values() if isinstance(hook, _Watcher)]
-    with _torch.without_modes():
-        for t in (owner, _torch.view_base(owner)) if watchers else ():
-            if t is not None and t.grad_fn is not None:
-                t.register_hook(_torch_nodes.EngineHook())
-                for watcher in watchers:
-                    watcher.further.append(Looker(t))
-
-
-class _Watcher(Looker, _torch_nodes.EngineHook):
+class Watcher(Looker, _torch_nodes.EngineHook):
     """Raises where somebody looks at a part of a gradient. ``NOTE [part of a gradient]``."""
 
     def __init__(
         self, t: Tensor, place: int, others: Sequence[int], passes: _Passes, name: str
     ) -> None:
         super().__init__(t)
-        self._place = place
-        self._others = others
+        self.place = place
+        self.others = others
         self._passes = passes
         self._name = name
-        self.further: list[Looker] = []
 
     def __call__(self, cotangent: Tensor | None) -> None:
-        if not self._passes.any_of(self._others):
+        if self._passes.any_of(self.others):
+            self.look([self])
+
+    def look(self, those: Iterable[Looker], nodes: Iterable[Any] = ()) -> None:
+        """Others are pulled back.
+
+        Args:
+            those: who may be looked at.
+            nodes: further ones, of torch's own, on which hooks may hang.
+        """
+        how = next(filter(None, (one.looks() for one in those)), None)
+        if how is None and any(map(has_hooks_of_users, nodes)):
+            how = "its node has a hook"
+        if how is None:
             return
-        if (
-            how := next(filter(None, (one.looks() for one in (self, *self.further))), None)
-        ) is None:
-            return
-        if self._place in self._others:
+        if self.place in self.others:
             raise RematError(
                 f"remat: the region {self._name!r} stores an argument of shape {self._shape} where "
                 f"functx does not find it, and {how}: what is there is an alias of the caller's "

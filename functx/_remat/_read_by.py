@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_nodes
+from functx._remat._follows import made_by
 from functx._remat._step import has_memory
 from functx._remat._tangents import tangent_of
 
@@ -82,6 +83,8 @@ class Readers:
 def _saved(node: Any) -> Sequence[Tensor] | None:
     """What a node keeps; ``None`` if that is not known."""
     saved = _torch_nodes.saved_by(node)
+    if saved is None and made_by((node, 0))[0] is not node:
+        return []
     if saved is None and hasattr(node, "payload"):
         beside = node.payload.keeps_beside()
         return None if beside is None else [*node.saved_tensors, *beside]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from functx import _torch, _torch_nodes
 from functx._errors import RematError
+from functx._remat._follows import made_by
 from functx._remat._packed import Packed, packed_by
 from functx._remat._partial import is_asked_for, place_inside
 from functx._remat._tapes import edges_of
@@ -194,7 +195,7 @@ def _never() -> None:
 
 
 def _is_looked_at(edge: tuple[Any, int], slot: Slot, level: int) -> bool:
-    if edge[0].payload.watched or _has_hooks(slot, level):
+    if made_by(edge)[0].payload.watched or _has_hooks(slot, level):
         return True
     if is_asked_for(id(edge[0]), edge[1]):
         return True
@@ -231,12 +232,13 @@ class Cut:
         for node, place, n in found:
             # A custom Function would be handed zeros, and its derivative may be infinite.
             whole = n >= self._edges or (
-                _torch_nodes.is_of_python(node) and not hasattr(node, "payload")
+                _torch_nodes.is_of_python(node)
+                and not hasattr(made_by((node, place))[0], "payload")
             )
             hooks.append(_Hook(place, self._slots[n], whole, n, parts))
         for (node, _, _), hook in zip(found, hooks):
-            if hasattr(node, "payload"):
-                node.payload.watched = True
+            if hasattr(of := made_by((node, 0))[0], "payload"):
+                of.payload.watched = True
             _torch_nodes.hang_before(node, hook)
 
         def cutting(*args: Any, **kwargs: Any) -> list[Any]:

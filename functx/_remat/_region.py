@@ -44,7 +44,6 @@ from functx._remat._ledger import Ledger
 from functx._remat._lenient import Lenient, Met
 from functx._remat._letting_go import Passing, may_pass, unread
 from functx._remat._options import Options
-from functx._remat._partial import written_to
 from functx._remat._profile import shown
 from functx._remat._prune import Pruned, planned
 from functx._remat._recording import RecordingReplay
@@ -55,6 +54,7 @@ from functx._remat._tracker import tracking
 from functx._remat._watch import watching
 from functx._remat._whole import Whole, replayed
 from functx._remat._writes import to_be_written
+from functx._remat._written_back import written_back
 
 Flat = Callable[..., "list[Tensor | None]"]
 """A function from flat tensors to flat tensors; ``None`` stands for a result that is zero."""
@@ -341,18 +341,18 @@ class Region:
         """Give inputs that the body wrote to their new history. ``NOTE [overwritten]``."""
         if not self.owners:
             return
-        for owner, r in zip(self.owners, self._results[len(self._results) - len(self.owners) :]):
-            if isinstance(r, int) and (value := distinct[r]) is not None and value is not owner:
-                inside = base_of(owner)
-                if id(inside) in self.before and inside.grad_fn and _torch.detachable(inside):
-                    with _torch.cleared_interpreter_stack():
-                        inside.detach_()  # off the throw-away tape
-                with watching(True):
-                    owner.copy_(value)
-                written_to(owner, value)
+        written_back(self.owners, self._results[-len(self.owners) :], distinct, self._write_back)
         if hasattr(self.body, "forget"):
             self.body.forget(self.owners, self.environment.before())
         self.owners = ()
+
+    def _write_back(self, owner: Tensor, value: Tensor) -> None:
+        inside = base_of(owner)
+        if id(inside) in self.before and inside.grad_fn and _torch.detachable(inside):
+            with _torch.cleared_interpreter_stack():
+                inside.detach_()  # off the throw-away tape
+        with watching(True):
+            owner.copy_(value)
 
     def assemble(self, distinct: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results of the body, from its distinct ones at the level of the call.
