@@ -89,6 +89,7 @@ class EngineHook:
     """A hook of functx's own on a tensor; by itself, so that there is a dict that others are in."""
 
     __torch_unserializable__ = True  # torch.save does not say that it leaves it out
+    goes_along = False  # with the tensor, where that has another tape
 
     def is_on(self, t: torch.Tensor) -> None:
         """It is on another tensor now, by `become`."""
@@ -178,10 +179,9 @@ def where_hung(handle: Any) -> Callable[[], Any]:
     return found
 
 
-def is_hung(handle: Any) -> bool:
-    """Whether a hook hangs where its handle takes it off."""
-    hooks = handle.hooks_dict_ref()
-    return hooks is not None and handle.id in hooks
+def hook_of(handle: Any) -> Any:
+    """What a handle takes off; ``None`` if that hangs there no more."""
+    return (handle.hooks_dict_ref() or {}).get(handle.id)
 
 
 def tell_of_removal(handle: Any, told: dict[int, Any]) -> None:
@@ -200,9 +200,8 @@ def belongs_to(handle: Any, one: Any) -> Any:
 
 def exchange_hook(handle: Any, exchanged: Callable[[Any], Any]) -> None:
     """Hang another hook in place of one, by its handle, if it still hangs."""
-    if is_hung(handle):
-        hooks = handle.hooks_dict_ref()
-        dict.__setitem__(hooks, handle.id, exchanged(hooks[handle.id]))
+    if (hook := hook_of(handle)) is not None:
+        dict.__setitem__(handle.hooks_dict_ref(), handle.id, exchanged(hook))
 
 
 def rehang(handle: Any, hang: Callable[[Any], Any]) -> None:

@@ -51,7 +51,7 @@ LAYERS = [
         "functx._remat._reached",
         "functx._remat._really_held",
     ),
-    ("functx._remat._one_by_one",),
+    ("functx._remat._one_by_one", "functx._remat._follows"),
     ("functx._remat._partial",),
     ("functx._remat._in_turn", "functx._remat._hung_inside"),
     (
@@ -72,8 +72,9 @@ LAYERS = [
         "functx._remat._python_random",
         "functx._remat._unseen",
         "functx._remat._wrappers",
+        "functx._remat._written_back",
     ),
-    ("functx._remat._contents", "functx._remat._come_by"),
+    ("functx._remat._contents", "functx._remat._come_by", "functx._remat._bound"),
     ("functx._remat._read_results",),
     ("functx._remat._taken_off",),
     (
@@ -96,7 +97,7 @@ LAYERS = [
         "functx._remat._ways",
     ),
     ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
-    ("functx._remat._answers", "functx._remat._users_code"),
+    ("functx._remat._answers", "functx._remat._keeping", "functx._remat._users_code"),
     ("functx._remat._tracker",),
     ("functx._remat._scripted", "functx._remat._one_example"),
     (

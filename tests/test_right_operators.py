@@ -38,9 +38,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("reads_all", [True, False])
 @pytest.mark.parametrize("check", ["default", "values"])
-def test_a_change_inside_is_noticed(operator, change, reads_all, check):
+def test_a_change_inside_is_noticed(operator, change, nested, reads_all, check):
     """Also where all inputs were kept, and where nothing is left out of the replay."""
     now = list(CHANGES[change])
     f = operator(lambda x, w: now[0](x, w))
@@ -48,7 +49,7 @@ def test_a_change_inside_is_noticed(operator, change, reads_all, check):
     region = functx.remat(
         lambda x, w: f(x, w).sin() * (x * w if reads_all else x + w), determinism_check=check
     )
-    out = region(x, w)
+    out = functx.remat(lambda x, w: region(x * 1, w) * x)(x, w) if nested else region(x, w)
     now.reverse()
     with pytest.raises(functx.ReplayError, match=r"departed from its forward"):
         out.sum().backward()

@@ -94,6 +94,23 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
     return [x for pair in sorted(kept, key=repr) for x in pair]
 
 
+Kept = tuple[dict[str, Any], str, Any]
+"""What a custom Function keeps, behind where it is."""
+
+
+def others_kept(out: Any) -> list[Kept]:
+    """What a custom Function keeps for its backward beside numbers and tensors."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    nodes = nodes_of([first]) if isinstance(first, Tensor) else []
+    those = (getattr(node, "__dict__", None) or {} for node in nodes)
+    return [
+        (of, key, x)
+        for of in those
+        for key, x in of.items()
+        if not (type(x) in _KEPT or x is None or isinstance(x, Tensor))
+    ]
+
+
 def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     """What a node keeps of memory that is not torch's, and that was not given to its Function."""
     of = getattr(node, "_forward_cls", None)

@@ -30,12 +30,14 @@ class Entry:
         place: the line that called it.
         results: what it gave, if that is recorded.
         parts: what it ran, if it is an operator of the user's.
+        bound: what custom Functions keep, if it is `custom_others`.
         told: what a replay is told, where that is no number. NOTE [answers] in `_answers`.
     """
 
     results: list[Any] | None = None
     parts: list[Any] | None = None
     told: Any = None
+    bound: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -80,6 +82,10 @@ def custom_function() -> None:
 
 def custom_state() -> None:
     """Stands in a trace where a custom Function has kept numbers for its backward."""
+
+
+def custom_others() -> None:
+    """Stands in a trace where custom Functions have kept something else for their backwards."""
 
 
 def is_marker(func: Any) -> bool:

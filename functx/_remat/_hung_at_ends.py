@@ -48,7 +48,9 @@ def moved_outside(
             node, there = _end(standin), None
             if node is None:
                 continue
-            for handle in filter(_torch_nodes.is_hung, handles):
+            for handle in handles:
+                if _torch_nodes.hook_of(handle) is None:
+                    continue
                 if (how := hung_how(node, handle)) is None:
                     continue
                 there = node_of(t) if there is None else there
@@ -64,7 +66,7 @@ def refuse_on_leaves(handles: Sequence[Any], leaves: Iterable[Tensor], name: str
     with watching(False):
         for t in leaves:
             node = _end(t)
-            hung = (h for h in handles if node is not None and _torch_nodes.is_hung(h))
+            hung = (h for h in handles if node is not None and _torch_nodes.hook_of(h) is not None)
             if any(hung_how(node, h) for h in hung):
                 raise after_refused(t, name)
 

@@ -172,7 +172,18 @@ def in_parts(hook: Callable[..., Any], parts: Parts, region: str) -> Any:
         parts.add(hook, gradients, made, region)
         return made
 
+    called.__dict__[_OF] = hook
     return called
+
+
+def of_the_user(hook: Any) -> Any:
+    """What was hung, where that is `in_parts`."""
+    while (inside := getattr(hook, "__dict__", {}).get(_OF)) is not None:
+        hook = inside
+    return hook
+
+
+_OF = "functx_hook"
 
 
 def begins(hooks: Sequence[Parts], *, recorded: bool) -> None:

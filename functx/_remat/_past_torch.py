@@ -303,9 +303,9 @@ class _Walk:
             stack += filter(callable, _contents(f))
             for name in names:
                 x = f.__globals__.get(name)
-                if type(x) is types.FunctionType and _is_the_users(x.__module__):
+                if type(x) is types.FunctionType and is_the_users(x.__module__):
                     stack.append(x)
-                elif type(x) is types.ModuleType and _is_the_users(x.__name__):
+                elif type(x) is types.ModuleType and is_the_users(x.__name__):
                     those = [x.__dict__[n] for n in names if n in x.__dict__]
                     stack += [y for y in those if type(y) is types.FunctionType]
 
@@ -330,7 +330,7 @@ class _Walk:
                 self.objects += way[-1:]
             self._of.append((x, way, set()))
             for cls in type(x).__mro__:
-                if _is_the_users(cls.__module__):
+                if is_the_users(cls.__module__):
                     for name, method in cls.__dict__.items():
                         if name[:2] == "__" == name[-2:] and name not in _NOT_CALLED:
                             self.read(method)
@@ -347,7 +347,7 @@ class _Walk:
                     with suppress(AttributeError):
                         own[name] = object.__getattribute__(x, name)
                 for cls in type(x).__mro__:
-                    if _is_the_users(cls.__module__):
+                    if is_the_users(cls.__module__):
                         own = {**{n: y for n, y in cls.__dict__.items() if n[:2] != "__"}, **own}
                 names = [n for n in own if n not in done and (everything or n in self._names)]
                 done.update(names)
@@ -383,5 +383,6 @@ def _strings(code: types.CodeType) -> Iterator[str]:
             yield from _strings(x)
 
 
-def _is_the_users(module: Any) -> bool:
+def is_the_users(module: Any) -> bool:
+    """Whether a module is no part of Python, torch, NumPy or functx, by its name."""
     return isinstance(module, str) and module.partition(".")[0] not in _NOT_THE_USERS

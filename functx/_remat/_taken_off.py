@@ -15,6 +15,7 @@ with what is there now.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from functx import _torch_nodes
 from functx._errors import RematError, ReplayError
+from functx._remat._bound import Bound, nothing
 from functx._remat._hung_inside import look_inside
 from functx._remat._hung_on_given import LEFT
-from functx._remat._in_parts import Parts, in_parts
+from functx._remat._in_parts import Parts, in_parts, of_the_user
 from functx._remat._read_results import Replayed, being_replayed
 
 
@@ -34,26 +36,34 @@ class OneHook(Parts, dict[int, Any]):
 
     Args:
         handle: of the first run, whose body has returned.
+        outside: tells whether a tensor is from outside of the region.
 
     Attributes:
         removed: whether it was taken off since.
     """
 
     removed = False
+    bound: Bound | None = None
     _around: Callable[[], OneHook | None] | None = None  # the same, of the region around, weakly
     _removing = False
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, outside: Callable[[Tensor], bool] = nothing) -> None:
         super().__init__()
         self._hooks = _torch_nodes.where_hung(handle)
+        self._outside = outside
         self.join(handle)
+        del self._outside  # it knows the run
 
-    def join(self, handle: Any, region: str = "") -> None:
+    def join(self, handle: Any, region: str = "", *, compares: bool = False) -> None:
         """A run has hung it; if that takes it off by itself, the others do so, too.
 
         Args:
             handle: of the hook.
             region: the name of what is replayed; the first run's own are never called.
+            compares: whether it is to be the same function.
+
+        Raises:
+            ReplayError: it does not.
         """
         if handle.id not in self:
             one: OneHook | None = self
@@ -63,17 +73,30 @@ class OneHook(Parts, dict[int, Any]):
             inside = _torch_nodes.belongs_to(handle, self)
             if inside is not None:
                 inside._around = weakref.ref(self)
+            hook = of_the_user(_torch_nodes.hook_of(handle))
+            outside = nothing if region else self._outside
+            theirs = Bound(hook, outside) if hook is not None else inside and inside.bound
+            bound = self.bound = self.bound or theirs
+            if bound is not None and theirs is not None and compares and not bound.is_like(theirs):
+                raise _refused(region, theirs, bound)
+            if inside is not None:
+                inside.bound = bound
             if region:
-                _torch_nodes.exchange_hook(handle, lambda hook: in_parts(hook, self, region))
+                _torch_nodes.exchange_hook(handle, functools.partial(self._again, region))
 
     def know(self, handle: Any) -> None:
         """Be told of what takes it off, and forget what did so that nobody has any more."""
-        for key in [key for key, one in self.items() if not _torch_nodes.is_hung(one)]:
+        for key in [key for key, one in self.items() if _torch_nodes.hook_of(one) is None]:
             held = weakref.ref(self.pop(key))
             if (one := held()) is not None:
                 self[key] = one  # by somebody who may remove it
         self[handle.id] = handle
         _torch_nodes.tell_of_removal(handle, self)
+
+    def _again(self, region: str, hook: Any) -> Any:
+        """One of a replay, for that of the first run. See `_bound`, `_in_parts`."""
+        bound = hook if self.bound is None else self.bound.again(hook)
+        return in_parts(bound, self, region)
 
     def around(self) -> OneHook | None:
         """The same hook, as the region around knows it."""
@@ -130,9 +153,10 @@ class Hanging:
         return n < len(self.hooks) and self.hooks[n].hangs_in(hooks)
 
 
-def hooks_of(handles: Sequence[Any], body: Any) -> list[OneHook]:
+def hooks_of(handles: Sequence[Any], body: Any, outside: Callable[[Tensor], bool]) -> list[OneHook]:
     """The hooks of a body that has run first, by their handles, in the order of hanging them."""
-    return [*map(OneHook, handles), *(hook for _, hook in _of_a_replay(body))]
+    own = [OneHook(handle, outside) for handle in handles]
+    return [*own, *(hook for _, hook in _of_a_replay(body))]
 
 
 def _of_a_replay(body: Any) -> Sequence[tuple[Any, OneHook]]:
@@ -162,7 +186,7 @@ def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | N
             if is_off:
                 handle.remove()
             else:
-                hook.join(handle, name)
+                hook.join(handle, name, compares=region.options.determinism_check != "none")
     elif any(off):
         raise RematError(
             f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "
@@ -178,3 +202,12 @@ def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | N
         )
     if region.inside:
         look_inside(region.inside, results, name)
+
+
+def _refused(region: str, now: Bound, was: Bound) -> ReplayError:
+    return ReplayError(
+        f"remat: a replay of the region {region!r} hangs a hook, {now}, where the forward hung "
+        f"another one, {was}: something that decides on that (a flag, an attribute) changed "
+        "between forward and backward. Keep it until the backward has run, or give the region what "
+        "changes as an argument."
+    )
