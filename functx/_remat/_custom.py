@@ -108,6 +108,7 @@ def others_kept(out: Any) -> list[Kept]:
         for of in those
         for key, x in of.items()
         if not (type(x) in _KEPT or x is None or isinstance(x, Tensor))
+        and not key.startswith(_torch_nodes.TORCHS_OWN)
     ]
 
 
