@@ -114,6 +114,12 @@ def a_tensor_from_outside(settings):
     return lambda g: g * w
 
 
+def a_tensor_that_is_read_too(settings):
+    w = settings.w
+    w + 1
+    return lambda g: g * w
+
+
 def read_when_called(settings):
     return lambda g: g * settings.k
 
@@ -137,6 +143,7 @@ BOUND = [
     in_a_slot,
     in_a_function,
     a_tensor_from_outside,
+    a_tensor_that_is_read_too,
     read_when_called,
     a_method,
 ]

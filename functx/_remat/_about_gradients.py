@@ -73,12 +73,13 @@ class AboutGradients(Tracker):
         return super().has_hung(hooks) or (outer is not None and outer.has_hung(hooks))
 
     def from_outside(self, t: Tensor) -> bool:
-        """Whether no region that is running has made it, and it is no stand-in there."""
+        """Whether no region that is running has made it, nor another tensor stands for it there."""
         if _torch.is_wrapped(t):
             return False
         tracker: Any = self
         while isinstance(tracker, AboutGradients):
-            if tracker.saw(t):
+            found = tracker._index.get(id(t))
+            if tracker.knows(t) or (found is not None and found[0] is not t):
                 return False
             tracker = tracker._region.outer
         return tracker is None or not tracker.saw(t)

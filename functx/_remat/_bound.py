@@ -49,9 +49,10 @@ class Bound:
     def __init__(
         self, f: Any, outside: Callable[[torch.Tensor], bool] = nothing, depth: int = _DEPTH
     ) -> None:
-        self._name = str(getattr(f, "__qualname__", f))
-        self._object = None if isinstance(f, FUNCTIONS) or not _is_plain(f, outside) else f
-        self._code, self._like = _code_of(f), _code_of(inspect.unwrap(f))
+        is_function = isinstance(f, FUNCTIONS)
+        self._name: str = getattr(f if is_function else type(f), "__qualname__", "a partial")
+        self._object = None if is_function or not _is_plain(f, outside) else f
+        self._code, self._like = _code_of(f), _code_of(inspect.unwrap(f) if is_function else f)
         self._itself = weakref.ref(f) if isinstance(f, types.FunctionType) else None
         self._fixed: dict[Any, Any] = {}
         self._cells: dict[Any, types.CellType] = {}
