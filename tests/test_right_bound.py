@@ -1,5 +1,6 @@
 """Hooks of a replay are bound to what those of the forward are. See `_bound`."""
 
+import functools
 import gc
 import weakref
 
@@ -197,3 +198,58 @@ def test_what_a_hook_is_bound_to_goes_with_the_region():
     run()  # dropped
     gc.collect()
     assert [ref() for ref in there] == [None, None]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("hang", HANG)
+def test_a_hook_that_has_attributes(hang, depth):
+    """Those of the hook that the body has made in the forward, which others may hold."""
+
+    def program(remat):
+        hooks = []
+
+        def f(x):
+            def hook(g):
+                hook.calls += 1
+                hook.last = g.clone()
+                return g * hook.calls
+
+            hook.calls = 0
+            hooks.append(hook)
+            h = x.sin()
+            hang(h, hook)
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        found = [grad(y, x, retain_graph=True) for _ in range(3)]
+        return found, hooks[0].calls, hooks[0].last
+
+    (ours, called, last), (theirs, calls, expected) = program(functx.remat), program(identity)
+    assert called == calls == 3
+    assert_same((ours, last), (theirs, expected), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("how", ["append", "__setitem__", "add"])
+def test_a_hook_that_is_a_method_of_a_container(how, depth):
+    """Of one that the body has made in the forward, which others may hold."""
+
+    def program(remat):
+        there = {}
+
+        def f(x):
+            made = {"append": list, "__setitem__": dict, "add": set}[how]()
+            there.setdefault("made", made)
+            h = x.sin()
+            method = getattr(made, how)
+            h.register_hook(functools.partial(method, "g") if how == "__setitem__" else method)
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        gradient = grad(y, x)
+        made = there["made"]
+        return gradient, [*(made.values() if how == "__setitem__" else made)]
+
+    assert_same(program(functx.remat), program(identity), eps=64)

@@ -17,6 +17,7 @@ import functools
 import inspect
 import types
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,9 @@ from functx._remat._slots import slots_of
 
 _MANY, _DEPTH = 256, 4
 _ABSENT = object()
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_DICTS, _LISTS = (dict, defaultdict, OrderedDict, Counter), (list, set, deque)
+_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)  # ``log.append``
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
 
 
 def nothing(t: torch.Tensor) -> bool:
@@ -54,6 +57,8 @@ class Bound:
         self._object = None if is_function or not _is_plain(f, outside) else f
         self._code, self._like = _code_of(f), _code_of(inspect.unwrap(f) if is_function else f)
         self._itself = weakref.ref(f) if isinstance(f, types.FunctionType) else None
+        own = f.__dict__ if isinstance(f, types.FunctionType) else None
+        self._attributes = own if own is not None and _is_plain(own, outside) else None
         self._fixed: dict[Any, Any] = {}
         self._cells: dict[Any, types.CellType] = {}
         self._inside: dict[Any, Bound] = {}
@@ -92,12 +97,19 @@ class Bound:
                 again = self._inside[key].again(content)
                 if again is not content:
                     new[key] = types.CellType(again) if isinstance(x, types.CellType) else again
-        return _with(f, new) if new else f
+        if not new and self._attributes is None:
+            return f
+        again = _with(f, new)
+        if self._attributes is not None:
+            again.__dict__ = self._attributes
+        return again
 
 
 def _code_of(f: Any) -> Any:
     if isinstance(f, functools.partial):
         return _code_of(f.func)
+    if isinstance(f, _IN_C):
+        return f.__qualname__
     return getattr(f, "__code__", type(f))  # of a method, that of its function
 
 
@@ -110,6 +122,9 @@ def _bindings(f: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(f, types.MethodType):
         yield "func", f.__func__
         yield "self", f.__self__
+    elif isinstance(f, _IN_C):
+        if f.__self__ is not None:
+            yield "self", f.__self__
     elif isinstance(f, types.FunctionType):
         yield from zip(f.__code__.co_freevars, f.__closure__ or ())
         yield from enumerate(f.__defaults__ or ())
@@ -122,6 +137,8 @@ def _with(f: Any, new: dict[Any, Any]) -> Any:
         args = [new.get(i, x) for i, x in enumerate(f.args)]
         named = {name: new.get(("named", name), x) for name, x in f.keywords.items()}
         return type(f)(new.get("func", f.func), *args, **named)
+    if isinstance(f, _IN_C):
+        return getattr(new["self"], f.__name__)
     if isinstance(f, types.MethodType):
         return types.MethodType(new.get("func", f.__func__), new.get("self", f.__self__))
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
@@ -154,17 +171,20 @@ def _is_plain(x: Any, outside: Callable[[torch.Tensor], bool], depth: int = _DEP
 
 def _inside(x: Any) -> dict[Any, Any] | None:
     """What is in a container of Python's, or in the attributes of an object of the user's."""
-    if type(x) is dict:
+    if type(x) in _DICTS:
         return x
-    if type(x) is list or isinstance(x, tuple):
+    if type(x) in _LISTS or isinstance(x, tuple):
         return dict(enumerate(x))
     cls = type(x)
     if not (is_the_users(cls.__module__) and all(c.__flags__ & _HEAP for c in cls.__mro__[:-1])):
         return None
     if isinstance(x, (*FUNCTIONS, type, torch.nn.Module)):
         return None
-    found = dict(getattr(x, "__dict__", {}))
-    for name in slots_of(cls):
+    own, slots = getattr(x, "__dict__", None), slots_of(cls)
+    if own is None and not slots:  # of a library in C++
+        return None
+    found = dict(own or {})
+    for name in slots:
         with suppress(AttributeError):
             found[name] = object.__getattribute__(x, name)
     return found

@@ -98,8 +98,9 @@ def may_go(entries: Sequence[Entry]) -> list[bool]:
     found: list[bool] = []
     for entry in entries:
         made_by = [((KNOWN - source) >> MAKES) - 1 for source in entry.sources if source <= KNOWN]
-        all_known = len(made_by) == len(entry.sources)
-        found.append(not is_marker(entry.func) and all_known and all(found[i] for i in made_by))
+        known = [i for i in made_by if 0 <= i < len(found)]  # else it was made unseen
+        all_known = len(known) == len(entry.sources) and not is_marker(entry.func)
+        found.append(all_known and all(found[i] for i in known))
     return found
 
 
