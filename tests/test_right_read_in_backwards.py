@@ -224,13 +224,21 @@ def test_with_no_check_they_are_not_compared(read):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_is_made_once_may_be_kept(nested):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: torch.ones(len(g), dtype=g.dtype).cumsum(0),
+        lambda g: torch.ones_like(g) * 3,
+        lambda g: g.new_zeros(len(g)) + 2,
+    ],
+)
+def test_what_is_made_once_may_be_kept(make, nested):
     """A mask that the first backward makes, and that the others find."""
     kept = {}
 
     def masked(g):
         if len(g) not in kept:
-            kept[len(g)] = torch.ones(len(g), dtype=g.dtype).cumsum(0)
+            kept[len(g)] = make(g)
         return g * kept[len(g)]
 
     def program(remat):

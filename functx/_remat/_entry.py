@@ -97,12 +97,21 @@ def may_go(entries: Sequence[Entry]) -> list[bool]:
     """For each operation, whether it has read nothing but what such ones gave: a mask, a table."""
     found: list[bool] = []
     for entry in entries:
-        made_by = [((KNOWN - source) >> MAKES) - 1 for source in entry.sources if source <= KNOWN]
+        sources = () if getattr(entry.func, "__name__", None) in _BY_SHAPE else entry.sources
+        made_by = [((KNOWN - source) >> MAKES) - 1 for source in sources if source <= KNOWN]
         known = [i for i in made_by if 0 <= i < len(found)]  # else it was made unseen
-        all_known = len(known) == len(entry.sources) and not is_marker(entry.func)
+        all_known = len(known) == len(sources) and not is_marker(entry.func)
         found.append(all_known and all(found[i] for i in known))
     return found
 
+
+_BY_SHAPE = frozenset(
+    {
+        *("zeros_like", "ones_like", "empty_like", "full_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full"),
+    }
+)
+"""What reads no value of the tensor that it is given."""
 
 NO_CALLS = (results, *HANGING)
 """What `Calls` leaves out; hooks are counted elsewhere."""
