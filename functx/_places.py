@@ -30,6 +30,11 @@ class _Internal(dict[str, bool]):
 is_internal = _Internal()
 
 
+def is_ours(filename: str) -> bool:
+    """Whether a file is of functx."""
+    return filename.startswith(_INTERNAL[1])
+
+
 def where(skipped: int = 0) -> Place:
     """The line outside of torch and functx that is running, not looked up yet.
 

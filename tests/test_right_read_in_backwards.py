@@ -267,6 +267,32 @@ def test_a_hook_that_counts_its_calls(nested):
         program(functx.remat, body, x, lambda: None)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_hook_that_writes_to_what_is_outside(nested, view):
+    """Once a backward pass; a replay of the pullback would write once more."""
+    found = []
+    for remat in (identity, functx.remat):
+        count = torch.zeros(2, dtype=torch.float64)
+
+        def counted(g, count=count):
+            (count[:1] if view else count).add_(1)
+
+        inner = remat(lambda x, hook=counted: on_tensor(x.sin(), hook).exp())
+        f = remat(lambda x, inner=inner: inner(x * 2).cos()) if nested else inner
+        x = numbers(3).requires_grad_()
+        y = f(x).sum()
+        grad(y, x, retain_graph=True)
+        g = grad(y, x, create_graph=True)[0]
+        if remat is identity:
+            grad(g.sum(), x)
+        else:
+            with pytest.raises(functx.RematError, match="would be written to once more"):
+                grad(g.sum(), x)
+        found.append(count)
+    assert_same(found[0] - torch.tensor([1.0, 0.0 if view else 1.0]), found[1])
+
+
 def test_a_gradient_that_a_hook_takes():
     """In the pullback of a region: likewise what the Function that it is taken of reads."""
     reads = Reads()

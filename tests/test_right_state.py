@@ -165,3 +165,17 @@ def test_a_backward_inside_to_a_leaf_of_its_own():
 
     x = numbers(3).requires_grad_()
     assert_same(torch.autograd.grad(functx.remat(body)(x).sum(), x), (x.detach().cos(),))
+
+
+@pytest.mark.parametrize("check", ["default", "values", "none"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_statistics_advance_once_however_replays_are_compared(nested, check):
+    def program(remat):
+        norm, x = nn.BatchNorm1d(3).double(), numbers(4, 3).requires_grad_()
+        f = remat(lambda x: norm(x.sin()).exp())
+        whole = remat(lambda x: f(x * 2) * x) if nested else f
+        gradients = torch.autograd.grad(whole(x).sum(), [x, *norm.parameters()])
+        return gradients, [*norm.buffers()]
+
+    ours = program(lambda f: functx.remat(f, determinism_check=check))
+    assert_same(ours, program(identity), 8)

@@ -68,6 +68,10 @@ class Constant:
                 if reader.before is None and reader.version == _torch.version(self.value):
                     reader.before = self.before
 
+    def is_rewritten(self) -> bool:
+        """Whether the first run wrote to it."""
+        return self.before is not None
+
     def seal(self, name: str) -> None:
         """The first run ended: a write nobody announced can't be undone for a replay."""
         self.holders = None

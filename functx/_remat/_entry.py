@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from functx._places import Place
 from functx._remat._arguments import same
 from functx._remat._hung_on_given import HANGING
@@ -113,8 +115,8 @@ _BY_SHAPE = frozenset(
 )
 """What reads no value of the tensor that it is given."""
 
-NO_CALLS = (results, *HANGING)
-"""What `Calls` leaves out; hooks are counted elsewhere."""
+NO_CALLS = (results, *HANGING, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg)
+"""What `Calls` leaves out: hooks, which are counted elsewhere, and what nodes ask themselves."""
 
 
 class Calls:

@@ -16,21 +16,28 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from functx._errors import ReplayError
+from functx import _torch
+from functx._errors import RematError, ReplayError
 from functx._places import describe_place, where
 from functx._remat._entry import NO_CALLS, Calls, called
 from functx._remat._parts import Parts
+from functx._remat._tapes import tensors_of
 from functx._remat._tracker import Tracker
+from functx._remat._writes import written_by
 
-Met = tuple[Sequence[Tensor], Sequence[tuple[int, weakref.ref[Tensor]]]]
-"""What a first run captured, and its inputs by number: whoever closes over one holds it."""
+Numbered = Sequence[tuple[int, "weakref.ref[Tensor]"]]
+Met = tuple[Sequence[Tensor], Numbered, Numbered]
+"""What a first run captured, its inputs and its constants: whoever closes over one holds it."""
 
 
 def met_as(originals: Iterable[Tensor], origins: Iterable[tuple[str, int]]) -> Met:
     """What a first run has met, by the kind and number of each."""
     those = [*zip(originals, origins)]
-    given = [(n, weakref.ref(t)) for t, (kind, n) in those if kind == "input"]
-    return [t for t, (kind, _) in those if kind == "capture"], given
+    given, constants = (
+        [(n, weakref.ref(t)) for t, (kind, n) in those if kind == which]
+        for which in ("input", "constant")
+    )
+    return [t for t, (kind, _) in those if kind == "capture"], given, constants
 
 
 class Lenient(Tracker):
@@ -38,6 +45,7 @@ class Lenient(Tracker):
 
     For pullbacks, whose operations may differ from run to run; only what hooks and custom Functions
     close over is foreign there. That may be an input, too: what the pullback reads, they may read.
+    What the first run wrote to is as it was before, and once more written to in a copy.
 
     Args:
         region: that is replayed.
@@ -50,11 +58,14 @@ class Lenient(Tracker):
         self.left: dict[int, Tensor] = {}
         met: Met = region.originals
         given = [(o, inputs[n]) for n, ref in met[1] if (o := ref()) is not None]
-        pairs = [*given, *zip(met[0], captured, strict=True)]
+        constants = [(region.constants[n], ref()) for n, ref in met[2]]
+        name = self._name = region.options.name
+        own = [(o, c.for_replay(name)) for c, o in constants if o is not None and c.is_rewritten()]
+        pairs = [*given, *own, *zip(met[0], captured, strict=True)]
         self._standins = {id(o): (o, s) for o, s in pairs}
-        self._name = region.options.name
         compares = region.options.replay and region.options.determinism_check != "none"
         self._calls = Calls(region.entries) if compares else None
+        self._written = region.written_unseen
         self._at = 0
 
     def resolve(self, t: Tensor) -> Tensor:
@@ -80,6 +91,23 @@ class Lenient(Tracker):
         forward = entries[self._at - 1].parts if entries else None
         run = func if forward is None else Parts(func, self._name, forward)
         return run(*args, **kwargs)
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Nothing from outside is written to once more."""
+        self.written(tensors_of(written_by(func, args, kwargs)) if self._written else ())
+
+    def written(self, tensors: Sequence[Tensor]) -> None:
+        """Likewise in a region inside."""
+        written = [one for ref in self._written if (one := ref()) is not None]
+        for t in tensors:
+            whole = _torch.view_base(t)
+            if any(one is t or one is whole for one in written):
+                raise RematError(
+                    f"remat: the {self._name} is differentiated, in which a hook or the backward "
+                    f"of a custom Function writes in place to a tensor of shape {tuple(t.shape)} "
+                    "that it did not make: that would be written to once more. Write to it outside "
+                    "of the region: in a hook on a result, or when the backward has run."
+                )
 
     def made(self, t: Tensor) -> None:
         """Nothing is kept."""

@@ -19,6 +19,7 @@ only need the copy.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -81,6 +82,8 @@ class Writes:
         """
         storages = {storage_of(t) for t in tensors} - {None}
         region = self._region
+        if region.options.replay:
+            self._in_a_pullback(tensors, standins)
         self._storages += map(storage_of, standins[len(self._storages) :])
         for position, storage in enumerate(self._storages):
             standin = standins[position]
@@ -106,6 +109,15 @@ class Writes:
                 seen = any(is_view_of(t, standin) for t in tensors)
                 if seen and torch.is_grad_enabled() and may_be_written(caller):
                     self._change_history(position, standin)
+
+    def _in_a_pullback(self, tensors: Sequence[Tensor], standins: Sequence[Tensor]) -> None:
+        """Hooks may write to tensors from outside, which is like what the engine hands them."""
+        others = [t for t in tensors if all(t is not standin for standin in standins)]
+        whole = [t for t in map(_whole, others) if all(t is not one for one in others)]
+        region = self._region
+        region.written_unseen = [*region.written_unseen, *map(weakref.ref, (*others, *whole))]
+        if region.outer is not None:
+            region.outer.written(others)
 
     def _unrecorded(self) -> watching:
         """What is kept for a region is recorded by those around it, not by itself."""

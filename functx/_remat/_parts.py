@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_compiler, _torch_observed, _torch_operators, _tree
 from functx._errors import ReplayError
-from functx._places import describe_place, where
+from functx._places import describe_place, is_ours, where
+from functx._remat._answers import who_asks
 from functx._remat._arguments import SCALARS, same
 from functx._remat._entry import Entry, called
 from functx._remat._functions import known_of
@@ -119,7 +120,7 @@ class _InBackward(Silent):
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Note the numbers that it is called with."""
-        if not known_of(func).passive:
+        if not (known_of(func).passive or is_ours(who_asks())):
             self.swap_all(args)
             self.swap_named(kwargs)
             given, self._scalars = self._scalars, []

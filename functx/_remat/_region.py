@@ -72,6 +72,7 @@ class Region:
         outer_levels: a context with the levels that were active at the call.
         frames: one a transform level that was peeled off, outermost level first.
         given: explicit inputs as the caller has them, weakly, where replays go by first sight.
+        written_unseen: what hooks wrote to, weakly, if this is a pullback.
         began, grad_mode: the number of the first node, and the mode, of the first run.
         captured: what the body met in its first run, `n_captured` tensors.
         retained: whose gradients the body wants retained. `_gradients`.
@@ -104,7 +105,7 @@ class Region:
 
     # As it is in most calls; on the class, since setting two dozen attributes takes its time.
     births: Sequence[Any] = ()
-    entries = given = births
+    entries = given = written_unseen = births
     environment: Any = None
     first_run: Any = None
     inner_keeps: Sequence[Any] = ()
@@ -112,7 +113,7 @@ class Region:
     ledger: Ledger | None = None
     ends: Sequence[Any] = ()  # nodes outside with hooks of the body's, until then. `_hung_at_ends`
     leaving: Sequence[Tensor] = ()
-    settled = leaving
+    owners = settled = leaving
     left: Sequence[int] = ()
     needed: Sequence[bool] = ()
     passing = unread = needed
@@ -122,7 +123,6 @@ class Region:
     outer_levels: Any = None
     began, grad_mode, marked, n_captured = 0, True, False, 0
     overwritten: Sequence[int] = ()
-    owners: Sequence[Tensor] = ()
     passed_on: Sequence[PassedOn] = ()
     reached: Set[int] = frozenset()
     stored = reached
