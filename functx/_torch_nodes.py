@@ -31,10 +31,6 @@ ABOUT_ITS_TAPE = (
 """What a tensor tells about its tape."""
 
 
-TORCHS_OWN = "_pt_"
-"""What names begin with under which torch keeps things of its own on nodes, under transforms."""
-
-
 def wrap_hook_registration(function: Any, wrapper: Callable[[Any], Any]) -> None:
     """Wrap how hooks are hung on the nodes of a Function."""
     node = function._backward_cls

@@ -32,13 +32,6 @@ class Factor:
         return g * self.k
 
 
-class Slotted:
-    __slots__ = ("k",)
-
-    def __init__(self, k):
-        self.k = k
-
-
 def made_by(k):
     return lambda g: g * k
 
@@ -85,21 +78,6 @@ def in_a_tuple(settings):
     return lambda g: g * limits[0]
 
 
-def in_a_list(settings):
-    ks = [settings.k]
-    return lambda g: g * ks[-1]
-
-
-def in_a_dict(settings):
-    found = {"k": settings.k}
-    return lambda g: g * found["k"]
-
-
-def in_a_slot(settings):
-    one = Slotted(settings.k)
-    return lambda g: g * one.k
-
-
 def in_a_function(settings):
     k = settings.k
 
@@ -107,17 +85,6 @@ def in_a_function(settings):
         return g * k
 
     return lambda g: scaled(g)
-
-
-def a_tensor_from_outside(settings):
-    w = settings.w
-    return lambda g: g * w
-
-
-def a_tensor_that_is_read_too(settings):
-    w = settings.w
-    w + 1
-    return lambda g: g * w
 
 
 def read_when_called(settings):
@@ -128,6 +95,8 @@ def a_method(settings):
     return settings.hook
 
 
+OBJECTS = [called_object, method_of_an_object]
+
 BOUND = [
     cell,
     default,
@@ -135,15 +104,8 @@ BOUND = [
     factory,
     partial,
     partial_named,
-    called_object,
-    method_of_an_object,
     in_a_tuple,
-    in_a_list,
-    in_a_dict,
-    in_a_slot,
     in_a_function,
-    a_tensor_from_outside,
-    a_tensor_that_is_read_too,
     read_when_called,
     a_method,
 ]

@@ -372,24 +372,3 @@ def test_hooks_are_exchanged_by_their_handles():
     assert _torch_nodes.belongs_to(handles[0], other) is one
     del one
     assert _torch_nodes.belongs_to(handles[0], other) is None
-
-
-def test_what_torch_keeps_on_nodes_has_names_of_its_own():
-    """Beside what a custom Function keeps, where a ``vmap`` is around it."""
-
-    class Scaled(torch.autograd.Function):
-        generate_vmap_rule = True
-        forward = staticmethod(lambda x: x * 2)
-        setup_context = staticmethod(lambda ctx, inputs, output: setattr(ctx, "k", 2.0))
-        backward = staticmethod(lambda ctx, g: g * ctx.k)
-
-    def f(x):
-        y = Scaled.apply(x)
-        names.update(torch._C._functorch.get_unwrapped(y).grad_fn.__dict__)
-        return y
-
-    names = set()
-    torch.vmap(f)(torch.ones(2, 3, requires_grad=True))
-    assert "k" in names
-    assert len(names) > 1
-    assert all(name.startswith(_torch_nodes.TORCHS_OWN) for name in names - {"k"})

@@ -97,7 +97,7 @@ LAYERS = [
         "functx._remat._ways",
     ),
     ("functx._remat._entry", "functx._remat._functions", "functx._remat._stored"),
-    ("functx._remat._answers", "functx._remat._keeping", "functx._remat._users_code"),
+    ("functx._remat._answers", "functx._remat._users_code"),
     ("functx._remat._tracker",),
     ("functx._remat._scripted", "functx._remat._one_example"),
     (

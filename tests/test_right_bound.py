@@ -1,12 +1,11 @@
 """Hooks of a replay are bound to what those of the forward are. See `_bound`."""
 
-import functools
 import gc
 import weakref
 
 import pytest
 import torch
-from bound import BOUND, DEPTHS, Settings, identity
+from bound import BOUND, DEPTHS, OBJECTS, Settings, identity
 from cases import numbers
 from references import assert_same
 from torch.autograd import grad
@@ -201,55 +200,35 @@ def test_what_a_hook_is_bound_to_goes_with_the_region():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("hang", HANG)
-def test_a_hook_that_has_attributes(hang, depth):
-    """Those of the hook that the body has made in the forward, which others may hold."""
+@pytest.mark.parametrize("make", OBJECTS)
+def test_an_object_with_other_numbers_is_an_error(make, depth):
+    settings, x = Settings(), numbers(3).requires_grad_()
 
+    def f(x):
+        h = x.sin()
+        h.register_hook(make(settings))
+        return h.exp()
+
+    y = depth(f)(functx.remat)(x).sum()
+    assert_same(grad(y, x, retain_graph=True), grad(depth(f)(identity)(x).sum(), x), eps=64)
+    settings.set(5.0)
+    with pytest.raises(functx.ReplayError, match="where the forward hung another one"):
+        grad(y, x)
+
+
+@pytest.mark.parametrize("make", OBJECTS)
+def test_an_object_of_the_programs_may_change(make):
     def program(remat):
-        hooks = []
+        settings, x = Settings(), numbers(3).requires_grad_()
+        hook = make(settings)
 
         def f(x):
-            def hook(g):
-                hook.calls += 1
-                hook.last = g.clone()
-                return g * hook.calls
-
-            hook.calls = 0
-            hooks.append(hook)
             h = x.sin()
-            hang(h, hook)
+            h.register_hook(hook)
             return h.exp()
 
-        x = numbers(3).requires_grad_()
-        y = depth(f)(remat)(x).sum()
-        found = [grad(y, x, retain_graph=True) for _ in range(3)]
-        return found, hooks[0].calls, hooks[0].last
-
-    (ours, called, last), (theirs, calls, expected) = program(functx.remat), program(identity)
-    assert called == calls == 3
-    assert_same((ours, last), (theirs, expected), eps=64)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("how", ["append", "__setitem__", "add"])
-def test_a_hook_that_is_a_method_of_a_container(how, depth):
-    """Of one that the body has made in the forward, which others may hold."""
-
-    def program(remat):
-        there = {}
-
-        def f(x):
-            made = {"append": list, "__setitem__": dict, "add": set}[how]()
-            there.setdefault("made", made)
-            h = x.sin()
-            method = getattr(made, how)
-            h.register_hook(functools.partial(method, "g") if how == "__setitem__" else method)
-            return h.exp()
-
-        x = numbers(3).requires_grad_()
-        y = depth(f)(remat)(x).sum()
-        gradient = grad(y, x)
-        made = there["made"]
-        return gradient, [*(made.values() if how == "__setitem__" else made)]
+        y = remat(f)(x).sum()
+        getattr(hook, "__self__", hook).k = 5.0
+        return grad(y, x)
 
     assert_same(program(functx.remat), program(identity), eps=64)

@@ -1,15 +1,8 @@
-"""What a custom Function keeps for its backward beside numbers: functions, containers, objects."""
+"""What a custom Function keeps for its backward beside numbers: functions, objects, tuples."""
 
 import pytest
 import torch
-from bound import (
-    BOUND,
-    DEPTHS,
-    Factor,
-    Settings,
-    Slotted,
-    identity,
-)
+from bound import Factor, Settings, cell, default, factory, keyword, partial, partial_named
 from cases import numbers
 from references import assert_same
 from torch.autograd import grad
@@ -30,95 +23,61 @@ class Keeps(torch.autograd.Function):
         return ctx.f(g), None
 
 
-class Names(Keeps):
-    """It keeps what is not compared."""
+class Holds(torch.autograd.Function):
+    """Its backward reads what it makes in the forward."""
 
     @staticmethod
-    def forward(ctx, x, f):
-        ctx._f = f
+    def forward(ctx, x, make):
+        ctx.held = make()
         return x.clone()
 
     @staticmethod
     def backward(ctx, g):
-        return ctx._f(g), None
+        return g * (ctx.held.k if hasattr(ctx.held, "k") else ctx.held[0]), None
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("function", [Keeps, Names])
-@pytest.mark.parametrize("make", BOUND)
-def test_a_function_that_keeps_another_one(make, function, depth):
-    def program(remat):
-        settings, x = Settings(), numbers(3).requires_grad_()
-        f = lambda x: function.apply(x.sin(), make(settings)).exp()  # noqa: E731
-        y = depth(f)(remat)(x).sum()
-        settings.set(5.0)
-        first = grad(y, x, retain_graph=True)
-        settings.set(7.0)
-        return first, grad(y, x)
-
-    assert_same(program(functx.remat), program(identity), eps=64)
+def keeps(make):
+    return lambda settings, x: Keeps.apply(x.sin(), make(settings)).exp()
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_another_function_is_an_error(depth):
-    flag, x = [True], numbers(3).requires_grad_()
-    double, triple = (lambda g: g * 2), (lambda g: g * 3)
-    f = lambda x: Keeps.apply(x.sin(), double if flag[0] else triple).exp()  # noqa: E731
-    y = depth(f)(functx.remat)(x).sum()
-    flag[0] = False
-    with pytest.raises(functx.ReplayError, match="where it kept"):
+def holds(make):
+    return lambda settings, x: Holds.apply(x.sin(), lambda: make(settings.k)).exp()
+
+
+MADE = [cell, default, keyword, factory, partial, partial_named]
+
+
+@pytest.mark.parametrize("body", [*map(keeps, MADE), holds(Factor), holds(lambda k: (k, "k"))])
+def test_other_numbers_are_an_error(body):
+    settings, x = Settings(), numbers(3).requires_grad_()
+    y = functx.remat(lambda x: body(settings, x))(x).sum()
+    assert_same(grad(y, x, retain_graph=True), grad(body(settings, x).sum(), x), eps=64)
+    settings.set(5.0)
+    with pytest.raises(functx.ReplayError, match=r"keeps other numbers .* in ctx\.(held|f)"):
         grad(y, x)
 
 
-@pytest.mark.parametrize("function", [Keeps, Names])
-def test_a_function_finds_variables_as_they_are(function):
+@pytest.mark.parametrize("of", [lambda f: f, lambda f: functx.remat(f)])
+def test_those_of_the_programs_may_change(of):
+    """The same function and the same object, in both runs."""
+
     def program(remat):
-        k = calls = 0
+        factor = Factor(1.0)
 
-        def f(x):
-            def pulled_back(g):
-                nonlocal calls
-                calls += 1
-                return g * calls * k
+        def counted(g):
+            factor.k += 1
+            return g * factor.k
 
-            return function.apply(x.sin(), pulled_back).exp()
+        x = numbers(3).requires_grad_()
+        body = lambda x: Holds.apply(Keeps.apply(x.sin(), counted), lambda: factor)  # noqa: E731
+        y = remat(of(body) if remat is functx.remat else body)(x).sum()
+        return [grad(y, x, retain_graph=True) for _ in range(2)]
 
-        x, found = numbers(3).requires_grad_(), []
-        y = remat(f)(x).sum()
-        for i in range(1, 4):
-            k = float(i)
-            found += grad(y, x, retain_graph=True)
-        return calls, found
-
-    (called, ours), (calls, theirs) = program(functx.remat), program(identity)
-    assert called == calls == 3
-    assert_same(ours, theirs, eps=64)
+    assert_same(program(functx.remat), program(lambda f: f), eps=64)
 
 
-class Holds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, made):
-        ctx.held = made()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        held = ctx.held
-        return g * (
-            held.k if hasattr(held, "k") else held["k"] if type(held) is dict else held[0]
-        ), None
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize(
-    "how", [Factor, Slotted, lambda k: [k], lambda k: (k,), lambda k: {"k": k}]
-)
-def test_what_a_function_keeps_in_containers_and_objects(how, depth):
-    def program(remat):
-        settings, x = Settings(), numbers(3).requires_grad_()
-        f = lambda x: Holds.apply(x.sin(), lambda: how(settings.k)).exp()  # noqa: E731
-        y = depth(f)(remat)(x).sum()
-        settings.set(5.0)
-        return grad(y, x)
-
-    assert_same(program(functx.remat), program(identity), eps=64)
+def test_addresses_are_not_compared():
+    body = holds(lambda k: (id(object()), 4.0))  # what is there once may be there again, or not
+    x, kept = numbers(3).requires_grad_(), []
+    body = lambda x: Holds.apply(x, lambda: (2.0, kept.append(object()) or id(kept[-1])))  # noqa: E731
+    assert_same(grad(functx.remat(body)(x).sum(), x), grad(body(x).sum(), x))

@@ -125,36 +125,15 @@ def hooked(x, log):
     ("f", "container"),
     [
         (hooked, list),
-        *((lambda x, log, f=f: f.apply(x, log) * 2, c) for f, c in FUNCTIONS[:2]),
+        *((lambda x, log, f=f: f.apply(x, log) * 2, c) for f, c in FUNCTIONS[:3]),
         (lambda x, log: Counts.apply(x, log[0]) * 2, lambda: [[]]),
     ],
 )
-def test_one_that_is_given_and_changed_backward(f, container):
-    """A replay finds that of the forward."""
-
-    def program(remat):
-        log, x = container(), X.clone().requires_grad_()
-        out = remat(f)(x, log).sum()
-        return torch.autograd.grad(out, x, retain_graph=True), torch.autograd.grad(out, x), log
-
-    assert_same(program(functx.remat), program(identity))
-
-
-def test_one_of_tensors_that_is_given_and_changed_backward_is_an_error():
+def test_one_that_is_given_and_changed_backward_is_an_error(f, container):
     """A replay has its own."""
     x = X.clone().requires_grad_()
-    out = functx.remat(lambda x, log: Pushes.apply(x, log) * 2)(x, [])
+    out = functx.remat(f)(x, container())
     with pytest.raises(functx.RematError, match="keeps and changes in a backward pass"):
         out.sum().backward()
-
-
-def test_one_that_a_hook_is_given_and_changes():
-    """A hook of a replay has that of the forward."""
-
-    def program(remat):
-        log, x = [], X.clone().requires_grad_()
-        out = remat(lambda x, log: hooked(x, log) * len(log))(x, log).sum()
-        log.append(2)
-        return torch.autograd.grad(out, x, retain_graph=True), torch.autograd.grad(out, x), log
-
-    assert_same(program(functx.remat), program(identity))
+    out = functx.remat(lambda x, log: hooked(x, []) * len(log))(x, [1, 2])
+    out.sum().backward()

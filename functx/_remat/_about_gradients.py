@@ -11,8 +11,6 @@ from torch import Tensor
 from functx import _torch, _torch_nodes
 from functx._places import is_internal
 from functx._remat._answers import EDGES, kept_answer, refuse_edges, refuse_otherwise, who_asks
-from functx._remat._bound import Bound
-from functx._remat._custom import Kept
 from functx._remat._entry import Entry
 from functx._remat._gradients import GRADIENTS, RETAIN_GRAD, refuse_if_lost, refuse_if_partial
 from functx._remat._hung_at_ends import lasting, moved_outside, refuse_on_leaves
@@ -71,30 +69,6 @@ class AboutGradients(Tracker):
         """As the regions around know it, which may be replays."""
         outer = self._region.outer
         return super().has_hung(hooks) or (outer is not None and outer.has_hung(hooks))
-
-    def from_outside(self, t: Tensor) -> bool:
-        """Whether no region that is running has made it, nor another tensor stands for it there."""
-        if _torch.is_wrapped(t):
-            return False
-        tracker: Any = self
-        while isinstance(tracker, AboutGradients):
-            found = tracker._index.get(id(t))
-            if tracker.knows(t) or (found is not None and found[0] is not t):
-                return False
-            tracker = tracker._region.outer
-        return tracker is None or not tracker.saw(t)
-
-    def keeps(self, others: Sequence[Kept]) -> None:
-        """What a replay keeps is that, or bound to what that is."""
-        self.binds([Bound(x, self.from_outside) for _, _, x in others])
-
-    def binds(self, kept: Sequence[Bound]) -> None:
-        """For the regions around as well, whose replays run the body afresh."""
-        super().binds(kept)
-        if not self._region.options.by_sight:  # which records nothing
-            self.entries[-1].bound = kept
-        if (outer := self._region.outer) is not None:
-            outer.binds(kept)
 
     def hung_on_a_node(self, handle: Any) -> None:
         """A body here, or in a region inside, has hung a hook on a node."""

@@ -102,7 +102,7 @@ class FirstRun(Compared):
         """
         region, body, options = self._region, self._region.body, self._region.options
         if self.handles or self._pulls_back:
-            region.hooks = hooks_of(self.handles, body, self.from_outside)
+            region.hooks = hooks_of(self.handles, body, region.reaches[0])
         if theirs := self.given_a_gradient:  # which are the caller's
             self.births = [b for b in self.births if id(b[1]()) not in theirs]
         if (ledger := self.ledger or region.ledger) is None:  # a known one

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_nodes
+from functx._remat._bound import kept, kept_by_a_function
 from functx._remat._past_torch import held_by
 from functx._remat._tapes import nodes_of, tensors_of
 
@@ -79,37 +80,22 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     if not isinstance(first, Tensor):
         return []
-    kept: list[tuple[str, Any]] = []
+    numbers: list[tuple[str, Any]] = []
     for node in nodes_of([first]):
-        kept += _past_torch(node, tensors_of(args))
+        numbers += _past_torch(node, tensors_of(args))
         if attributes := getattr(node, "__dict__", None):
-            kept += [
+            numbers += [
                 (key, _ADDRESS.sub("0x", x) if type(x) is str else x)
                 for key, x in attributes.items()
                 if type(x) in _KEPT and not key.startswith("_")
             ]
-    if any(type(x) is int and x >= _A_PAGE for _, x in kept):
+            others = [(key, x) for key, x in attributes.items() if not key.startswith("_")]
+            both = ((key, kept(x) or kept_by_a_function(x)) for key, x in others)
+            numbers += [(key, found) for key, found in both if found is not None]
+    if any(type(x) is int and x >= _A_PAGE for _, x in numbers):
         named = {address for t in tensors_of(out, args) for address in _addresses(t)}
-        kept = [(key, x) for key, x in kept if type(x) is not int or x not in named]
-    return [x for pair in sorted(kept, key=repr) for x in pair]
-
-
-Kept = tuple[dict[str, Any], str, Any]
-"""What a custom Function keeps, behind where it is."""
-
-
-def others_kept(out: Any) -> list[Kept]:
-    """What a custom Function keeps for its backward beside numbers and tensors."""
-    first = out[0] if isinstance(out, (tuple, list)) and out else out
-    nodes = nodes_of([first]) if isinstance(first, Tensor) else []
-    those = (getattr(node, "__dict__", None) or {} for node in nodes)
-    return [
-        (of, key, x)
-        for of in those
-        for key, x in of.items()
-        if not (type(x) in _KEPT or x is None or isinstance(x, Tensor))
-        and not key.startswith(_torch_nodes.TORCHS_OWN)
-    ]
+        numbers = [(key, x) for key, x in numbers if type(x) is not int or x not in named]
+    return [x for pair in sorted(numbers, key=repr) for x in pair]
 
 
 def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:

@@ -32,14 +32,12 @@ class Entry:
         place: the line that called it.
         results: what it gave, if that is recorded.
         parts: what it ran, if it is an operator of the user's.
-        bound: what custom Functions keep, if it is `custom_others`.
         told: what a replay is told, where that is no number. NOTE [answers] in `_answers`.
     """
 
     results: list[Any] | None = None
     parts: list[Any] | None = None
     told: Any = None
-    bound: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -86,10 +84,6 @@ def custom_state() -> None:
     """Stands in a trace where a custom Function has kept numbers for its backward."""
 
 
-def custom_others() -> None:
-    """Stands in a trace where custom Functions have kept something else for their backwards."""
-
-
 def is_marker(func: Any) -> bool:
     """Whether that is no operation: it stands in a trace for something else."""
     return getattr(func, "__module__", None) == __name__
@@ -99,12 +93,18 @@ def may_go(entries: Sequence[Entry]) -> list[bool]:
     """For each operation, whether it has read nothing but what such ones gave: a mask, a table."""
     found: list[bool] = []
     for entry in entries:
-        sources = () if getattr(entry.func, "__name__", None) in _BY_SHAPE else entry.sources
+        sources = entry.sources[: how_many_are_read(entry.func)]
         made_by = [((KNOWN - source) >> MAKES) - 1 for source in sources if source <= KNOWN]
         known = [i for i in made_by if 0 <= i < len(found)]  # else it was made unseen
         all_known = len(known) == len(sources) and not is_marker(entry.func)
         found.append(all_known and all(found[i] for i in known))
     return found
+
+
+def how_many_are_read(func: Any) -> int | None:
+    """Of how many tensors, the first that it is given, an operation reads values; ``None``: all."""
+    name = getattr(func, "__name__", None)
+    return 0 if name in _BY_SHAPE else 1 if name in _BY_DTYPE else None
 
 
 _BY_SHAPE = frozenset(
@@ -114,6 +114,9 @@ _BY_SHAPE = frozenset(
     }
 )
 """What reads no value of the tensor that it is given."""
+
+_BY_DTYPE = frozenset({"to", "type_as"})
+"""What reads none of the second one."""
 
 NO_CALLS = (results, *HANGING, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg)
 """What `Calls` leaves out: hooks, which are counted elsewhere, and what nodes ask themselves."""
@@ -136,19 +139,29 @@ class Calls:
         self.entries = [e for e, _ in those]
         self._may_go = [goes for _, goes in those]
 
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Any, Sequence[Any], bool]]) -> Calls:
+        """The same of what an operation ran. `_parts`."""
+        calls = cls(())
+        calls.entries = [Entry(func, (), tuple(given)) for func, given, _ in parts]
+        calls._may_go = [may_go for *_, may_go in parts]
+        return calls
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Calls):
             return NotImplemented
         at = 0
         for e in other.entries:
             after = self.after(at, e.func, e.scalars)
-            if after is None or _shown(e.parts) != _shown(self.entries[after - 1].parts):
+            if after is None:
+                return False
+            if Calls.of(self.entries[after - 1].parts or ()) != Calls.of(e.parts or ()):
                 return False
             at = after
         return self.next(at) is None
 
     def __repr__(self) -> str:
-        return _shown((e.func, e.scalars) for e in self.entries)
+        return f"[{', '.join(called(e.func, e.scalars) for e in self.entries)}]"
 
     def after(self, at: int, func: Any, scalars: Sequence[Any]) -> int | None:
         """Where a replay is that was at ``at`` and makes a call; ``None`` if it may not."""
@@ -164,10 +177,6 @@ class Calls:
         """What a replay that is at ``at`` must call."""
         rest = zip(self.entries[at:], self._may_go[at:])
         return next((e for e, goes in rest if not goes), None)
-
-
-def _shown(calls: Iterable[tuple[Any, Sequence[Any]]] | None) -> str:
-    return f"[{', '.join(called(*call) for call in calls or ())}]"
 
 
 def fingerprint(calls: Iterable[tuple[Any, ...]]) -> int:
@@ -189,7 +198,15 @@ def fingerprint(calls: Iterable[tuple[Any, ...]]) -> int:
 def whole(entries: Sequence[Entry]) -> Iterator[tuple[Any, ...]]:
     """For `fingerprint`: operations on the same of what is there, with the same numbers."""
     for entry in entries:
-        yield entry.func, entry.sources, entry.scalars, _shown(entry.parts)
+        yield entry.func, entry.sources, [x for x in entry.scalars if not isinstance(x, Calls)]
+
+
+def calls_inside(entries: Sequence[Entry]) -> Iterator[Calls]:
+    """What `whole` leaves out, since a replay may do without some."""
+    for entry in entries:
+        yield from (x for x in entry.scalars if isinstance(x, Calls))
+        if entry.parts:
+            yield Calls.of(entry.parts)
 
 
 def describe(func: Any) -> str:
@@ -200,7 +217,7 @@ def describe(func: Any) -> str:
     return f"Tensor.{name}" if hasattr(func, "__objclass__") else name
 
 
-def called(func: Any, scalars: Sequence[Any]) -> str:
+def called(func: Any, scalars: Sequence[Any], *_: Any) -> str:
     """A call as a person would write it, without its tensors."""
     if func is nested_run:
         inside = f", which calls {scalars[0]}," if isinstance(scalars[0], Calls) else ""

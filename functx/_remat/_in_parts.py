@@ -157,18 +157,26 @@ def _not_linear(region: str) -> RematError:
     )
 
 
-def in_parts(hook: Callable[..., Any], parts: Parts, region: str) -> Any:
+def in_parts(
+    hook: Callable[..., Any],
+    parts: Parts,
+    region: str,
+    after: Callable[[], None] | None = None,
+) -> Any:
     """``hook``, that is looked at where it is given parts. ``NOTE [in parts]``.
 
     Args:
         hook: that a replay has hung.
         parts: what is known of it.
         region: its name, for messages.
+        after: is called when it was.
     """
 
     @functools.wraps(hook)
     def called(*gradients: Any) -> Any:
         made = hook(*gradients)
+        if after is not None:
+            after()
         parts.add(hook, gradients, made, region)
         return made
 

@@ -17,6 +17,7 @@ from functx._errors import RematError
 from functx._remat._depth import nested
 from functx._remat._entry import (
     Calls,
+    calls_inside,
     fingerprint,
     nested_region,
     nested_run,
@@ -117,7 +118,8 @@ def _tell(region: Region, around: Tracker) -> None:
         return
     if not region.options.replay:
         number, seed = fingerprint(whole(region.entries)), torch.default_generator.initial_seed()
-        around.compared(nested_run, number if seed == around.seed else number ^ seed)
+        inside = calls_inside(region.entries)
+        around.compared(nested_run, number if seed == around.seed else number ^ seed, *inside)
     elif (calls := Calls(region.entries)).entries:
         if around.silent:
             for e in calls.entries:

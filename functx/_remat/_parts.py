@@ -12,6 +12,7 @@ by ``torch.autograd.grad``: in the pass, that mode is not active either.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +24,14 @@ from functx._errors import ReplayError
 from functx._places import describe_place, is_ours, where
 from functx._remat._answers import who_asks
 from functx._remat._arguments import SCALARS, same
-from functx._remat._entry import Entry, called
+from functx._remat._entry import Entry, called, how_many_are_read
 from functx._remat._functions import known_of
 from functx._remat._gradients import GRADIENTS
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import RegionMode, Silent, tracking
 
-Part = tuple[Any, list[Any]]
+Part = tuple[Any, list[Any], bool]
+"""What is called, with which numbers and the like, and whether a replay may do without."""
 
 
 class Parts(TorchFunctionMode):
@@ -47,6 +49,7 @@ class Parts(TorchFunctionMode):
         self._region = region
         self._forward = forward
         self.ran: list[Part] = []
+        self._at = 0
 
     @_torch_compiler.uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,12 +58,19 @@ class Parts(TorchFunctionMode):
         self.note(func, [x for x in _tree.leaves((args, kwargs)) if isinstance(x, SCALARS)])
         return func(*args, **kwargs)
 
-    def note(self, func: Any, given: list[Any]) -> None:
+    def note(self, func: Any, given: list[Any], may_go: bool = False) -> None:
         """``func`` is called with some numbers and the like."""
-        self.ran.append((func, given))
-        at = len(self.ran) - 1
-        if self._forward is not None and not self._as_before(at):
-            self._depart(at, f"at {describe_place(where())}, it runs {called(*self.ran[at])}")
+        self.ran.append((func, given, may_go))
+        if self._forward is None:
+            return
+        for at in range(self._at, len(self._forward)):
+            was, before, might_go = self._forward[at]
+            if was == func and same(before, given):
+                self._at = at + 1
+                return
+            if not might_go:
+                break
+        self._depart(f"at {describe_place(where())}, it runs {called(func, given)}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator; what it calls is not shown to it where others are to see the operator.
@@ -79,19 +89,16 @@ class Parts(TorchFunctionMode):
                 return self._operator(*args, **kwargs)
             with self:
                 out = _torch_operators.run_inside(overload, args, kwargs, tensors_of(args, kwargs))
-        if self._forward is not None and len(self.ran) < len(self._forward):
-            self._depart(len(self.ran), "it ended")
+        if self._forward is not None and not all(
+            may_go for *_, may_go in self._forward[self._at :]
+        ):
+            self._depart("it ended")
         return out
 
-    def _as_before(self, at: int) -> bool:
-        if self._forward is None or at >= len(self._forward):
-            return False
-        (was, given), (now, gives) = self._forward[at], self.ran[at]
-        return bool(was == now) and same(given, gives)
-
-    def _depart(self, at: int, how: str) -> None:
+    def _depart(self, how: str) -> None:
         assert self._forward is not None
-        was = f"ran {called(*self._forward[at])}" if at < len(self._forward) else "had ended"
+        must = (part for part in self._forward[self._at :] if not part[2])
+        was = f"ran {called(*part)}" if (part := next(must, None)) is not None else "had ended"
         where, what = str(self._operator), "An operator"
         if self._operator is GRADIENTS:
             where, what = "torch.autograd.grad", "A hook, or the backward of a custom Function,"
@@ -109,6 +116,7 @@ class _InBackward(Silent):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self._parts = parts
+        self._idle: dict[int, weakref.ref[Tensor]] = {}  # `may_go`, of what they gave
 
     def resolve(self, t: Tensor) -> Tensor:
         """The tape is of stand-ins."""
@@ -120,12 +128,18 @@ class _InBackward(Silent):
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Note the numbers that it is called with."""
-        if not (known_of(func).passive or is_ours(who_asks())):
-            self.swap_all(args)
-            self.swap_named(kwargs)
-            given, self._scalars = self._scalars, []
-            self._parts.note(func, given)
-        return self.differentiate(args, kwargs) if func is GRADIENTS else func(*args, **kwargs)
+        if known_of(func).passive or is_ours(who_asks()):
+            return func(*args, **kwargs)
+        self.swap_all(args)
+        self.swap_named(kwargs)
+        given, self._scalars = self._scalars, []
+        read = tensors_of(args, kwargs)[: how_many_are_read(func)]
+        may_go = all((ref := self._idle.get(id(t))) is not None and ref() is t for t in read)
+        self._parts.note(func, given, may_go)
+        out = self.differentiate(args, kwargs) if func is GRADIENTS else func(*args, **kwargs)
+        if may_go:
+            self._idle |= {id(t): weakref.ref(t) for t in tensors_of(out)}
+        return out
 
     def differentiate(self, args: Any, kwargs: Any) -> Any:
         """`torch.autograd.grad`."""

@@ -54,7 +54,7 @@ class Replayed:
 
     read: Collection[Slot] = ()
     hung: Sequence[tuple[Any, Any]] = ()
-    _off: Sequence[bool] = ()
+    _then: Any = None
 
     def __init__(self, fn: Callable[..., Any], region: Any, level: int, cut: Cut | None) -> None:
         self._fn = fn
@@ -90,11 +90,11 @@ class Replayed:
             self._cut.at(found)
         return outs
 
-    def remembered(self, off: Sequence[bool]) -> Sequence[bool]:
-        """Which hooks are off in this run: those that were in the first one, which this may be."""
+    def remembered(self, now: Any) -> Any:
+        """What there is of hooks in this run: as it was in the first one, which this may be."""
         if self._marks is None:
-            self._off = off
-        return self._off
+            self._then = now
+        return self._then
 
     def look(self, nodes: Sequence[Any], results: Iterable[Tensor | None]) -> None:
         """The tapes of the gradients, of the first run, are these."""

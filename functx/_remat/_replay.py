@@ -18,8 +18,6 @@ from functx._places import where
 from functx._remat._aliases import PassedOn, known_again
 from functx._remat._answers import by_the_user, told_again
 from functx._remat._arguments import NUMBERS, TENSOR, same
-from functx._remat._bound import Bound
-from functx._remat._custom import Kept
 from functx._remat._departure import WHY, departed
 from functx._remat._entry import (
     KNOWN,
@@ -27,7 +25,6 @@ from functx._remat._entry import (
     MAKES,
     REWRAPPED,
     Entry,
-    custom_others,
     custom_state,
     describe,
     nested_run,
@@ -174,27 +171,6 @@ class Replay(Tracker):
         if self.passing is not None:
             self.passing.after(operation)
         return out
-
-    def keeps(self, others: Sequence[Kept]) -> None:
-        """It is what the forward kept, or bound to what that is."""
-        for (of, key, x), was in zip(others, self._bound([Bound(x) for _, _, x in others])):
-            of[key] = was.again(x)
-
-    def binds(self, kept: Sequence[Bound]) -> None:
-        """Likewise in replays of a region inside."""
-        for now, was in zip(kept, self._bound(kept)):
-            now.become(was)
-
-    def _bound(self, kept: Sequence[Bound]) -> Sequence[Bound]:
-        at = self._at
-        self.close(custom_others)
-        before = self._entries[at].bound
-        if len(before) != len(kept) or not all(map(Bound.is_like, before, kept)):
-            self._depart(
-                f"operation {at - 1}, a custom Function, keeps {_names(kept)} for its backward, "
-                f"where it kept {_names(before)}"
-            )
-        return before
 
     def has(self, t: Tensor) -> bool:
         """What only a replay that is compared can tell: `had`."""
@@ -384,10 +360,6 @@ def _kept_otherwise(at: int, before: Sequence[Any], now: Sequence[Any]) -> str:
         f"{', '.join(f'ctx.{n}' for n in names)} (what the backward does not compute with can have "
         "a name that begins with an underscore: it is not compared)"
     )
-
-
-def _names(kept: Sequence[Bound]) -> str:
-    return ", ".join(map(str, kept))
 
 
 BY_SIGHT: list[Any] = []

@@ -17,18 +17,37 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from functx import _torch_nodes
 from functx._errors import RematError, ReplayError
-from functx._remat._bound import Bound, nothing
+from functx._remat._bound import Bound, State
+from functx._remat._cells import snapshot
 from functx._remat._hung_inside import look_inside
 from functx._remat._hung_on_given import LEFT
 from functx._remat._in_parts import Parts, in_parts, of_the_user
 from functx._remat._read_results import Replayed, being_replayed
+
+
+@dataclass
+class Run:
+    """A replay that has hung its hooks.
+
+    Attributes:
+        region: the name of what is replayed.
+        compares: whether hooks are to be the same functions.
+        recorded: whether a derivative may be taken of what it gives.
+        again: whether it is run for that once more.
+    """
+
+    region: str
+    compares: bool
+    recorded: bool = False
+    again: bool = False
 
 
 class OneHook(Parts, dict[int, Any]):
@@ -36,7 +55,7 @@ class OneHook(Parts, dict[int, Any]):
 
     Args:
         handle: of the first run, whose body has returned.
-        outside: tells whether a tensor is from outside of the region.
+        outer: ids of the variables that the function of the region closes over.
 
     Attributes:
         removed: whether it was taken off since.
@@ -47,20 +66,21 @@ class OneHook(Parts, dict[int, Any]):
     _around: Callable[[], OneHook | None] | None = None  # the same, of the region around, weakly
     _removing = False
 
-    def __init__(self, handle: Any, outside: Callable[[Tensor], bool] = nothing) -> None:
+    def __init__(self, handle: Any, outer: Collection[int] = ()) -> None:
         super().__init__()
         self._hooks = _torch_nodes.where_hung(handle)
-        self._outside = outside
-        self.join(handle)
-        del self._outside  # it knows the run
+        self.join(handle, outer=outer)
 
-    def join(self, handle: Any, region: str = "", *, compares: bool = False) -> None:
+    def join(
+        self, handle: Any, run: Run | None = None, state: State | None = None, *, outer: Any = ()
+    ) -> None:
         """A run has hung it; if that takes it off by itself, the others do so, too.
 
         Args:
             handle: of the hook.
-            region: the name of what is replayed; the first run's own are never called.
-            compares: whether it is to be the same function.
+            run: that is a replay; the first run's own hooks are never called.
+            state: of what the hook is bound to, which it is to have.
+            outer: of the first run.
 
         Raises:
             ReplayError: it does not.
@@ -74,15 +94,14 @@ class OneHook(Parts, dict[int, Any]):
             if inside is not None:
                 inside._around = weakref.ref(self)
             hook = of_the_user(_torch_nodes.hook_of(handle))
-            outside = nothing if region else self._outside
-            theirs = Bound(hook, outside) if hook is not None else inside and inside.bound
+            theirs = Bound(hook, outer) if hook is not None else inside and inside.bound
             bound = self.bound = self.bound or theirs
-            if bound is not None and theirs is not None and compares and not bound.is_like(theirs):
-                raise _refused(region, theirs, bound)
             if inside is not None:
                 inside.bound = bound
-            if region:
-                _torch_nodes.exchange_hook(handle, functools.partial(self._again, region))
+            if run is not None:
+                if run.compares and bound and theirs and not bound.is_like(theirs):
+                    raise _refused(run.region, theirs, bound)
+                _torch_nodes.exchange_hook(handle, functools.partial(self._again, run, state))
 
     def know(self, handle: Any) -> None:
         """Be told of what takes it off, and forget what did so that nobody has any more."""
@@ -93,10 +112,12 @@ class OneHook(Parts, dict[int, Any]):
         self[handle.id] = handle
         _torch_nodes.tell_of_removal(handle, self)
 
-    def _again(self, region: str, hook: Any) -> Any:
+    def _again(self, run: Run, state: State | None, hook: Any) -> Any:
         """One of a replay, for that of the first run. See `_bound`, `_in_parts`."""
-        bound = hook if self.bound is None else self.bound.again(hook)
-        return in_parts(bound, self, region)
+        put_back = None
+        if self.bound is not None and state is not None:
+            put_back = self.bound.give(hook, state, again=run.again, recorded=run.recorded)
+        return in_parts(hook, self, run.region, put_back)
 
     def around(self) -> OneHook | None:
         """The same hook, as the region around knows it."""
@@ -153,9 +174,10 @@ class Hanging:
         return n < len(self.hooks) and self.hooks[n].hangs_in(hooks)
 
 
-def hooks_of(handles: Sequence[Any], body: Any, outside: Callable[[Tensor], bool]) -> list[OneHook]:
-    """The hooks of a body that has run first, by their handles, in the order of hanging them."""
-    own = [OneHook(handle, outside) for handle in handles]
+def hooks_of(handles: Sequence[Any], body: Any, f: Any) -> list[OneHook]:
+    """The hooks of a body of ``f`` that has run first, in the order of hanging them."""
+    outer = snapshot(f) if handles else ()
+    own = [OneHook(handle, outer) for handle in handles]
     return [*own, *(hook for _, hook in _of_a_replay(body))]
 
 
@@ -178,15 +200,19 @@ def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | N
     """
     hooks, name = region.hooks, region.options.name
     handles = [*handles, *(handle for handle, _ in _of_a_replay(region.body))]
-    off: Sequence[bool] = [hook.removed for hook in hooks]
+    off = [hook.removed for hook in hooks]
     if len(handles) == len(hooks):
+        states = [hook.bound and hook.bound.state() for hook in hooks]
+        run = Run(name, region.options.determinism_check != "none")
         if (of := being_replayed(region)) is not None:
-            of.hung, off = [*zip(handles, hooks)], of.remembered(off)
-        for handle, hook, is_off in zip(handles, hooks, off):
+            now, run.recorded, of.hung = (off, states), True, [*zip(handles, hooks)]
+            off, states = remembered = of.remembered(now)
+            run.again = remembered is not now
+        for handle, hook, is_off, state in zip(handles, hooks, off, states):
             if is_off:
                 handle.remove()
             else:
-                hook.join(handle, name, compares=region.options.determinism_check != "none")
+                hook.join(handle, run, state)
     elif any(off):
         raise RematError(
             f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "

@@ -28,7 +28,7 @@ from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torc
 from functx._remat._aliases import Aliases
 from functx._remat._answers import Answering
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
-from functx._remat._custom import applied, kept_numbers, others_kept, running
+from functx._remat._custom import applied, kept_numbers, running
 from functx._remat._entry import (
     custom_function,
     custom_state,
@@ -39,14 +39,13 @@ from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import on_the_tape
 from functx._remat._hung_on_given import LEFT
-from functx._remat._keeping import Keeping
 from functx._remat._past_torch import AllHeld
 from functx._remat._users_code import OVERRIDING, is_given_code, overridden, seen_again
 from functx._remat._watch import python_on_tape, tell_of_an_export, tell_of_indices, watching
 from functx._torch import current_graph_task_id, dispatch_mode_depth
 
 
-class Tracker(Keeping, Answering):
+class Tracker(Answering):
     """What the first run and a replay do alike for each operation."""
 
     inside: Any = None  # what the regions inside keep
@@ -213,12 +212,10 @@ class Tracker(Keeping, Answering):
     def keeps_numbers(self, out: Any, args: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""
         with tracking(SILENT):
-            kept, others = kept_numbers(out, args), others_kept(out)
+            kept = kept_numbers(out, args)
         if kept:
             self._scalars += kept
             self.close(custom_state)
-        if others:
-            self.keeps(others)
 
     def labelled(self, label: str) -> None:
         """What begins is called so in profiles."""

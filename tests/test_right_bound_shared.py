@@ -1,0 +1,276 @@
+"""State that hooks share with others of a run: it is one in a replay, too. See `_bound`."""
+
+import collections
+import functools
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+from bound import DEPTHS, identity
+from cases import numbers
+from references import assert_same
+from torch.autograd import Function, grad
+
+import functx
+
+
+class State:
+    extra = index = None
+
+
+class Dispatch(Function):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.state = state
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g if ctx.state.extra is None else g + ctx.state.extra), None
+
+
+class Combine(Function):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.state = state
+        return x * state.index
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.state.extra = g * 3
+        return g * ctx.state.index, None
+
+
+def two_functions(x):
+    """One keeps it before it is filled, the other one afterwards."""
+    state = State()
+    h = Dispatch.apply(x, state)
+    state.index = (h.detach() > 0).double() + 1
+    return Combine.apply(h.sin(), state)
+
+
+def two_hooks(x):
+    """One reaches it alone, the other one beside a tensor of the region."""
+    flags, y = {"k": 1.0}, x.sin()
+    z = y.exp()
+    both = types.SimpleNamespace(flags=flags, y=y)
+    z.register_hook(lambda g: flags.update(k=2.0))
+    y.register_hook(lambda g: g * both.flags["k"])
+    return z * 1
+
+
+def a_hook_and_a_function(x):
+    k = 1.0
+
+    class Scale(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * k
+
+    def hook(g):
+        nonlocal k
+        k = 2.0
+
+    z = Scale.apply(x).exp()
+    z.register_hook(hook)
+    return z * 1
+
+
+def counted(f):
+    @functools.wraps(f)
+    def wrapped(g):
+        wrapped.calls += 1
+        return f(g)
+
+    wrapped.calls = 0
+    return wrapped
+
+
+def a_wrapper_that_counts(x):
+    @counted
+    def hook(g):
+        return g * hook.calls
+
+    y = x.sin()
+    y.register_hook(hook)
+    return y * 1
+
+
+class Sin(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.terms = []
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.terms.append(ctx.saved_tensors[0].cos())
+        return g * ctx.terms[0]
+
+
+def a_gradient_of_its_own(x):
+    y = Sin.apply(x)
+    return y * grad(y.sum(), x, create_graph=True)[0]
+
+
+class Named(Function):
+    @staticmethod
+    def forward(ctx, x, named):
+        ctx.named = named
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.named.k, None
+
+
+def a_class_of_its_own(x):
+    named = collections.namedtuple("Named", "k")
+    return Named.apply(x, named(2.0)).sin()
+
+
+def a_hook_of_a_class_of_its_own(x):
+    class Double:
+        def __call__(self, g):
+            return g * 2
+
+    y = x.sin()
+    y.register_hook(Double())
+    return y * 1
+
+
+TABLE = {}
+
+
+class Tabled(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if "t" not in TABLE:
+            TABLE["t"] = torch.arange(1, 4).to(g)
+        return g * TABLE["t"]
+
+
+def a_table_that_is_made_once(x):
+    y = Tabled.apply(x).sin()
+    return x * grad(y.sum(), x, create_graph=True)[0]
+
+
+BODIES = [
+    two_functions,
+    two_hooks,
+    a_hook_and_a_function,
+    a_wrapper_that_counts,
+    a_gradient_of_its_own,
+    a_class_of_its_own,
+    a_hook_of_a_class_of_its_own,
+    a_table_that_is_made_once,
+]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("body", BODIES)
+def test_the_same_as_without_remat(body, depth):
+    def program(remat):
+        TABLE.clear()
+        x = numbers(3).requires_grad_()
+        return grad(depth(body)(remat)(x).sum(), x)
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_list_that_the_region_puts_in_a_dict_of_the_programs(depth):
+    def program(remat):
+        captured = {}
+
+        def f(x):
+            h = x.sin()
+            captured["h"] = []
+            h.register_hook(captured["h"].append)
+            return h.exp()
+
+        depth(f)(remat)(numbers(3).requires_grad_()).sum().backward()
+        return captured["h"]
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+class Cached(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.cache = {}
+
+    @staticmethod
+    def backward(ctx, g):
+        if "c" not in ctx.cache:
+            ctx.cache["c"] = ctx.saved_tensors[0].cos()
+        return g * ctx.cache["c"]
+
+
+def recorded(f, x):
+    return grad(grad(f(x), x, create_graph=True)[0].sum(), x)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        recorded,
+        lambda f, x: functx.grad(lambda x: functx.grad(f)(x).sum())(x.detach()),
+        lambda f, x: functx.vmap(functx.jacrev(functx.grad(f)))(torch.stack([x, -x]).detach()),
+    ],
+)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_cache_of_a_function_and_second_derivatives(depth, way):
+    body = depth(lambda x: Cached.apply(x) * x)
+    ours, theirs = (
+        way(lambda x, remat=remat: body(remat)(x).sum(), numbers(3).requires_grad_())
+        for remat in (functx.remat, identity)
+    )
+    assert_same(ours, theirs, eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_nothing_that_is_filled_later_is_held(depth):
+    refs = []
+
+    class Index(Function):
+        @staticmethod
+        def forward(ctx, x, state):
+            ctx.state = state
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.state.index, None
+
+    def f(x):
+        state = State()
+        x = Index.apply(x, state).tanh()
+        state.index = x.detach() + 1
+        refs.append(weakref.ref(state.index))
+        return x
+
+    y = depth(f)(functx.remat)(numbers(3).requires_grad_())
+    gc.collect()
+    assert [ref() for ref in refs] == [None]
+    y.sum().backward()
+    gc.collect()
+    assert {ref() for ref in refs} == {None}
