@@ -74,6 +74,14 @@ def test_what_the_latest_sweep_found(number, threads, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", [69, 371, 549, 5155])
+def test_what_was_found_on_the_way(number):
+    """They raised, when what hooks and backwards call came to be compared. All are right."""
+    program = numbered(number)
+    check(program, reference(program))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_few_hundred_programs():
     census = search(250, 0)
     print(census)
