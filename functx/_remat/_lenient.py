@@ -87,10 +87,10 @@ class Lenient(Tracker):
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operation; likewise what it runs of the user's code."""
-        entries = () if self._calls is None else self._calls.entries
-        forward = entries[self._at - 1].parts if entries else None
-        run = func if forward is None else Parts(func, self._name, forward)
-        return run(*args, **kwargs)
+        entry = self._calls.entries[self._at - 1] if self._calls is not None and self._at else None
+        if entry is None or entry.func != func or entry.parts is None:
+            return func(*args, **kwargs)
+        return Parts(func, self._name, entry.parts)(*args, **kwargs)
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Nothing from outside is written to once more."""
