@@ -17,7 +17,7 @@ import functx
 
 
 class State:
-    extra = index = None
+    extra = index = k = None
 
 
 class Dispatch(Function):
@@ -120,20 +120,20 @@ def a_gradient_of_its_own(x):
     return y * grad(y.sum(), x, create_graph=True)[0]
 
 
-class Named(Function):
+class Scaled(Function):
     @staticmethod
-    def forward(ctx, x, named):
-        ctx.named = named
+    def forward(ctx, x, held):
+        ctx.held = held
         return x.clone()
 
     @staticmethod
     def backward(ctx, g):
-        return g * ctx.named.k, None
+        return g * ctx.held.k, None
 
 
 def a_class_of_its_own(x):
     named = collections.namedtuple("Named", "k")
-    return Named.apply(x, named(2.0)).sin()
+    return Scaled.apply(x, named(2.0)).sin()
 
 
 def a_hook_of_a_class_of_its_own(x):
@@ -251,21 +251,11 @@ def test_a_cache_of_a_function_and_second_derivatives(depth, way):
 def test_nothing_that_is_filled_later_is_held(depth):
     refs = []
 
-    class Index(Function):
-        @staticmethod
-        def forward(ctx, x, state):
-            ctx.state = state
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.state.index, None
-
     def f(x):
         state = State()
-        x = Index.apply(x, state).tanh()
-        state.index = x.detach() + 1
-        refs.append(weakref.ref(state.index))
+        x = Scaled.apply(x, state).tanh()
+        state.k = x.detach() + 1
+        refs.append(weakref.ref(state.k))
         return x
 
     y = depth(f)(functx.remat)(numbers(3).requires_grad_())

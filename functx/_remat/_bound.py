@@ -27,9 +27,12 @@ from torch import Tensor
 
 from functx._remat._arguments import SCALARS, same
 from functx._remat._past_torch import is_the_users
-from functx._remat._slots import slots_of
+from functx._remat._slots import own_attributes
 
-_DEPTH, _A_PAGE = 4, 4096
+A_PAGE = 4096
+"""Numbers from here on may be addresses."""
+
+_DEPTH = 4
 _NOTHING = object()  # is bound yet
 _IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
@@ -222,18 +225,14 @@ def kept(x: Any) -> Kept | tuple[Any, ...] | None:
     cls = type(x)
     if isinstance(x, (Tensor, type, *_FUNCTIONS)) or not is_the_users(cls.__module__):
         return None
-    own = getattr(x, "__dict__", None)
-    numbers = [*own.items()] if type(own) is dict else []
-    for name in slots_of(cls):
-        with suppress(AttributeError):
-            numbers.append((name, object.__getattribute__(x, name)))
-    found = [n for name, one in numbers if _is_compared(one) for n in (name, one)]
+    own = own_attributes(x).items()
+    found = [n for name, one in own if _is_compared(one) for n in (name, one)]
     return Kept(x, found) if found and cls.__weakrefoffset__ else None
 
 
 def _is_compared(x: Any) -> bool:
     """Whether that is a number or the like, and surely not the name of a thing of this run."""
-    return isinstance(x, SCALARS) and not (type(x) is int and x >= _A_PAGE)
+    return isinstance(x, SCALARS) and not (type(x) is int and x >= A_PAGE)
 
 
 def kept_by_a_function(f: Any) -> Kept | None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_nodes
-from functx._remat._bound import kept, kept_by_a_function
+from functx._remat._bound import A_PAGE, kept, kept_by_a_function
 from functx._remat._past_torch import held_by
 from functx._remat._tapes import nodes_of, tensors_of
 
@@ -92,7 +92,7 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
             others = [(key, x) for key, x in attributes.items() if not key.startswith("_")]
             both = ((key, kept(x) or kept_by_a_function(x)) for key, x in others)
             numbers += [(key, found) for key, found in both if found is not None]
-    if any(type(x) is int and x >= _A_PAGE for _, x in numbers):
+    if any(type(x) is int and x >= A_PAGE for _, x in numbers):
         named = {address for t in tensors_of(out, args) for address in _addresses(t)}
         numbers = [(key, x) for key, x in numbers if type(x) is not int or x not in named]
     return [x for pair in sorted(numbers, key=repr) for x in pair]
@@ -111,9 +111,6 @@ def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     code = getattr(of, "backward", None)
     found = [(key, held_by([x], given, code)) for key, x in kept if type(x) not in _KEPT]
     return [(key, held) for key, held in found if held]
-
-
-_A_PAGE = 4096
 
 
 def _addresses(t: Tensor) -> list[int]:

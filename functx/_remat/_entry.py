@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -179,30 +179,27 @@ class Calls:
         return next((e for e, goes in rest if not goes), None)
 
 
-def fingerprint(calls: Iterable[tuple[Any, ...]]) -> int:
-    """Equal for the same calls, each of a function and what it is called with.
+def fingerprint(entries: Sequence[Entry]) -> int:
+    """Equal for runs of the same operations, on the same of what is there, with the same numbers.
 
-    A region inside another one runs afresh in a replay of that, which has no record of it.
+    A region inside another one runs afresh in a replay of that, which has no record of it. What a
+    replay may do without, in part, is left out: `calls_inside`.
     """
     ran: list[Any] = []
-    for func, *given in calls:
+    for entry in entries:
         try:
-            hash(func)
-            ran.append(func)
+            hash(entry.func)
+            ran.append(entry.func)
         except TypeError:
-            ran.append(describe(func))
-        ran.append(repr(given))  # 1, 1.0 and True differ; a NaN is like another
+            ran.append(describe(entry.func))
+        ran.append(entry.sources)
+        if scalars := [x for x in entry.scalars if not isinstance(x, Calls)]:
+            ran.append(repr(scalars))  # 1, 1.0 and True differ; a NaN is like another
     return hash(tuple(ran))
 
 
-def whole(entries: Sequence[Entry]) -> Iterator[tuple[Any, ...]]:
-    """For `fingerprint`: operations on the same of what is there, with the same numbers."""
-    for entry in entries:
-        yield entry.func, entry.sources, [x for x in entry.scalars if not isinstance(x, Calls)]
-
-
 def calls_inside(entries: Sequence[Entry]) -> Iterator[Calls]:
-    """What `whole` leaves out, since a replay may do without some."""
+    """What hooks, backwards and operators call that operations run."""
     for entry in entries:
         yield from (x for x in entry.scalars if isinstance(x, Calls))
         if entry.parts:
@@ -217,7 +214,7 @@ def describe(func: Any) -> str:
     return f"Tensor.{name}" if hasattr(func, "__objclass__") else name
 
 
-def called(func: Any, scalars: Sequence[Any], *_: Any) -> str:
+def called(func: Any, scalars: Sequence[Any]) -> str:
     """A call as a person would write it, without its tensors."""
     if func is nested_run:
         inside = f", which calls {scalars[0]}," if isinstance(scalars[0], Calls) else ""

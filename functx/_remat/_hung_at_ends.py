@@ -49,9 +49,8 @@ def moved_outside(
             if node is None:
                 continue
             for handle in handles:
-                if _torch_nodes.hook_of(handle) is None:
-                    continue
-                if (how := hung_how(node, handle)) is None:
+                hangs = _torch_nodes.hook_of(handle) is not None
+                if not hangs or (how := hung_how(node, handle)) is None:
                     continue
                 there = node_of(t) if there is None else there
                 _torch_nodes.rehang(handle, getattr(there, how))

@@ -22,7 +22,6 @@ from functx._remat._entry import (
     nested_region,
     nested_run,
     nested_values,
-    whole,
 )
 from functx._remat._gradients import retain
 from functx._remat._leaving import put_in_place, settle
@@ -117,7 +116,7 @@ def _tell(region: Region, around: Tracker) -> None:
     if region.options.determinism_check == "none":
         return
     if not region.options.replay:
-        number, seed = fingerprint(whole(region.entries)), torch.default_generator.initial_seed()
+        number, seed = fingerprint(region.entries), torch.default_generator.initial_seed()
         inside = calls_inside(region.entries)
         around.compared(nested_run, number if seed == around.seed else number ^ seed, *inside)
     elif (calls := Calls(region.entries)).entries:

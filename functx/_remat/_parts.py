@@ -98,7 +98,7 @@ class Parts(TorchFunctionMode):
     def _depart(self, how: str) -> None:
         assert self._forward is not None
         must = (part for part in self._forward[self._at :] if not part[2])
-        was = f"ran {called(*part)}" if (part := next(must, None)) is not None else "had ended"
+        was = f"ran {called(*part[:2])}" if (part := next(must, None)) is not None else "had ended"
         where, what = str(self._operator), "An operator"
         if self._operator is GRADIENTS:
             where, what = "torch.autograd.grad", "A hook, or the backward of a custom Function,"

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from functx import _torch
 from functx._remat._code_names import names_in, only_added_to
 from functx._remat._much_memory import bits_of_much
-from functx._remat._slots import slots_of
+from functx._remat._slots import own_attributes
 
 LITTLE = 1 << 20
 """So many bytes are compared of what operations read."""
@@ -341,11 +341,7 @@ class _Walk:
         everything = not self._names.isdisjoint(_BY_ANY_NAME)
         for x, way, done in self._of:
             with suppress(Exception):
-                own = getattr(x, "__dict__", None)
-                own = dict(own) if isinstance(own, dict) else {}
-                for name in slots_of(type(x)):
-                    with suppress(AttributeError):
-                        own[name] = object.__getattribute__(x, name)
+                own = own_attributes(x)
                 for cls in type(x).__mro__:
                     if is_the_users(cls.__module__):
                         own = {**{n: y for n, y in cls.__dict__.items() if n[:2] != "__"}, **own}

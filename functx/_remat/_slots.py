@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 
@@ -21,6 +22,16 @@ def slots_of(cls: type) -> tuple[str, ...]:
     for name in ("__dict__", "__weakref__"):
         found.pop(name, None)
     return tuple(found)
+
+
+def own_attributes(one: Any) -> dict[str, Any]:
+    """What an object has of its own, in its dict and in slots; no property runs."""
+    own = getattr(one, "__dict__", None)
+    found = dict(own) if isinstance(own, dict) else {}
+    for name in slots_of(type(one)):
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(one, name)
+    return found
 
 
 def slot_of(cls: type, name: str) -> types.MemberDescriptorType | None:

@@ -83,7 +83,7 @@ class OneHook(Parts, dict[int, Any]):
             outer: of the first run.
 
         Raises:
-            ReplayError: it does not.
+            ReplayError: that is another function, or has other numbers.
         """
         if handle.id not in self:
             one: OneHook | None = self

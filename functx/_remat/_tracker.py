@@ -29,12 +29,7 @@ from functx._remat._aliases import Aliases
 from functx._remat._answers import Answering
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
 from functx._remat._custom import applied, kept_numbers, running
-from functx._remat._entry import (
-    custom_function,
-    custom_state,
-    nested_transform,
-    results,
-)
+from functx._remat._entry import custom_function, custom_state, nested_transform, results
 from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
 from functx._remat._gradients import on_the_tape
