@@ -180,3 +180,22 @@ def test_where_another_tape_holds_the_node(how):
     ours, plain = calls(functx.remat), calls(identity)
     assert_same(ours, plain, 8)
     assert len(ours[0]) == 1
+
+
+@pytest.mark.parametrize("how", ["argument", "capture", "nested", "nested capture"])
+def test_where_only_what_is_returned_holds_the_node(how):
+    def calls(remat):
+        seen = []
+        x = X.clone().requires_grad_()
+
+        def body(x):
+            y = x.sin()
+            y.grad_fn.next_functions[0][0].register_hook(lambda *gs: seen.append(gs[-1][0].clone()))
+            return (y * x).sum()
+
+        region(remat, how, x, body).backward()
+        return seen, x.grad
+
+    ours, plain = calls(functx.remat), calls(identity)
+    assert_same(ours, plain, 8)
+    assert len(ours[0]) == 1

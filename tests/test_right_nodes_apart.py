@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import functx
+from functx._remat import _come_by
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -298,3 +299,12 @@ def test_what_a_region_that_writes_hands_nothing_to_is_not_come_by(results):
     (calls, want), (called, got) = run(identity), run(functx.remat)
     assert called == calls == []
     assert_same(got, want)
+
+
+def test_of_few_passes_it_is_known_what_they_come_by():
+    for _ in range(20):
+        x, w = (numbers(3, start=float(n)).requires_grad_() for n in range(2))
+        w.register_post_accumulate_grad_hook(lambda p: None)
+        a, _ = functx.remat(lambda x, w=w: (x.sin(), w.exp()))(x)
+        a.sum().backward()
+    assert 0 < len(_come_by._passes.latest) <= 8
