@@ -273,8 +273,10 @@ class TestRefused:
             (lambda x: x[x > 0], "depends on values"),
             (lambda x: Double.apply(x).sin(), "custom Function"),
             (lambda x: functx.grad(lambda x: x.sin().sum())(x), "where no record sees it"),
+            (lambda x: [y := x.sin(), y.sum().backward()][0] * 2, "calls backward on a tensor"),
+            (lambda x: x[torch.tensor(1) :].sin(), "slices by tensors"),
         ],
-        ids=["control flow", "shapes", "custom Function", "transform"],
+        ids=["control flow", "shapes", "custom Function", "transform", "backward", "slices"],
     )
     def test_what_cannot_be_recorded(self, f, message):
         with pytest.raises(functx.RematError, match=message):

@@ -323,6 +323,22 @@ class TestRefused:
             with pytest.raises(functx.ReplayError, match="departed"):
                 y.sum().backward()
 
+    def test_a_state_of_another_structure_under_vmap(self):
+        with pytest.raises(TypeError, match="body must return a state of the structure"):
+            functx.vmap(
+                lambda x: functx.remat_loop(lambda s: (s[0] * 2, s[0]), (x,), lambda s: s[0] < 9)
+            )(numbers(3, start=1.0))
+
+    def test_a_condition_that_ends_a_replay_early_is_seen(self):
+        most = [9]
+        x = numbers(3).requires_grad_()
+        _, y = functx.remat_loop(
+            lambda s: (s[0] + 1, s[1].sin()), (0, x), lambda s: s[0] < most[0], slots=1
+        )
+        most[0] = 4
+        with pytest.raises(functx.ReplayError, match="ends a replay before the step"):
+            y.sum().backward()
+
     def test_an_escape_is_seen(self):
         seen = []
 

@@ -184,3 +184,18 @@ def test_on_cuda_less_is_kept_on_the_device():
 
     assert kept(POLICY) <= 1 << 20
     assert kept(cp.save_only_these_names("kept")) >= 4 << 20
+
+
+def test_names_and_places_are_checked():
+    with pytest.raises(TypeError, match="expected a collection of names, got the string 'a'"):
+        cp.save_and_offload_only_these_names(
+            names_which_can_be_saved="a",
+            names_which_can_be_offloaded=["b"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    with pytest.raises(TypeError, match="names are strings, got 3"):
+        cp.save_only_these_names("a", 3)
+    for places in (("device", "disk"), ("pinned_host", "device")):
+        with pytest.raises(ValueError, match="can't offload from"):
+            cp.offload_dot_with_no_batch_dims(*places)

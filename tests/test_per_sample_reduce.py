@@ -265,6 +265,26 @@ class TestRefuses:
         with pytest.raises(ValueError, match=match):
             per_sample.clipped_sum(lambda w, x: (x @ w).sum(), **options)(W, X)
 
+    def test_what_scales(self):
+        with pytest.raises(ValueError, match="gamma must be positive, got 0"):
+            per_sample.automatic(gamma=0)
+        with pytest.raises(TypeError, match=r"a name or a function .* got 3"):
+            per_sample.clipped_sum(lambda w, x: (x @ w).sum(), max_norm=1.0, scaling=3)
+
+    def test_options_of_jacobians_and_of_modules(self):
+        with pytest.raises(ValueError, match="'reverse' or 'forward', got 'up'"):
+            per_sample.jacobian(lambda w, x: x @ w, mode="up")
+        with pytest.raises(TypeError, match=r"a pair \(module, criterion\), got \(int, function\)"):
+            per_sample.functional(3, lambda y: y)
+
+    @pytest.mark.parametrize("chunk_size", [None, 1])
+    def test_aux(self, chunk_size):
+        f = per_sample.grads(
+            lambda w, x: ((x @ w).sum(), "text"), has_aux=True, chunk_size=chunk_size
+        )
+        with pytest.raises((ValueError, RuntimeError), match="aux"):
+            f(W, X)
+
     @pytest.mark.parametrize("chunk_size", [None, 1])
     @pytest.mark.parametrize("grad_mode", [True, False])
     def test_losses(self, grad_mode, chunk_size):

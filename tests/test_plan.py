@@ -16,7 +16,12 @@ from functx._chain import all_trees, work_again
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
 
-@pytest.fixture(params=NETWORKS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.sweep) if name == "mlp" else name  # the longest by far
+        for name in NETWORKS
+    ]
+)
 def network(request):
     torch.manual_seed(1)
     return NETWORKS[request.param]()

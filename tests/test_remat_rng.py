@@ -203,6 +203,18 @@ class TestDefaultGenerator:
 
         check(program)
 
+    @pytest.mark.parametrize("check", ["default", "none"])
+    def test_another_seed_in_the_replay_is_an_error(self, check):
+        """Nothing that is compared need draw from it."""
+
+        def f(x):
+            torch.seed()
+            return noisy(x) if check == "none" else x.sin()
+
+        y = functx.remat(f, determinism_check=check)(numbers(8).requires_grad_())
+        with pytest.raises(functx.ReplayError, match="another seed than its forward"):
+            y.sum().backward()
+
     def test_an_exception_leaves_the_generator_where_it_was(self):
         def program(remat):
             def f(x):

@@ -301,11 +301,17 @@ def test_what_does_not_move_is_no_error(touched):
     assert next(it) == 1.0
 
 
-def test_an_iterator_that_nobody_can_put_there_is_an_error():
-    """It is in a tuple; the replay has taken from it, which its forward's items hide."""
-    held = (iter(tensors()),)
+class Ones:
+    def __getitem__(self, i):
+        return 1.0
+
+
+@pytest.mark.parametrize("items", [tensors(), Ones()])
+def test_an_iterator_that_nobody_can_put_there_is_an_error(items):
+    """It is in a tuple, and a forward's items hide what is taken; or it runs code of the user's."""
+    held = (iter(items),)
     region = functx.remat(lambda x: (x * next(held[0])).sin())
-    with pytest.raises(functx.ReplayError, match=r"takes from.*'held' \(list_iterator\)"):
+    with pytest.raises(functx.ReplayError, match=r"takes from.*'held' \((list_)?iterator\)"):
         region(numbers(3).requires_grad_()).sum().backward()
 
 

@@ -88,7 +88,9 @@ def test_inside_gradient_of_a_fused_layer():
     assert_close(jax.jacrev(to_jax(g))(arrays(x)), hessian, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "kind", [nn.RNN, *(pytest.param(k, marks=pytest.mark.sweep) for k in (nn.LSTM, nn.GRU))]
+)
 def test_dropout_between_recurrent_layers(kind):
     """torch's decomposition leaves it out."""
     net, x = kind(4, 5, 3, dropout=0.5, bidirectional=True), torch.randn(6, 2, 4)

@@ -112,3 +112,8 @@ def test_offload_goes_over(policy):
     assert "pinned_host" in str(jax.make_jaxpr(jax.grad(region))(W, X)) or "Host" in str(
         jax.make_jaxpr(jax.grad(region))(W, X)
     )
+
+
+def test_a_budget_is_refused():
+    with pytest.raises(TypeError, match="a budget is for torch tensors"):
+        functx.remat(lambda x: x, budget=0.5)(jnp.ones(3))

@@ -83,7 +83,7 @@ def test_what_was_found_on_the_way(number):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_hundred_programs():
-    census = search(250, 0)
+    census = search(200, 0)
     print(census)
     assert census.again > census.forward / 2  # policies keep much, and programs are small
     assert sum(census.features[name] > 0 for name in NAMES) > 0.9 * len(NAMES)
