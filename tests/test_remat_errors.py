@@ -8,6 +8,7 @@ from references import assert_same
 from torch.utils.checkpoint import CheckpointError
 
 import functx
+from functx._remat import _operator
 
 pytestmark = pytest.mark.usefixtures("hooks")
 
@@ -83,3 +84,10 @@ class TestErrors:
         value = functx.remat(f)(x).sum()
         with pytest.raises(CheckpointError):
             value.backward()
+
+    def test_a_transform_that_nobody_knows(self, monkeypatch):
+        """As one that a later torch may have."""
+        monkeypatch.delitem(_operator._RULES, torch._C._functorch.TransformType.Vmap)
+        f = functx.vmap(functx.grad(lambda x: functx.remat(body)(x).sum()))
+        with pytest.raises(functx.RematError, match=r"no rule for the transform .*Vmap; functx knows"):
+            f(numbers(2, 3))
