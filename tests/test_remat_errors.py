@@ -89,5 +89,5 @@ class TestErrors:
         """As one that a later torch may have."""
         monkeypatch.delitem(_operator._RULES, torch._C._functorch.TransformType.Vmap)
         f = functx.vmap(functx.grad(lambda x: functx.remat(body)(x).sum()))
-        with pytest.raises(functx.RematError, match="no rule for the transform .*Vmap"):
+        with pytest.raises(functx.RematError, match=r"no rule for the transform .*Vmap"):
             f(numbers(2, 3))
