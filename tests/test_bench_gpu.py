@@ -44,7 +44,6 @@ def test_training(tmp_path):
     assert rows["JAX (jit), jax.checkpoint"]["peak"] < 0.5 * rows["JAX (jit)"]["peak"]
 
 
-@pytest.mark.sweep
 def test_agreement(tmp_path):
     pytest.importorskip("jax")
     rows, _ = run("gpt_agreement", out=tmp_path)

@@ -87,7 +87,7 @@ class TestErrors:
 
     def test_a_transform_that_nobody_knows(self, monkeypatch):
         """As one that a later torch may have."""
-        monkeypatch.delitem(_operator._RULES, torch._C._functorch.TransformType.Vmap)
+        monkeypatch.delitem(_operator._RULES, functx._torch.TransformType.Vmap)
         f = functx.vmap(functx.grad(lambda x: functx.remat(body)(x).sum()))
         with pytest.raises(functx.RematError, match=r"no rule for the transform .*Vmap"):
             f(numbers(2, 3))
