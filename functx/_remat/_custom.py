@@ -83,19 +83,21 @@ def kept_numbers(out: Any, args: Any) -> list[Any]:
     numbers: list[tuple[str, Any]] = []
     for node in nodes_of([first]):
         numbers += _past_torch(node, tensors_of(args))
-        if attributes := getattr(node, "__dict__", None):
-            numbers += [
-                (key, _ADDRESS.sub("0x", x) if type(x) is str else x)
-                for key, x in attributes.items()
-                if type(x) in _KEPT and not key.startswith("_")
-            ]
-            others = [(key, x) for key, x in attributes.items() if not key.startswith("_")]
-            both = ((key, kept(x) or kept_by_a_function(x)) for key, x in others)
-            numbers += [(key, found) for key, found in both if found is not None]
+        for key, x in _attributes(node):
+            if type(x) in _KEPT:
+                numbers.append((key, _ADDRESS.sub("0x", x) if type(x) is str else x))
+            elif (found := kept(x) or kept_by_a_function(x)) is not None:
+                numbers.append((key, found))
     if any(type(x) is int and x >= A_PAGE for _, x in numbers):
         named = {address for t in tensors_of(out, args) for address in _addresses(t)}
         numbers = [(key, x) for key, x in numbers if type(x) is not int or x not in named]
     return [x for pair in sorted(numbers, key=repr) for x in pair]
+
+
+def _attributes(node: Any) -> list[tuple[str, Any]]:
+    """What a custom Function keeps, but under names that begin with an underscore."""
+    attributes = getattr(node, "__dict__", None) or {}
+    return [(key, x) for key, x in attributes.items() if not key.startswith("_")]
 
 
 def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
@@ -103,13 +105,12 @@ def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     of = getattr(node, "_forward_cls", None)
     if not _torch_nodes.is_of_python(node) or getattr(of, "__module__", "").startswith("functx."):
         return []  # what calls JAX, of which all arguments are compared
-    attributes = getattr(node, "__dict__", None) or {}
-    kept = [(key, x) for key, x in attributes.items() if not key.startswith("_")]
+    those = _attributes(node)
     if _torch_globals.hooks_on_saved(True) is None:  # which would run
         with suppress(AttributeError, RuntimeError):  # written to since it was saved, perhaps
-            kept.append(("saved_tensors", node.saved_tensors))
+            those.append(("saved_tensors", node.saved_tensors))
     code = getattr(of, "backward", None)
-    found = [(key, held_by([x], given, code)) for key, x in kept if type(x) not in _KEPT]
+    found = [(key, held_by([x], given, code)) for key, x in those if type(x) not in _KEPT]
     return [(key, held) for key, held in found if held]
 
 

@@ -36,7 +36,7 @@ class Entry:
     """
 
     results: list[Any] | None = None
-    parts: list[Any] | None = None
+    parts: Calls | None = None
     told: Any = None
 
     def __init__(
@@ -139,13 +139,10 @@ class Calls:
         self.entries = [e for e, _ in those]
         self._may_go = [goes for _, goes in those]
 
-    @classmethod
-    def of(cls, parts: Sequence[tuple[Any, Sequence[Any], bool]]) -> Calls:
-        """The same of what an operation ran. `_parts`."""
-        calls = cls(())
-        calls.entries = [Entry(func, (), tuple(given)) for func, given, _ in parts]
-        calls._may_go = [may_go for *_, may_go in parts]
-        return calls
+    def add(self, func: Any, scalars: Sequence[Any], may_go: bool) -> None:
+        """One more call; whether a replay may do without."""
+        self.entries.append(Entry(func, (), tuple(scalars)))
+        self._may_go.append(may_go)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Calls):
@@ -155,7 +152,7 @@ class Calls:
             after = self.after(at, e.func, e.scalars)
             if after is None:
                 return False
-            if Calls.of(self.entries[after - 1].parts or ()) != Calls.of(e.parts or ()):
+            if (self.entries[after - 1].parts or _CALLS_NOTHING) != (e.parts or _CALLS_NOTHING):
                 return False
             at = after
         return self.next(at) is None
@@ -177,6 +174,9 @@ class Calls:
         """What a replay that is at ``at`` must call."""
         rest = zip(self.entries[at:], self._may_go[at:])
         return next((e for e, goes in rest if not goes), None)
+
+
+_CALLS_NOTHING = Calls(())
 
 
 def fingerprint(entries: Sequence[Entry]) -> int:
@@ -202,8 +202,8 @@ def calls_inside(entries: Sequence[Entry]) -> Iterator[Calls]:
     """What hooks, backwards and operators call that operations run."""
     for entry in entries:
         yield from (x for x in entry.scalars if isinstance(x, Calls))
-        if entry.parts:
-            yield Calls.of(entry.parts)
+        if entry.parts is not None and entry.parts.entries:
+            yield entry.parts
 
 
 def describe(func: Any) -> str:

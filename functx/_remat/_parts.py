@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -23,15 +23,12 @@ from functx import _torch, _torch_compiler, _torch_observed, _torch_operators, _
 from functx._errors import ReplayError
 from functx._places import describe_place, is_ours, where
 from functx._remat._answers import who_asks
-from functx._remat._arguments import SCALARS, same
-from functx._remat._entry import Entry, called, how_many_are_read
+from functx._remat._arguments import SCALARS
+from functx._remat._entry import Calls, Entry, called, how_many_are_read
 from functx._remat._functions import known_of
 from functx._remat._gradients import GRADIENTS
 from functx._remat._tapes import tensors_of
 from functx._remat._tracker import RegionMode, Silent, tracking
-
-Part = tuple[Any, list[Any], bool]
-"""What is called, with which numbers and the like, and whether a replay may do without."""
 
 
 class Parts(TorchFunctionMode):
@@ -43,12 +40,12 @@ class Parts(TorchFunctionMode):
         forward: what was called in the forward; ``None`` if this is the forward.
     """
 
-    def __init__(self, operator: Any, region: str, forward: Sequence[Part] | None = None) -> None:
+    def __init__(self, operator: Any, region: str, forward: Calls | None = None) -> None:
         super().__init__()
         self._operator = operator
         self._region = region
         self._forward = forward
-        self.ran: list[Part] = []
+        self.ran = Calls(())
         self._at = 0
 
     @_torch_compiler.uncompiled
@@ -60,17 +57,12 @@ class Parts(TorchFunctionMode):
 
     def note(self, func: Any, given: list[Any], may_go: bool = False) -> None:
         """``func`` is called with some numbers and the like."""
-        self.ran.append((func, given, may_go))
-        if self._forward is None:
-            return
-        for at in range(self._at, len(self._forward)):
-            was, before, might_go = self._forward[at]
-            if was == func and same(before, given):
-                self._at = at + 1
-                return
-            if not might_go:
-                break
-        self._depart(f"at {describe_place(where())}, it runs {called(func, given)}")
+        self.ran.add(func, given, may_go)
+        if self._forward is not None:
+            at = self._forward.after(self._at, func, given)
+            if at is None:
+                self._depart(f"at {describe_place(where())}, it runs {called(func, given)}")
+            self._at = at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator; what it calls is not shown to it where others are to see the operator.
@@ -89,16 +81,13 @@ class Parts(TorchFunctionMode):
                 return self._operator(*args, **kwargs)
             with self:
                 out = _torch_operators.run_inside(overload, args, kwargs, tensors_of(args, kwargs))
-        if self._forward is not None and not all(
-            may_go for *_, may_go in self._forward[self._at :]
-        ):
+        if self._forward is not None and self._forward.next(self._at) is not None:
             self._depart("it ended")
         return out
 
-    def _depart(self, how: str) -> None:
-        assert self._forward is not None
-        must = (part for part in self._forward[self._at :] if not part[2])
-        was = f"ran {called(*part[:2])}" if (part := next(must, None)) is not None else "had ended"
+    def _depart(self, how: str) -> NoReturn:
+        must = None if self._forward is None else self._forward.next(self._at)
+        was = "had ended" if must is None else f"ran {called(must.func, must.scalars)}"
         where, what = str(self._operator), "An operator"
         if self._operator is GRADIENTS:
             where, what = "torch.autograd.grad", "A hook, or the backward of a custom Function,"
