@@ -74,8 +74,10 @@ LAYERS = [
         "functx._remat._wrappers",
         "functx._remat._written_back",
     ),
+    ("functx._remat._contents_by_place",),
+    ("functx._remat._reached_by_hooks", "functx._remat._state_of_hooks"),
     ("functx._remat._contents", "functx._remat._come_by", "functx._remat._bound"),
-    ("functx._remat._read_results",),
+    ("functx._remat._keepers", "functx._remat._read_results"),
     ("functx._remat._taken_off",),
     (
         "functx._remat._profile",

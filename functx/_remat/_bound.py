@@ -17,28 +17,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CellType, MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from functx._remat._arguments import SCALARS, same
+from functx._errors import RematError, ReplayError
+from functx._remat._arguments import same
+from functx._remat._contents_by_place import Contents, contents, is_compared, is_number
+from functx._remat._in_parts import running
 from functx._remat._past_torch import is_the_users
+from functx._remat._reached_by_hooks import FUNCTIONS, METHODS, Fixed, Walk, bound_by
 from functx._remat._slots import own_attributes
+from functx._remat._state_of_hooks import NOTHING_GIVEN, Found, FoundTensor, Given, Written
 
-A_PAGE = 4096
-"""Numbers from here on may be addresses."""
+_BEYOND = frozenset(":/.[")  # a way
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-_DEPTH = 4
-_NOTHING = object()  # is bound yet
-_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
-
-State = Mapping[str, Any]
-"""What variables hold, by name."""
+AFound = Found | FoundTensor
+Finding = Given | Written
+State = Mapping[str, Contents]
+"""What a hook finds, by the way there."""
 
 
 class Bound:
@@ -46,21 +49,18 @@ class Bound:
 
     Args:
         hook: of a forward, whose body has returned, or of a replay.
-        outer: ids of the variables that the function of the region closes over.
+        reached: what it reaches, if that is known.
     """
 
-    def __init__(self, hook: Any, outer: Collection[int] = ()) -> None:
+    def __init__(self, hook: Any, reached: Mapping[str, AFound | Fixed] = NOTHING) -> None:
         self._name = _name_of(hook)
         self._kind = _kind_of(hook)
-        self._cells: dict[str, types.CellType] = {}
-        self._fixed: dict[str, Any] = {}
-        for way, x in _reached(hook, "", _DEPTH):
-            if isinstance(x, types.CellType):
-                if _is_number(_content(x)):
-                    self._cells[way] = x
-            elif _is_number(x.value):
-                self._fixed[way] = x.value
-        self._outer = {way for way, cell in self._cells.items() if id(cell) in outer}
+        self._found = {way: x for way, x in reached.items() if isinstance(x, AFound)}
+        self._fixed = {
+            way: x.value
+            for way, x in reached.items()
+            if isinstance(x, Fixed) and is_number(x.value)
+        }
         self._kept = kept(hook)
 
     def __str__(self) -> str:
@@ -71,106 +71,149 @@ class Bound:
         return bool(self._kind == other._kind and self._kept == other._kept)
 
     def state(self) -> State:
-        """What the variables hold now."""
-        return {way: _content(cell) for way, cell in self._cells.items()}
+        """What the hook finds now."""
+        return {way: found.now() for way, found in self._found.items()}
 
-    def give(self, hook: Any, state: State, *, again: bool, recorded: bool) -> Callable[[], None]:
-        """Give the variables of ``hook``, of a replay, what is in a state; what puts it back.
+    def give(
+        self, hook: Any, reached: Mapping[str, Any], state: State, run: Reaching
+    ) -> list[Finding]:
+        """Let a hook of a replay find what is in a state.
 
         Args:
-            hook: that the replay has hung.
-            state: what they are to hold.
-            again: whether a replay for a derivative runs again: nothing is put back.
-            recorded: whether it is one: tensors are its own but where the program finds them.
+            hook: the hook.
+            reached: what it reaches.
+            state: what it is to find.
+            run: the replay.
+
+        Raises:
+            ReplayError: it can't.
         """
-        pairs = []
-        for way, x in _reached(hook, "", _DEPTH):
-            if isinstance(x, types.CellType):
-                mine = self._cells.get(way)
-                if mine is not None and mine is not x:
-                    pairs.append((way, mine, x))
-                    _set(x, state[way])
-            elif way in self._fixed and x.value is not self._fixed[way]:
+        given, is_theirs = [], run.is_the_programs(hook)
+        programs = [way for way, found in self._found.items() if found.is_it(reached.get(way))]
+        for way, x in reached.items():
+            if any(way.startswith(one) and way[len(one) :][:1] in _BEYOND for one in programs):
+                continue  # whatever is there now
+            if way in self._fixed and isinstance(x, Fixed) and x.value is not self._fixed[way]:
                 x.set(self._fixed[way])
-
-        def put_back() -> None:
-            for way, mine, x in pairs:
-                content = _content(x)
-                if _is_number(content) or not recorded or way in self._outer:
-                    _set(mine, content)
-
-        return _nothing if again else put_back
+            elif way in state and not isinstance(x, Fixed):
+                found = self._found[way]
+                given.append(run.give(found, x, state[way], self._name, is_theirs=is_theirs))
+        return given
 
 
-def _nothing() -> None:
-    """Nothing is put back."""
+class Reaching:
+    """What hooks of a replay reach.
+
+    Args:
+        hooks: as the user has hung them; ``None`` for what is none of the user's.
+        region: the name of what is replayed.
+        compares: whether it is an error if they can't find what those of the forward do.
+    """
+
+    def __init__(self, hooks: Sequence[Any], region: str, compares: bool) -> None:
+        walk = Walk(hooks)
+        self._by_hook: Sequence[Mapping[str, Any]] = walk.by_hook
+        self._others = walk.others
+        self._given: dict[int, Finding] = {}
+        self._region, self._compares = region, compares
+
+    def give(self, found: AFound, to: Any, now: Contents, hook: str, *, is_theirs: bool) -> Finding:
+        """Let hooks find something in what they reach, once.
+
+        Raises:
+            ReplayError: that can't be.
+        """
+        if id(to) not in self._given:
+            # A variable is surely the replay's own where a hook is.
+            others = is_theirs if type(to) is CellType else id(to) in self._others
+            given = found.give(to, now, others=others)
+            if given is None and self._compares:
+                raise ReplayError(
+                    f"remat: a {found} that the hook {hook} of the region {self._region!r} reads, "
+                    "and that the region makes, was changed after that had returned; a replay has "
+                    "its own, which can't be made the same. Make it outside of the region, or keep "
+                    "in it what has names or numbers as keys and is exchanged, not written to."
+                )
+            self._given[id(to)] = given or NOTHING_GIVEN
+        return self._given[id(to)]
+
+    def by_hook(self) -> Sequence[Mapping[str, Any]]:
+        """What each hook reaches; it is told once."""
+        those, self._by_hook = self._by_hook, ()
+        return those
+
+    def is_the_programs(self, hook: Any) -> bool:
+        """Whether anything but the tape of the replay holds a hook."""
+        return id(hook) in self._others
+
+    @contextmanager
+    def found(self, given: Sequence[Finding], *, recorded: bool, again: bool) -> Iterator[None]:
+        """Hooks, or backwards of custom Functions, find what they were given.
+
+        Args:
+            given: to them.
+            recorded: whether derivatives may be taken: tensors are the replay's own but where
+                others find them.
+            again: whether that is run once more for one: what they leave is known, but where they
+                are called later than by that.
+
+        Raises:
+            RematError: what they leave can't be found by all.
+        """
+        later = again and not running.again
+        for one in given:
+            one.lend(later=later)
+        could = True
+        try:
+            yield
+        finally:
+            for one in reversed(given):
+                could &= one.put_back(for_all=later or not again, only_numbers=recorded)
+        if not could and self._compares:
+            raise RematError(
+                f"remat: a hook or a custom Function of the region {self._region!r} changes, in "
+                "a backward pass, what the region makes and what is held outside of it: there it "
+                "would not change, as a replay has its own. Make it outside of the region, or keep "
+                "in it what has names or numbers as keys and is exchanged, not written to."
+            )
+
+    def bound(
+        self, hook: Callable[..., Any], given: Sequence[Finding], *, recorded: bool, again: bool
+    ) -> Callable[..., Any]:
+        """A hook that finds what it was given; see `found`."""
+
+        @functools.wraps(hook)
+        def called(*gradients: Any) -> Any:
+            with self.found(given, recorded=recorded, again=again):
+                return hook(*gradients)
+
+        return called if any(one is not NOTHING_GIVEN for one in given) else hook
 
 
-class _Fixed:
-    """What is bound when a function is made."""
-
-    def __init__(self, value: Any, set_: Callable[[Any], None]) -> None:
-        self.value, self.set = value, set_
+def _found(x: Any) -> AFound:
+    return FoundTensor(x) if isinstance(x, Tensor) else Found(x)
 
 
-def _reached(f: Any, way: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """The cells and `_Fixed` of a function, and of functions that it leads to, by name."""
-    found: dict[str, Any] = {}
-    if isinstance(f, functools.partial):
-        yield from _reached(f.func, f"{way}.func", depth - 1)
-        for i, x in enumerate(f.args):
-            found[f"{way}[{i}]"] = _Fixed(x, functools.partial(_set_argument, f, i))
-        for name, x in f.keywords.items():
-            found[f"{way}[{name}]"] = _Fixed(x, functools.partial(f.keywords.__setitem__, name))
-    elif isinstance(f, types.MethodType):
-        yield from _reached(f.__func__, f"{way}.func", depth)
-    elif isinstance(f, types.FunctionType):
-        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-            found[f"{way}.{name}"] = cell
-        for i, x in enumerate(f.__defaults__ or ()):
-            found[f"{way}[{i}]"] = _Fixed(x, functools.partial(_set_default, f, i))
-        named = f.__kwdefaults__ or {}
-        for name, x in named.items():
-            found[f"{way}[{name}]"] = _Fixed(x, functools.partial(named.__setitem__, name))
-    for there, x in found.items():
-        yield there, x
-        if depth > 1:
-            inside = _content(x) if isinstance(x, types.CellType) else x.value
-            yield from _reached(inside, f"{there}:", depth - 1)
-
-
-def _set_default(f: Any, i: int, x: Any) -> None:
-    f.__defaults__ = (*f.__defaults__[:i], x, *f.__defaults__[i + 1 :])
-
-
-def _set_argument(f: Any, i: int, x: Any) -> None:
-    f.__setstate__((f.func, (*f.args[:i], x, *f.args[i + 1 :]), f.keywords, f.__dict__ or None))
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _NOTHING
-
-
-def _set(cell: types.CellType, content: Any) -> None:
-    if content is not _NOTHING:
-        cell.cell_contents = content
-    else:
-        with suppress(ValueError):
-            del cell.cell_contents
-
-
-def _is_number(x: Any) -> bool:
-    """Or the like, or a tuple of such, or nothing."""
-    if type(x) is tuple:
-        return all(map(_is_number, x))
-    return x is _NOTHING or isinstance(x, SCALARS)
+def found_by(hooks: Sequence[Any], outer: Collection[int]) -> list[Mapping[str, AFound | Fixed]]:
+    """What each hook of a body that has returned reaches. See `Reaching`, `Walk`."""
+    walk = Walk(hooks, outer)
+    found: dict[int, AFound] = {}
+    reached: list[Mapping[str, AFound | Fixed]] = []
+    for those in walk.by_hook:
+        reached.append(
+            {
+                way: x if isinstance(x, Fixed) else found.setdefault(id(x), _found(x))
+                for way, x in those.items()
+            }
+        )
+    contexts = {id(hook) for hook in hooks if isinstance(hook, FunctionCtx)}
+    for key, one in found.items():
+        one.leave(others=key in walk.others and key not in contexts)  # which hold what is saved
+    return reached
 
 
 def _name_of(f: Any) -> str:
-    name = getattr(f if isinstance(f, _FUNCTIONS) else type(f), "__qualname__", None)
+    name = getattr(f if isinstance(f, FUNCTIONS) else type(f), "__qualname__", None)
     return name if isinstance(name, str) else "a partial"
 
 
@@ -178,7 +221,7 @@ def _kind_of(f: Any) -> Any:
     """What is the same of functions that were made of the same code."""
     if isinstance(f, functools.partial):
         return _kind_of(f.func)
-    if not isinstance(f, _FUNCTIONS):
+    if not isinstance(f, FUNCTIONS):
         return type(f).__module__, type(f).__qualname__
     return getattr(inspect.unwrap(f), "__code__", _name_of(f))
 
@@ -219,27 +262,22 @@ def kept(x: Any) -> Kept | tuple[Any, ...] | None:
     runs since, and nothing tells one from another.
     """
     if isinstance(x, tuple):
-        return tuple(one for one in x if _is_compared(one)) or None
-    if isinstance(x, (types.MethodType, *_IN_C)):
+        return tuple(one for one in x if is_compared(one)) or None
+    if isinstance(x, METHODS):
         return kept(x.__self__)
     cls = type(x)
-    if isinstance(x, (Tensor, type, *_FUNCTIONS)) or not is_the_users(cls.__module__):
+    if isinstance(x, (Tensor, type, *FUNCTIONS)) or not is_the_users(cls.__module__):
         return None
     own = own_attributes(x).items()
-    found = [n for name, one in own if _is_compared(one) for n in (name, one)]
+    found = [n for name, one in own if is_compared(one) for n in (name, one)]
     return Kept(x, found) if found and cls.__weakrefoffset__ else None
-
-
-def _is_compared(x: Any) -> bool:
-    """Whether that is a number or the like, and surely not the name of a thing of this run."""
-    return isinstance(x, SCALARS) and not (type(x) is int and x >= A_PAGE)
 
 
 def kept_by_a_function(f: Any) -> Kept | None:
     """The same of what a function is bound to."""
     found = []
-    for way, x in _reached(f, "", 1):
-        content = _content(x) if isinstance(x, types.CellType) else x.value
-        if _is_compared(content):
-            found += [way, content]
+    for name, x in bound_by(f):
+        for content in (x.value,) if isinstance(x, Fixed) else contents(x).values():
+            if is_compared(content):
+                found += [name, content]
     return Kept(f, found) if found and type(f).__weakrefoffset__ else None

@@ -101,8 +101,10 @@ class FirstRun(Compared):
         otherwise, at their memory or their tape, must find them as they are.
         """
         region, body, options = self._region, self._region.body, self._region.options
-        if self.handles or self._pulls_back:
-            region.hooks = hooks_of(self.handles, body, region.reaches[0])
+        if self.handles or self.keepers or self._pulls_back:
+            f = region.reaches[0]
+            region.hooks, region.keepers = hooks_of(self.handles, self.keepers, body, f)
+            self.keepers = ()
         if theirs := self.given_a_gradient:  # which are the caller's
             self.births = [b for b in self.births if id(b[1]()) not in theirs]
         if (ledger := self.ledger or region.ledger) is None:  # a known one

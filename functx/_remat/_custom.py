@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch, _torch_globals, _torch_nodes
-from functx._remat._bound import A_PAGE, kept, kept_by_a_function
+from functx._remat._bound import kept, kept_by_a_function
+from functx._remat._contents_by_place import A_PAGE
 from functx._remat._past_torch import held_by
 from functx._remat._tapes import nodes_of, tensors_of
 
@@ -67,6 +68,19 @@ _KEPT = frozenset({bool, int, float, complex, str})
 _ADDRESS = re.compile("0x[0-9a-fA-F]{6,}")
 
 
+def nodes_that_keep(out: Any) -> list[Any]:
+    """The nodes of a custom Function of the user's, by what it gave."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    return (
+        [n for n in nodes_of([first]) if _is_of_a_function(n)] if isinstance(first, Tensor) else []
+    )
+
+
+def _is_of_a_function(node: Any) -> bool:
+    of = getattr(getattr(node, "_forward_cls", None), "__module__", "")
+    return _torch_nodes.is_of_python(node) and not of.startswith("functx.")
+
+
 def kept_numbers(out: Any, args: Any) -> list[Any]:
     """The numbers and the like that a custom Function keeps for its backward, behind their names.
 
@@ -102,9 +116,9 @@ def _attributes(node: Any) -> list[tuple[str, Any]]:
 
 def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     """What a node keeps of memory that is not torch's, and that was not given to its Function."""
-    of = getattr(node, "_forward_cls", None)
-    if not _torch_nodes.is_of_python(node) or getattr(of, "__module__", "").startswith("functx."):
+    if not _is_of_a_function(node):
         return []  # what calls JAX, of which all arguments are compared
+    of = getattr(node, "_forward_cls", None)
     those = _attributes(node)
     if _torch_globals.hooks_on_saved(True) is None:  # which would run
         with suppress(AttributeError, RuntimeError):  # written to since it was saved, perhaps

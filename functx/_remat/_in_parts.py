@@ -30,6 +30,8 @@ from functx._torch_fake import FakeTensor
 
 class _Running(threading.local):
     of: int | None = None  # the backward pass that pulls back what a replay has put on a tape
+    again = False  # whether what runs is a part of a replay: it was run before
+    around = False  # whether the replay that is under way is
 
 
 running = _Running()
@@ -161,7 +163,7 @@ def in_parts(
     hook: Callable[..., Any],
     parts: Parts,
     region: str,
-    after: Callable[[], None] | None = None,
+    of_user: Any,
 ) -> Any:
     """``hook``, that is looked at where it is given parts. ``NOTE [in parts]``.
 
@@ -169,18 +171,16 @@ def in_parts(
         hook: that a replay has hung.
         parts: what is known of it.
         region: its name, for messages.
-        after: is called when it was.
+        of_user: what was hung.
     """
 
     @functools.wraps(hook)
     def called(*gradients: Any) -> Any:
         made = hook(*gradients)
-        if after is not None:
-            after()
         parts.add(hook, gradients, made, region)
         return made
 
-    called.__dict__[_OF] = hook
+    called.__dict__[_OF] = of_user
     return called
 
 

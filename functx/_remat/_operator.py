@@ -101,6 +101,8 @@ def call(region: Region, *, made_here: bool = False) -> list[Tensor | None]:
     if outer is not None:
         outer.note(computed)
         outer.note(left)
+        if region.keepers:
+            outer.keepers = [*outer.keepers, *region.keepers]
     if region.entries and (around := listener()) is not None:
         _tell(region, around)
     if outer is not None and region.options.values:

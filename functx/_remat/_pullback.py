@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import or_
 from typing import Any
 
@@ -14,6 +15,7 @@ from functx import _torch, _torch_vmap
 from functx._remat._alike import alike
 from functx._remat._asked import Asked
 from functx._remat._in_parts import running
+from functx._remat._keepers import found_by_functions, hung
 from functx._remat._letting_go import lend
 from functx._remat._levels import at_level
 from functx._remat._other_names import OtherNames
@@ -136,14 +138,22 @@ class Pullback:
         recording = torch.is_grad_enabled()
         primals = (*map(_bare, primals),)
         backward, running.of = running.of, None  # NOTE [in parts]
+        before = running.again, running.around
+        running.again, running.around = True, running.again
+        others, hung.those = hung.those, ()
         depth = max(map(_torch.wrapper_level, primals), default=-1)
         plain = self.level == 0 and depth <= 0
-        if plain and nobody_watches() and _torch.peek_interpreter_stack() is None:
-            with _recording():
-                tape = _plain(self, primals, kept, recording)
-        else:
-            with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
-                tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)
+        try:
+            if plain and nobody_watches() and _torch.peek_interpreter_stack() is None:
+                with _recording():
+                    tape = _plain(self, primals, kept, recording)
+            else:
+                with tracking(SILENT), at_level(max(depth, self.level - 1, 0)), _recording():
+                    tape = (_plain if plain else _fresh_level)(self, primals, kept, recording)
+        finally:
+            running.of = backward
+            running.again, running.around = before
+            keeping, hung.those = hung.those, others
         del primals, kept
         inputs, outs = tape
         if tracker is not None:
@@ -154,7 +164,6 @@ class Pullback:
         # On plain autograd the tape of the replay is part of what a second derivative needs.
         retain = plain and recording
         names, self.names = self.names, None
-        running.of = backward
         pull_back = _pull_back if self.cut is None else self.cut.around(_pull_back)
         n = len(inputs)
         if self.by_name and len(outs) == 1 and not _torch.tracing():
@@ -163,11 +172,12 @@ class Pullback:
             outs, cotangents = [*outs, _BESIDE], (*cotangents, _NOTHING)
         if self.everywhere:
             inputs += _other_leaves(outs, inputs)
-        if names is None:
+        if names is None and not keeping:  # as in most calls
             gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
         else:
-            with names:
+            with found_by_functions(keeping), names or nullcontext():
                 gradients = pull_back(outs, inputs, cotangents, retain_graph=retain)
+        if names is not None:
             names.pass_on()
         if pending.those is not None:
             refuse_changed()

@@ -128,6 +128,7 @@ class Region:
     stored = reached
     retained: Sequence[Any] = ()
     hooks: Sequence[Any] = ()  # that the body hangs on what it makes. `_taken_off`
+    keepers: Sequence[Any] = ()  # custom Functions that it applies. `_keepers`
     hung = inside = NOTHING  # hooks on results: the caller's, the body's
     taped: Mapping[int, dict[int, Any]] = NOTHING
     sightings: Any = None
@@ -210,8 +211,7 @@ class Region:
         results = self._distinct(outs)
         if replay.left:
             results += [externals[-1 - n] if n < 0 else t for n, t in replay.left.items()]
-        if self.hooks or self.inside or replay.handles:
-            hung_again(self, replay.handles, results)
+        hung_again(self, replay, results)
         return results
 
     def _run_again(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch import Tensor
 
 from functx import _torch_nodes
 from functx._errors import RematError, ReplayError
-from functx._remat._bound import Bound, State
+from functx._remat._bound import Bound, Finding, Reaching, State, found_by
 from functx._remat._cells import snapshot
 from functx._remat._hung_inside import look_inside
 from functx._remat._hung_on_given import LEFT
-from functx._remat._in_parts import Parts, in_parts, of_the_user
+from functx._remat._in_parts import Parts, in_parts, of_the_user, running
+from functx._remat._keepers import Keeper, Keeping
 from functx._remat._read_results import Replayed, being_replayed
+from functx._remat._state_of_hooks import NOTHING_GIVEN
 
 
 @dataclass
@@ -42,12 +44,14 @@ class Run:
         compares: whether hooks are to be the same functions.
         recorded: whether a derivative may be taken of what it gives.
         again: whether it is run for that once more.
+        reaching: what its hooks reach.
     """
 
     region: str
     compares: bool
     recorded: bool = False
     again: bool = False
+    reaching: Any = None
 
 
 class OneHook(Parts, dict[int, Any]):
@@ -55,32 +59,38 @@ class OneHook(Parts, dict[int, Any]):
 
     Args:
         handle: of the first run, whose body has returned.
-        outer: ids of the variables that the function of the region closes over.
+        reached: what it reaches.
 
     Attributes:
         removed: whether it was taken off since.
+        then: what it found in the first run, where one of the region around is run again.
     """
 
     removed = False
+    then: State | None = None
     bound: Bound | None = None
     _around: Callable[[], OneHook | None] | None = None  # the same, of the region around, weakly
     _removing = False
 
-    def __init__(self, handle: Any, outer: Collection[int] = ()) -> None:
+    def __init__(self, handle: Any, reached: Mapping[str, Any]) -> None:
         super().__init__()
         self._hooks = _torch_nodes.where_hung(handle)
-        self.join(handle, outer=outer)
+        self.join(handle, reached)
 
     def join(
-        self, handle: Any, run: Run | None = None, state: State | None = None, *, outer: Any = ()
+        self,
+        handle: Any,
+        reached: Mapping[str, Any],
+        run: Run | None = None,
+        state: State | None = None,
     ) -> None:
         """A run has hung it; if that takes it off by itself, the others do so, too.
 
         Args:
             handle: of the hook.
+            reached: what it reaches.
             run: that is a replay; the first run's own hooks are never called.
             state: of what the hook is bound to, which it is to have.
-            outer: of the first run.
 
         Raises:
             ReplayError: that is another function, or has other numbers.
@@ -94,14 +104,15 @@ class OneHook(Parts, dict[int, Any]):
             if inside is not None:
                 inside._around = weakref.ref(self)
             hook = of_the_user(_torch_nodes.hook_of(handle))
-            theirs = Bound(hook, outer) if hook is not None else inside and inside.bound
+            theirs = Bound(hook, reached) if hook is not None else inside and inside.bound
             bound = self.bound = self.bound or theirs
             if inside is not None:
-                inside.bound = bound
+                inside.bound, inside.then = bound, state if run is not None and run.again else None
             if run is not None:
                 if run.compares and bound and theirs and not bound.is_like(theirs):
                     raise _refused(run.region, theirs, bound)
-                _torch_nodes.exchange_hook(handle, functools.partial(self._again, run, state))
+                exchanged = functools.partial(self._again, run, state, reached)
+                _torch_nodes.exchange_hook(handle, exchanged)
 
     def know(self, handle: Any) -> None:
         """Be told of what takes it off, and forget what did so that nobody has any more."""
@@ -112,12 +123,13 @@ class OneHook(Parts, dict[int, Any]):
         self[handle.id] = handle
         _torch_nodes.tell_of_removal(handle, self)
 
-    def _again(self, run: Run, state: State | None, hook: Any) -> Any:
+    def _again(self, run: Run, state: State | None, reached: Mapping[str, Any], hook: Any) -> Any:
         """One of a replay, for that of the first run. See `_bound`, `_in_parts`."""
-        put_back = None
+        bound = hook
         if self.bound is not None and state is not None:
-            put_back = self.bound.give(hook, state, again=run.again, recorded=run.recorded)
-        return in_parts(hook, self, run.region, put_back)
+            given = self.bound.give(hook, reached, state, run.reaching)
+            bound = run.reaching.bound(hook, given, recorded=run.recorded, again=run.again)
+        return in_parts(bound, self, run.region, hook)
 
     def around(self) -> OneHook | None:
         """The same hook, as the region around knows it."""
@@ -147,10 +159,12 @@ class Hanging:
     Attributes:
         handles: of those of this run, in the order of hanging them.
         hooks: those of the first run, if this is another one.
+        keepers: nodes of custom Functions of this run, and each `Keeper` of a region inside.
     """
 
     handles: Sequence[Any] = ()
     hooks: Sequence[OneHook] = ()
+    keepers: Sequence[Any] = ()
 
     def hangs(self, func: Any, args: Any) -> Any:
         """The body hangs a hook; its handle, or `LEFT` if that is to be done, and told of."""
@@ -174,11 +188,34 @@ class Hanging:
         return n < len(self.hooks) and self.hooks[n].hangs_in(hooks)
 
 
-def hooks_of(handles: Sequence[Any], body: Any, f: Any) -> list[OneHook]:
-    """The hooks of a body of ``f`` that has run first, in the order of hanging them."""
-    outer = snapshot(f) if handles else ()
-    own = [OneHook(handle, outer) for handle in handles]
-    return [*own, *(hook for _, hook in _of_a_replay(body))]
+def hooks_of(
+    handles: Sequence[Any], keepers: Sequence[Any], body: Any, f: Any
+) -> tuple[list[OneHook], list[Keeper]]:
+    """What a body of ``f`` that has run first has hung, and applied, in the order of doing so.
+
+    Args:
+        handles: of its hooks.
+        keepers: nodes of custom Functions, and those that regions inside have.
+        body: that has run.
+        f: its function.
+    """
+    found = found_by([*_of_users(handles), *_nodes_of(keepers)], snapshot(f))
+    n = len(handles)
+    hooks = [*map(OneHook, handles, found), *(hook for _, hook in _of_a_replay(body))]
+    applied = [
+        k if isinstance(k, Keeper) else Keeper(Bound(k, reached))
+        for k, reached in zip(keepers, found[n:])
+    ]
+    return hooks, applied
+
+
+def _nodes_of(keepers: Sequence[Any]) -> list[Any]:
+    return [None if isinstance(k, Keeper) else k for k in keepers]
+
+
+def _of_users(handles: Iterable[Any]) -> list[Any]:
+    """The hooks, as the user has hung them; ``None`` for what regions have."""
+    return [of_the_user(_torch_nodes.hook_of(handle)) for handle in handles]
 
 
 def _of_a_replay(body: Any) -> Sequence[tuple[Any, OneHook]]:
@@ -187,32 +224,44 @@ def _of_a_replay(body: Any) -> Sequence[tuple[Any, OneHook]]:
     return fn.hung if isinstance(fn, Replayed) else ()
 
 
-def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | None]) -> None:
+def hung_again(region: Any, replay: Hanging, results: Sequence[Tensor | None]) -> None:
     """A replay is about to be pulled back, whose body has hung its hooks.
 
     Args:
         region: that was replayed.
-        handles: of the hooks, in the order of hanging them.
+        replay: the run.
         results: of the body.
 
     Raises:
         RematError: one was taken off, and which one it is here can't be told.
     """
     hooks, name = region.hooks, region.options.name
-    handles = [*handles, *(handle for handle, _ in _of_a_replay(region.body))]
+    if not (hooks or region.inside or region.keepers or replay.handles):  # as in most calls
+        return
+    handles = [*replay.handles, *(handle for handle, _ in _of_a_replay(region.body))]
+    keepers = region.keepers if len(region.keepers) == len(replay.keepers) else ()
     off = [hook.removed for hook in hooks]
     if len(handles) == len(hooks):
-        states = [hook.bound and hook.bound.state() for hook in hooks]
         run = Run(name, region.options.determinism_check != "none")
+        those = [*hooks, *keepers]
+        states: Sequence[State | None] = [one.then for one in those]
+        run.again = running.around and any(then is not None for then in states)
+        if not run.again:
+            states = [one.bound and one.bound.state() for one in those]
         if (of := being_replayed(region)) is not None:
             now, run.recorded, of.hung = (off, states), True, [*zip(handles, hooks)]
             off, states = remembered = of.remembered(now)
-            run.again = remembered is not now
-        for handle, hook, is_off, state in zip(handles, hooks, off, states):
+            run.again = run.again or remembered is not now
+        nodes = _nodes_of(replay.keepers) if keepers else []
+        run.reaching = reaching = Reaching([*_of_users(handles), *nodes], name, run.compares)
+        by_hook = reaching.by_hook()
+        for handle, hook, reached, is_off, state in zip(handles, hooks, by_hook, off, states):
             if is_off:
                 handle.remove()
             else:
-                hook.join(handle, run, state)
+                hook.join(handle, reached, run, state)
+        n = len(handles)
+        _keep(run, keepers, replay.keepers, by_hook[n:], states[n:])
     elif any(off):
         raise RematError(
             f"remat: a replay of the region {name!r} hangs {len(handles)} hooks where the forward "
@@ -228,6 +277,25 @@ def hung_again(region: Any, handles: Sequence[Any], results: Sequence[Tensor | N
         )
     if region.inside:
         look_inside(region.inside, results, name)
+
+
+def _keep(
+    run: Run,
+    keepers: Sequence[Keeper],
+    replayed: Sequence[Any],
+    reached: Sequence[Mapping[str, Any]],
+    states: Sequence[State | None],
+) -> None:
+    """Custom Functions of a replay find what those of the forward do. See `_keepers`."""
+    given: list[Finding] = []
+    for keeper, one, those, state in zip(keepers, replayed, reached, states):
+        if isinstance(one, Keeper):
+            one.bound, one.then = keeper.bound, state if run.again else None
+        elif state is not None:
+            given += keeper.bound.give(one, those, state, run.reaching)
+    if any(one is not NOTHING_GIVEN for one in given):
+        nodes = [one for one in replayed if not isinstance(one, Keeper)]
+        Keeping(nodes, run.reaching, given, run.recorded, run.again)
 
 
 def _refused(region: str, now: Bound, was: Bound) -> ReplayError:

@@ -1,0 +1,103 @@
+"""What variables, lists, dicts, sets, arrays and objects hold, by the place there.
+
+It is taken from them, compared, and put there.
+"""
+
+from __future__ import annotations
+
+import array
+import re
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from functx._remat._arguments import SCALARS, same
+from functx._remat._slots import own_attributes
+
+A_PAGE = 4096
+"""Numbers from here on may be addresses."""
+
+_LARGE = 1 << 16  # bytes
+_NUMBERS = (*SCALARS, bytes)
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\d{6,}")
+CONTAINERS = (OrderedDict, dict, list, deque, set)
+
+Contents = Mapping[Any, Any]
+"""What something holds, by the place there."""
+
+
+def is_number(x: Any) -> bool:
+    """Or the like, or a tuple of such."""
+    if type(x) is tuple:
+        return all(map(is_number, x))
+    return isinstance(x, _NUMBERS)
+
+
+def is_compared(x: Any) -> bool:
+    """Whether that is a number or the like, and surely not the name of a thing of this run."""
+    if type(x) is str:
+        return _ADDRESS.search(x) is None
+    return isinstance(x, SCALARS) and not (type(x) is int and x >= A_PAGE)
+
+
+def alike(a: Contents, b: Contents) -> bool:
+    """Whether that is the same, in the same order."""
+    return [*a] == [*b] and all(
+        x is y or (is_number(x) and type(x) is type(y) and same([x], [y]))
+        for x, y in zip(a.values(), b.values())
+    )
+
+
+def is_memory(c: Any) -> bool:
+    """Whether that is an array or a buffer that can be written to, and not too large to be kept."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(c, numpy.ndarray):
+        return c.flags.writeable and not c.dtype.hasobject and c.nbytes <= _LARGE
+    return isinstance(c, (bytearray, array.array)) and memoryview(c).nbytes <= _LARGE
+
+
+def contents(c: Any) -> dict[Any, Any]:
+    """What a variable, a container, or an object holds."""
+    if isinstance(c, types.CellType):
+        with suppress(ValueError):
+            return {"": c.cell_contents}
+        return {}
+    if isinstance(c, dict):
+        return {**c} if type(c) in CONTAINERS else dict(dict.items(c))
+    if isinstance(c, (list, deque)):
+        return dict(enumerate(c))
+    if is_memory(c):
+        return {"": c.tobytes() if hasattr(c, "tobytes") else bytes(c)}
+    return {x: x for x in c} if isinstance(c, set) else own_attributes(c)
+
+
+def fill(c: Any, new: Contents) -> None:
+    """Let something hold that, and nothing else."""
+    if isinstance(c, types.CellType):
+        if new:
+            c.cell_contents = new[""]
+        else:
+            with suppress(ValueError):
+                del c.cell_contents
+        return
+    if is_memory(c):
+        if isinstance(c, bytearray):
+            c[:] = new[""]
+        elif isinstance(c, array.array):
+            c[:] = array.array(c.typecode, new[""])
+        else:
+            c[...] = sys.modules["numpy"].frombuffer(new[""], c.dtype).reshape(c.shape)
+        return
+    if not isinstance(c, CONTAINERS):
+        for name in own_attributes(c).keys() - new.keys():
+            object.__delattr__(c, name)
+        for name, x in new.items():
+            object.__setattr__(c, name, x)
+        return
+    base: Any = next(base for base in CONTAINERS if isinstance(c, base))
+    base.clear(c)
+    put = base.update if issubclass(base, (dict, set)) else base.extend
+    put(c, new if isinstance(c, dict) else new.values())

@@ -1,0 +1,344 @@
+"""Lists, dicts and objects that a region makes, and that hooks read or change. See `_bound`."""
+
+import collections
+import dataclasses
+import functools
+import types
+
+import pytest
+import torch
+from bound import DEPTHS, identity
+from cases import numbers
+from references import assert_same
+from torch.autograd import grad
+
+import functx
+
+
+class Slots:
+    __slots__ = ("k",)
+
+
+@dataclasses.dataclass
+class Data:
+    k: float
+
+
+class Counter(dict):
+    """Of a class of the user's."""
+
+
+def in_a_list(k):
+    s = [k]
+    return s, lambda s: s[0], lambda s, k: s.__setitem__(0, k)
+
+
+def in_a_longer_list(k):
+    s = [0.5, k]
+    return s, lambda s: s[-1], lambda s, k: s.append(k)
+
+
+def at_the_front(k):
+    s = collections.deque([k])
+    return s, lambda s: s[0], lambda s, k: s.appendleft(k)
+
+
+def in_a_dict(k):
+    s = {"k": k}
+    return s, lambda s: s["k"], lambda s, k: s.update(k=k)
+
+
+def in_an_ordered_dict(k):
+    s = collections.OrderedDict(a=1.0, k=k)
+
+    def write(s, k):
+        s["k"] = k
+        s.move_to_end("a")
+
+    return s, lambda s: s["k"] + (0.5 if next(iter(s)) == "a" else 0.0), write
+
+
+def in_a_default_dict(k):
+    s = collections.defaultdict(lambda: k)
+    return s, lambda s: s["k"], lambda s, k: s.update(k=k)
+
+
+def in_a_dict_of_the_users(k):
+    return Counter(k=k), lambda s: s["k"], lambda s, k: s.update(k=k)
+
+
+def in_a_set(k):
+    def write(s, k):
+        s.clear()
+        s.add(k)
+
+    return {k}, lambda s: next(iter(s)), write
+
+
+def in_a_dict_in_a_list(k):
+    s = [0, {"k": [k]}]
+    return s, lambda s: s[1]["k"][0], lambda s, k: s[1]["k"].__setitem__(0, k)
+
+
+def in_a_list_that_is_exchanged(k):
+    s = [0, [k]]
+    return s, lambda s: s[1][0], lambda s, k: s.__setitem__(1, [k])
+
+
+def in_an_attribute(k):
+    s = Data(k)
+    return s, lambda s: s.k, lambda s, k: setattr(s, "k", k)
+
+
+def in_a_slot(k):
+    s = Slots()
+    s.k = k
+    return s, lambda s: s.k, lambda s, k: setattr(s, "k", k)
+
+
+def in_a_namespace(k):
+    s = types.SimpleNamespace(inner=Data(k))
+    return s, lambda s: s.inner.k, lambda s, k: setattr(s.inner, "k", k)
+
+
+def in_an_attribute_of_a_function(k):
+    def s():
+        pass
+
+    s.k = k
+    return s, lambda s: s.k, lambda s, k: setattr(s, "k", k)
+
+
+STATES = [
+    in_a_list,
+    in_a_longer_list,
+    at_the_front,
+    in_a_dict,
+    in_an_ordered_dict,
+    in_a_default_dict,
+    in_a_dict_of_the_users,
+    in_a_set,
+    in_a_dict_in_a_list,
+    in_a_list_that_is_exchanged,
+    in_an_attribute,
+    in_a_slot,
+    in_a_namespace,
+    in_an_attribute_of_a_function,
+]
+
+
+def closure(s, f):
+    return lambda g: f(s, g)
+
+
+def default(s, f):
+    return lambda g, s=s: f(s, g)
+
+
+def partial(s, f):
+    return functools.partial(f, s)
+
+
+def through_a_function(s, f):
+    def helper(g):
+        return f(s, g)
+
+    return lambda g: helper(g)
+
+
+class Called:
+    def __init__(self, s, f):
+        self.s, self.f = s, f
+
+    def __call__(self, g):
+        return self.f(self.s, g)
+
+
+class WithAMethod(Called):
+    def hook(self, g):
+        return self.f(self.s, g)
+
+
+def a_method(s, f):
+    return WithAMethod(s, f).hook
+
+
+HOOKS = [closure, default, partial, through_a_function, Called, a_method]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("number", [float, torch.tensor])
+@pytest.mark.parametrize("state", STATES)
+def test_that_the_program_changes(state, number, hook, depth):
+    """Between forward and backward, and between two backward passes."""
+
+    def program(remat):
+        handed_out = []
+
+        def f(x):
+            s, read, write = state(number(2.0))
+            handed_out.append(lambda k: write(s, number(k)))
+            h = x.sin()
+            h.register_hook(hook(s, lambda s, g: g * read(s)))
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        first = grad(y, x, retain_graph=True)
+        handed_out[0](5.0)
+        second = grad(y, x, retain_graph=True)
+        handed_out[0](7.0)
+        return first, second, grad(y, x)
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("is_handed_out", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_that_hooks_change(state, is_handed_out, hook, depth):
+    """What a hook leaves there, the next one finds, and so does the program."""
+
+    def program(remat):
+        handed_out, found = [], []
+
+        def f(x):
+            s, read, write = state(2.0)
+            if is_handed_out:
+                handed_out.append(lambda: read(s))
+
+            def doubles(s, g):
+                write(s, read(s) * 2)
+                return g * read(s)
+
+            h = x.sin()
+            z = h * 3
+            z.register_hook(hook(s, doubles))
+            h.register_hook(hook(s, lambda s, g: g + read(s)))
+            return z.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        for _ in range(3):
+            found += grad(y, x, retain_graph=True)
+            found += [torch.tensor(get()) for get in handed_out[:1]]
+        return found
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("is_handed_out", [False, True])
+def test_gradients_that_hooks_keep(is_handed_out, hook, depth):
+    def program(remat):
+        handed_out = []
+
+        def f(x):
+            s = []
+            if is_handed_out:
+                handed_out.append(s)
+
+            def keeps(s, g):
+                s.append(g)
+                return g * len(s) + s[0]
+
+            h = x.sin()
+            h.register_hook(hook(s, keeps))
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        found = [grad(y, x, retain_graph=True) for _ in range(3)]
+        return found, handed_out[:1]
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("is_handed_out", [False, True])
+def test_an_exponential_average(is_handed_out, depth):
+    """In a variable, of a tensor that the hook binds again."""
+
+    def program(remat):
+        handed_out, found = [], []
+
+        def f(x):
+            average = torch.zeros_like(x)
+
+            def hook(g):
+                nonlocal average
+                average = average * 0.5 + g
+                return average
+
+            if is_handed_out:
+                handed_out.append(lambda: average)
+            h = x.sin()
+            h.register_hook(hook)
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        for _ in range(3):
+            found += grad(y, x, retain_graph=True)
+            found += [get() for get in handed_out[:1]]
+        return found
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_tensor_in_a_variable_that_the_program_binds_again(depth):
+    def program(remat):
+        handed_out, found = [], []
+
+        def f(x):
+            w = torch.full_like(x, 2.0)
+
+            def bind(new):
+                nonlocal w
+                w = new
+
+            handed_out.append(bind)
+            h = x.sin()
+            h.register_hook(lambda g: g * w)
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        for k in range(3):
+            found += grad(y, x, retain_graph=True)
+            handed_out[0](torch.full_like(x, float(k)))
+        return found
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("state", STATES)
+def test_the_programs_own_in_place_of_another_one(state, hook, depth):
+    """The hook reads what the region has reached in the forward; what is there now is untouched."""
+
+    def program(remat):
+        s, read, write = state(2.0)
+        there = [s]
+
+        def f(x):
+            h = x.sin()
+            h.register_hook(hook(there[0], lambda s, g: g * read(s)))
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        there[0], _, _ = state(5.0)
+        write(s, 7.0)
+        return grad(y, x), torch.tensor([read(there[0]), read(s)])
+
+    try:
+        ours = program(functx.remat)
+    except functx.ReplayError:
+        return
+    assert_same(ours, program(identity), eps=64)
