@@ -1,10 +1,12 @@
 """Lists, dicts and objects that a region makes, and that hooks read or change. See `_bound`."""
 
+import array
 import collections
 import dataclasses
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 from bound import DEPTHS, identity
@@ -101,6 +103,32 @@ def in_a_namespace(k):
     return s, lambda s: s.inner.k, lambda s, k: setattr(s.inner, "k", k)
 
 
+def in_a_module(k):
+    s = torch.nn.Module()
+    s.k = k
+    return s, lambda s: s.k, lambda s, k: setattr(s, "k", k)
+
+
+def in_an_array(k):
+    s = np.array([float(k)])
+    return s, lambda s: float(s[0]), lambda s, k: s.fill(float(k))
+
+
+def in_a_buffer(k):
+    s = array.array("d", [k])
+    return s, lambda s: s[0], lambda s, k: s.__setitem__(0, k)
+
+
+def in_bytes(k):
+    s = bytearray([int(k)])
+    return s, lambda s: float(s[0]), lambda s, k: s.__setitem__(0, int(k) % 256)
+
+
+def in_a_tensor(k):
+    s = torch.as_tensor(k).double()
+    return s, lambda s: s.clone(), lambda s, k: s.copy_(torch.as_tensor(k))
+
+
 def in_an_attribute_of_a_function(k):
     def s():
         pass
@@ -123,8 +151,16 @@ STATES = [
     in_an_attribute,
     in_a_slot,
     in_a_namespace,
+    in_a_module,
+    in_an_array,
+    in_a_buffer,
+    in_bytes,
+    in_a_tensor,
     in_an_attribute_of_a_function,
 ]
+
+
+MEMORY = [in_an_array, in_a_tensor]
 
 
 def closure(s, f):
@@ -164,12 +200,16 @@ def a_method(s, f):
 
 
 HOOKS = [closure, default, partial, through_a_function, Called, a_method]
+PAIRS = [
+    *((state, closure) for state in STATES),
+    *((in_a_dict, hook) for hook in HOOKS[1:]),
+    *((in_an_attribute, hook) for hook in HOOKS[1:]),
+]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("number", [float, torch.tensor])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("state", "hook"), PAIRS)
 def test_that_the_program_changes(state, number, hook, depth):
     """Between forward and backward, and between two backward passes."""
 
@@ -195,9 +235,8 @@ def test_that_the_program_changes(state, number, hook, depth):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("is_handed_out", [False, True])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("state", "hook"), PAIRS)
 def test_that_hooks_change(state, is_handed_out, hook, depth):
     """What a hook leaves there, the next one finds, and so does the program."""
 
@@ -223,7 +262,7 @@ def test_that_hooks_change(state, is_handed_out, hook, depth):
         y = depth(f)(remat)(x).sum()
         for _ in range(3):
             found += grad(y, x, retain_graph=True)
-            found += [torch.tensor(get()) for get in handed_out[:1]]
+            found += [torch.as_tensor(get()) for get in handed_out[:1]]
         return found
 
     assert_same(program(functx.remat), program(identity), eps=64)
@@ -317,8 +356,7 @@ def test_a_tensor_in_a_variable_that_the_program_binds_again(depth):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("state", "hook"), PAIRS)
 def test_the_programs_own_in_place_of_another_one(state, hook, depth):
     """The hook reads what the region has reached in the forward; what is there now is untouched."""
 
@@ -335,10 +373,10 @@ def test_the_programs_own_in_place_of_another_one(state, hook, depth):
         y = depth(f)(remat)(x).sum()
         there[0], _, _ = state(5.0)
         write(s, 7.0)
-        return grad(y, x), torch.tensor([read(there[0]), read(s)])
+        return grad(y, x), [torch.as_tensor(read(one)) for one in (there[0], s)]
 
-    try:
-        ours = program(functx.remat)
-    except functx.ReplayError:
-        return
-    assert_same(ours, program(identity), eps=64)
+    if state in MEMORY:  # of which there may be much: it is compared, and not exchanged
+        with pytest.raises(functx.ReplayError, match=r"in the forward|other values|other numbers"):
+            program(functx.remat)
+    else:
+        assert_same(program(functx.remat), program(identity), eps=64)

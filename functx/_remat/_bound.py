@@ -66,6 +66,10 @@ class Bound:
     def __str__(self) -> str:
         return self._name
 
+    def is_of(self, x: Any) -> bool:
+        """Whether that is made of the same code."""
+        return bool(self._kind == _kind_of(x))
+
     def is_like(self, other: Bound) -> bool:
         """Whether that is the same function, or an object that is the same."""
         return bool(self._kind == other._kind and self._kept == other._kept)
@@ -129,10 +133,10 @@ class Reaching:
             given = found.give(to, now, others=others)
             if given is None and self._compares:
                 raise ReplayError(
-                    f"remat: a {found} that the hook {hook} of the region {self._region!r} reads, "
-                    "and that the region makes, was changed after that had returned; a replay has "
-                    "its own, which can't be made the same. Make it outside of the region, or keep "
-                    "in it what has names or numbers as keys and is exchanged, not written to."
+                    f"remat: a {found} that {hook} has found in the forward of the region "
+                    f"{self._region!r} was changed after that had returned; a replay finds another "
+                    "one, which can't be made the same. Make it outside of the region, or keep in "
+                    "it what has names or numbers as keys and is exchanged, not written to."
                 )
             self._given[id(to)] = given or NOTHING_GIVEN
         return self._given[id(to)]
@@ -168,7 +172,7 @@ class Reaching:
             yield
         finally:
             for one in reversed(given):
-                could &= one.put_back(for_all=later or not again, only_numbers=recorded)
+                could &= one.put_back(for_all=later or not again, only_constants=recorded)
         if not could and self._compares:
             raise RematError(
                 f"remat: a hook or a custom Function of the region {self._region!r} changes, in "

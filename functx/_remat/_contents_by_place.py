@@ -60,18 +60,24 @@ def is_memory(c: Any) -> bool:
 
 
 def contents(c: Any) -> dict[Any, Any]:
-    """What a variable, a container, or an object holds."""
+    """What a variable, a container, an array, or an object holds, whatever methods it has."""
     if isinstance(c, types.CellType):
         with suppress(ValueError):
             return {"": c.cell_contents}
         return {}
     if isinstance(c, dict):
-        return {**c} if type(c) in CONTAINERS else dict(dict.items(c))
-    if isinstance(c, (list, deque)):
-        return dict(enumerate(c))
+        base: Any = OrderedDict if isinstance(c, OrderedDict) else dict
+        return dict(base.items(c))
+    for base in (list, deque):
+        if isinstance(c, base):
+            return dict(enumerate(base.__iter__(c)))
+    if isinstance(c, set):
+        return {x: x for x in set.__iter__(c)}
     if is_memory(c):
-        return {"": c.tobytes() if hasattr(c, "tobytes") else bytes(c)}
-    return {x: x for x in c} if isinstance(c, set) else own_attributes(c)
+        if isinstance(c, (bytearray, array.array)):
+            return {"": bytes(c)}
+        return {(c.dtype.str, c.shape): c.tobytes()}
+    return own_attributes(c)
 
 
 def fill(c: Any, new: Contents) -> None:
@@ -82,22 +88,21 @@ def fill(c: Any, new: Contents) -> None:
         else:
             with suppress(ValueError):
                 del c.cell_contents
-        return
-    if is_memory(c):
+    elif isinstance(c, CONTAINERS):
+        base: Any = next(base for base in CONTAINERS if isinstance(c, base))
+        base.clear(c)
+        put = base.update if issubclass(base, (dict, set)) else base.extend
+        put(c, new if isinstance(c, dict) else new.values())
+    elif is_memory(c):
+        (value,) = new.values()
         if isinstance(c, bytearray):
-            c[:] = new[""]
+            c[:] = value
         elif isinstance(c, array.array):
-            c[:] = array.array(c.typecode, new[""])
+            c[:] = array.array(c.typecode, value)
         else:
-            c[...] = sys.modules["numpy"].frombuffer(new[""], c.dtype).reshape(c.shape)
-        return
-    if not isinstance(c, CONTAINERS):
+            c[...] = sys.modules["numpy"].frombuffer(value, c.dtype).reshape(c.shape)
+    else:
         for name in own_attributes(c).keys() - new.keys():
             object.__delattr__(c, name)
         for name, x in new.items():
             object.__setattr__(c, name, x)
-        return
-    base: Any = next(base for base in CONTAINERS if isinstance(c, base))
-    base.clear(c)
-    put = base.update if issubclass(base, (dict, set)) else base.extend
-    put(c, new if isinstance(c, dict) else new.values())

@@ -24,7 +24,7 @@ _LARGE = 1024  # entries of what is not looked at
 _MANY = 256  # things that one hook reaches
 _IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
-_LOOKED_AT = (Tensor, nn.Module, FunctionCtx, types.FunctionType, types.SimpleNamespace)
+_LOOKED_AT = (Tensor, nn.Module, FunctionCtx, types.SimpleNamespace)
 METHODS = (types.MethodType, *_IN_C)
 
 
@@ -63,15 +63,24 @@ def _set_argument(f: Any, i: int, x: Any) -> None:
 def _is_looked_into(x: Any) -> bool:
     if isinstance(x, types.CellType):
         return True
-    if isinstance(x, CONTAINERS):
-        return len(x) <= _LARGE
+    base: Any
+    for base in CONTAINERS:
+        if isinstance(x, base):
+            return int(base.__len__(x)) <= _LARGE
     if isinstance(x, (type, types.ModuleType, *SCALARS)):
         return False
+    if isinstance(x, types.FunctionType):
+        return _is_of_the_user(x)
     return (
         isinstance(x, _LOOKED_AT)
         or is_memory(x)
         or (not isinstance(x, FUNCTIONS) and is_the_users(type(x).__module__))
     )
+
+
+def _is_of_the_user(f: types.FunctionType) -> bool:
+    """Whether code of the user's has made it: those of torch and functx have state of their own."""
+    return is_the_users(f.__globals__.get("__name__"))
 
 
 class Walk:
@@ -130,6 +139,7 @@ class Walk:
         self, x: Any, way: str, depth: int, theirs: bool, found: dict[str, Any] | None
     ) -> list[tuple[str, Any, int, bool]]:
         parts: list[tuple[str, Any, int, bool]] = []
+        users = not isinstance(x, types.FunctionType) or _is_of_the_user(x)
         if isinstance(x, functools.partial):
             parts.append((f"{way}.func", x.func, depth - 1, theirs))
         elif isinstance(x, METHODS):
@@ -138,7 +148,11 @@ class Walk:
                 parts.append((f"{way}.func", x.__func__, depth, theirs))
         for name, one in bound_by(x):
             if isinstance(one, types.CellType):
-                parts.append((way + name, one, depth, theirs))
+                if users:
+                    parts.append((way + name, one, depth, theirs))
+                else:
+                    held = contents(one).values()
+                    parts += [(f"{way}{name}:", content, depth - 1, True) for content in held]
             else:
                 if found is not None and not theirs:
                     found[way + name] = one

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -37,7 +38,7 @@ class Same:
 
 
 class FoundTensor:
-    """A tensor that hooks of a forward have found: nobody may write to it since.
+    """A tensor that hooks of a forward have found. It is held weakly, till one has written to it.
 
     Args:
         of: the tensor, when the body has returned.
@@ -46,7 +47,8 @@ class FoundTensor:
     def __init__(self, of: Tensor) -> None:
         self._of = weakref.ref(of)
         self._version = _version(of)
-        self._written = False
+        self._value: Tensor | None = None
+        self._lost = False
 
     def __str__(self) -> str:
         return "tensor"
@@ -59,22 +61,38 @@ class FoundTensor:
         return x is not None and x is self._of()
 
     def now(self) -> Contents:
-        """It is what it was, or an error."""
-        return {}
+        """What it is, if it was written to."""
+        of = self._of()
+        if of is not None and _version(of) != self._version:
+            return {"": _copied(of)}
+        return {} if self._value is None else {"": self._value}
 
     def give(self, to: Any, now: Contents, *, others: bool) -> Written | None:
-        """What tells whether hooks of a replay write to what they reach; ``None`` if some have."""
-        of = self._of()
-        if to is of or not isinstance(to, Tensor):
+        """Let hooks of a replay find that in what they reach; ``None`` if that can't be.
+
+        Args:
+            to: what they reach.
+            now: as `now` has said.
+            others: whether that may be the program's.
+        """
+        if self.is_it(to) or not isinstance(to, Tensor):
             return NOTHING_GIVEN
-        if self._written or (of is not None and _version(of) != self._version):
+        if self._lost or (now and (others or not _write(to, now[""]))):
             return None
         return Written(self, to)
 
-    def put(self) -> bool:
-        """Hooks of a replay have written to theirs; whether nobody finds that this is as it was."""
-        self._written = True
-        return self._of() is None
+    def put(self, left: Tensor) -> bool:
+        """Hooks of a replay have written that; whether all find it."""
+        of = self._of()
+        if not _is_constant(left):
+            self._lost = True
+            return of is None
+        self._value = _copied(left)
+        if of is not None:
+            if not _write(of, left):
+                return False
+            self._version = _version(of)
+        return True
 
 
 class Written:
@@ -84,13 +102,35 @@ class Written:
         self._found, self._to, self._version = found, to, 0 if to is None else _version(to)
 
     def lend(self, *, later: bool) -> None:
-        """A hook is about to be called."""
+        """A hook is about to be called.
 
-    def put_back(self, *, for_all: bool, only_numbers: bool) -> bool:
-        """A hook was called; whether it has left the tensor as it was, or nobody finds that."""
+        Args:
+            later: than by what the replay runs again: the tensor is what it is by now.
+        """
+        if self._found is not None and later and (now := self._found.now()):
+            _write(self._to, now[""])
+            self._version = _version(self._to)
+
+    def put_back(self, *, for_all: bool, only_constants: bool) -> bool:
+        """A hook was called: what it has written is there for all runs; whether that can be."""
         if self._found is None or not for_all or _version(self._to) == self._version:
             return True
-        return self._found.put()
+        self._version = _version(self._to)
+        return self._found.put(self._to)
+
+
+def _copied(t: Tensor) -> Tensor:
+    with torch.no_grad(), _torch.without_modes():
+        return t.detach().clone()
+
+
+def _write(to: Tensor, value: Tensor) -> bool:
+    """Write that to a tensor of which no derivative can be taken; whether it is one."""
+    if not _is_constant(to) or to.is_inference() or to.shape != value.shape:
+        return False
+    with torch.no_grad(), _torch.without_modes():
+        to.copy_(value)
+    return True
 
 
 NOTHING_GIVEN = Written(None, None)
@@ -113,7 +153,9 @@ class Found:
         self._of: Any = of
         self._kind = type(of)
         # Of memory, which is compared where it is read, only what is there later counts.
-        self._was: Mapping[Any, Any] = {"": None} if is_memory(of) else contents(of)
+        self._was: Mapping[Any, Any] = contents(of)
+        if is_memory(of):
+            self._was = dict.fromkeys(self._was)
         self._by_place = all(map(is_number, self._was))
         self._now: Contents = {}
         self._put = False
@@ -168,15 +210,19 @@ class Found:
             now: as `now` has said.
             others: whether that may be the program's: it is so for calls of hooks alone.
         """
-        if to is self._of or type(to) is not self._kind:
+        if to is self._of:
             return NOTHING_GIVEN
         own = contents(to)
         those = [x.place for x in now.values() if isinstance(x, Same)]
-        known = self._by_place or self._of is not None
-        if not (known and all(is_number(place) and place in own for place in those)):
+        fits = type(to) is self._kind and (self._by_place or self._of is not None)
+        if is_memory(to):
+            fits = fits and own.keys() == now.keys()
+        if not (fits and all(is_number(place) and place in own for place in those)):
             if not self._is_what_it_was():
                 return None
-            return NOTHING_GIVEN if self._by_place else Given(self, to, own, own, {}, {})
+            given = Given(self, to, own, own, {}, {})
+            given.fits = False
+            return given
         new = {k: own[x.place] if isinstance(x, Same) else x for k, x in now.items()}
         given = Given(self, to, own, new, now, self.here())
         if not alike(own, new):
@@ -185,17 +231,17 @@ class Found:
                 fill(to, new)
         return given
 
-    def put(self, given: Given, left: Contents, *, only_numbers: bool) -> bool:
+    def put(self, given: Given, left: Contents, *, only_constants: bool) -> bool:
         """Hooks of a replay have left that there; whether it could be put here.
 
         Args:
             given: what they were given.
             left: what is there now.
-            only_numbers: nothing else, if nobody else has it.
+            only_constants: nothing else, if nobody else has it.
         """
         self._put = True
         theirs = {id(key) for key in given.own if not is_number(key)}
-        if not self._by_place or any(id(key) in theirs for key in left):
+        if not given.fits or any(id(key) in theirs for key in left):
             return self._of is None
         places = {id(x): key for key, x in given.new.items() if not is_number(x)}
         here = given.now if self._of is None else given.mine
@@ -203,8 +249,8 @@ class Found:
         if self._of is not None:
             fill(self._of, mine)
             return True
-        if only_numbers:
-            new = {k for k, x in left.items() if id(x) not in places and not is_number(x)}
+        if only_constants:
+            new = {k for k, x in left.items() if id(x) not in places and not _is_constant(x)}
             mine = {k: here.get(k, None) if k in new else x for k, x in mine.items()}
         self._now = mine
         return True
@@ -226,8 +272,10 @@ class Given:
 
     Attributes:
         lent: whether it is there while a hook is called, and no longer.
+        fits: whether what is left in the one can be put in the other.
     """
 
+    fits = True
     lent = False
     _borrowers = 0
 
@@ -249,26 +297,27 @@ class Given:
         """A hook is about to be called.
 
         Args:
-            later: than by what the replay runs again: numbers are what they are by now.
+            later: than by what the replay runs again: what no derivative can be taken of is
+                what it is by now.
         """
         self._borrowers += 1
         if self.lent and self._borrowers == 1:
             fill(self._to(), self.new)
-        if later:
+        if later and self.fits:
             now, here = self._found.now(), contents(self._to())
             those = here.keys() & now.keys()
-            numbers = {k: now[k] for k in those if is_number(now[k]) and is_number(here[k])}
-            new = {k: numbers.get(k, x) for k, x in here.items()}
+            those = {k for k in those if _is_constant(now[k]) and _is_constant(here[k])}
+            new = {k: now[k] if k in those else x for k, x in here.items()}
             if not alike(here, new):
                 fill(self._to(), new)
             self.new, self.now, self.mine = new, now, self._found.here()
 
-    def put_back(self, *, for_all: bool, only_numbers: bool) -> bool:
+    def put_back(self, *, for_all: bool, only_constants: bool) -> bool:
         """A hook was called: what it has left there is so for all runs; whether that can be.
 
         Args:
             for_all: whether it is to be so.
-            only_numbers: nothing else, if nobody else has what hooks of the forward reach.
+            only_constants: nothing else, if nobody else has what hooks of the forward reach.
         """
         left = contents(self._to())
         self._borrowers -= 1
@@ -276,13 +325,20 @@ class Given:
             fill(self._to(), self.own)
         if not for_all or alike(left, self.new):
             return True
-        could = self._found.put(self, left, only_numbers=only_numbers)
+        could = self._found.put(self, left, only_constants=only_constants)
         if self.lent:
             self.new = left  # another hook may share it
         return could
 
     def __str__(self) -> str:
         return str(self._found)
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether no derivative can be taken of that."""
+    if isinstance(x, Tensor):
+        return not (x.requires_grad or _torch.is_wrapped(x))
+    return is_number(x)
 
 
 def _weakly(x: Any) -> Callable[[], Any]:

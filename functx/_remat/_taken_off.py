@@ -239,7 +239,7 @@ def hung_again(region: Any, replay: Hanging, results: Sequence[Tensor | None]) -
     if not (hooks or region.inside or region.keepers or replay.handles):  # as in most calls
         return
     handles = [*replay.handles, *(handle for handle, _ in _of_a_replay(region.body))]
-    keepers = region.keepers if len(region.keepers) == len(replay.keepers) else ()
+    keepers = region.keepers[: len(replay.keepers)]  # a replay may end before its body does
     off = [hook.removed for hook in hooks]
     if len(handles) == len(hooks):
         run = Run(name, region.options.determinism_check != "none")
@@ -252,7 +252,7 @@ def hung_again(region: Any, replay: Hanging, results: Sequence[Tensor | None]) -
             now, run.recorded, of.hung = (off, states), True, [*zip(handles, hooks)]
             off, states = remembered = of.remembered(now)
             run.again = run.again or remembered is not now
-        nodes = _nodes_of(replay.keepers) if keepers else []
+        nodes = _nodes_of(replay.keepers)
         run.reaching = reaching = Reaching([*_of_users(handles), *nodes], name, run.compares)
         by_hook = reaching.by_hook()
         for handle, hook, reached, is_off, state in zip(handles, hooks, by_hook, off, states):
@@ -289,8 +289,10 @@ def _keep(
     """Custom Functions of a replay find what those of the forward do. See `_keepers`."""
     given: list[Finding] = []
     for keeper, one, those, state in zip(keepers, replayed, reached, states):
-        if isinstance(one, Keeper):
+        if isinstance(one, Keeper):  # of a region inside
             one.bound, one.then = keeper.bound, state if run.again else None
+        elif not keeper.bound.is_of(one):  # what ran forward was left out
+            break
         elif state is not None:
             given += keeper.bound.give(one, those, state, run.reaching)
     if any(one is not NOTHING_GIVEN for one in given):
