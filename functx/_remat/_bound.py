@@ -1,16 +1,22 @@
-"""Variables that hooks of a replay close over hold what those of the forward's hooks hold.
+"""What hooks of a replay reach holds what the forward's hooks would find there.
 
 NOTE [what hooks are bound to]
-The tape of a forward holds the hooks that were hung there, and these read and write the variables
-that they close over when they are called: a counter, a factor, what is to hold a gradient. The
-hooks of a replay are made anew, and close over variables of the replay. They are left as they are,
-since others of the replay may close over these too; but when its body has returned they are given
-what is in those of the forward, which the region holds as a tape would, and what a hook has left
-there is put back. This is so of numbers and the like, of what holds nothing yet, and of what a hook
-has put there since; anything else is the replay's. Defaults, and arguments of a partial, are set.
+The tape of a forward holds the hooks that were hung there, and these read and write what they reach
+when they are called: a counter, a factor, a list of gradients. The hooks of a replay are made anew,
+and so is what they reach. It is left there, since others of the replay may reach it too; but when
+its body has returned it is filled with what is in that of the forward, and what a hook has left
+there is put back. This is so of numbers and the like, of what holds nothing yet, and of what was
+put there since, by a hook or by the program; anything else is the replay's. Defaults, and arguments
+of a partial, are set.
 
-A replay that a derivative may be taken of is run again for that, as it was run first: with what the
-variables held then, and what is there afterwards is not put back.
+What nobody but hooks of the forward reaches is not kept, but the numbers there, and what hooks have
+left. What others of a replay hold may be the program's, which is not to find that there: it is so
+while a hook is called. What is beyond the very thing that the forward has found is the program's.
+
+A replay that a derivative may be taken of is run again for that, as it was run first: with what was
+there then, and what is there afterwards is not put back. But hooks that are called later than by
+what is run again find what is there by now. Tensors of which a derivative may be taken are the
+replay's own, unless others find them.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CellType, MappingProxyType
 from typing import Any
@@ -35,7 +41,6 @@ from functx._remat._reached_by_hooks import FUNCTIONS, METHODS, Fixed, Walk, bou
 from functx._remat._slots import own_attributes
 from functx._remat._state_of_hooks import NOTHING_GIVEN, Found, FoundTensor, Given, Written
 
-_BEYOND = frozenset(":/.[")  # a way
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 AFound = Found | FoundTensor
@@ -74,6 +79,10 @@ class Bound:
         """Whether that is the same function, or an object that is the same."""
         return bool(self._kind == other._kind and self._kept == other._kept)
 
+    def known(self) -> Iterator[int]:
+        """Ids of what the hook of a forward reaches, where that is held."""
+        return (found.id_of_it() for found in self._found.values())
+
     def state(self) -> State:
         """What the hook finds now."""
         return {way: found.now() for way, found in self._found.items()}
@@ -93,10 +102,7 @@ class Bound:
             ReplayError: it can't.
         """
         given, is_theirs = [], run.is_the_programs(hook)
-        programs = [way for way, found in self._found.items() if found.is_it(reached.get(way))]
         for way, x in reached.items():
-            if any(way.startswith(one) and way[len(one) :][:1] in _BEYOND for one in programs):
-                continue  # whatever is there now
             if way in self._fixed and isinstance(x, Fixed) and x.value is not self._fixed[way]:
                 x.set(self._fixed[way])
             elif way in state and not isinstance(x, Fixed):
@@ -112,10 +118,14 @@ class Reaching:
         hooks: as the user has hung them; ``None`` for what is none of the user's.
         region: the name of what is replayed.
         compares: whether it is an error if they can't find what those of the forward do.
+        forward: those of the forward.
     """
 
-    def __init__(self, hooks: Sequence[Any], region: str, compares: bool) -> None:
-        walk = Walk(hooks)
+    def __init__(
+        self, hooks: Sequence[Any], region: str, compares: bool, forward: Iterable[Bound | None]
+    ) -> None:
+        known = {key for bound in forward if bound is not None for key in bound.known()}
+        walk = Walk(hooks, known=known - {id(None)})
         self._by_hook: Sequence[Mapping[str, Any]] = walk.by_hook
         self._others = walk.others
         self._given: dict[int, Finding] = {}

@@ -25,6 +25,9 @@ _NUMBERS = (*SCALARS, bytes)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\d{6,}")
 CONTAINERS = (OrderedDict, dict, list, deque, set)
 
+PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
+"""Types of most numbers and the like."""
+
 Contents = Mapping[Any, Any]
 """What something holds, by the place there."""
 
@@ -33,7 +36,7 @@ def is_number(x: Any) -> bool:
     """Or the like, or a tuple of such."""
     if type(x) is tuple:
         return all(map(is_number, x))
-    return isinstance(x, _NUMBERS)
+    return type(x) in PLAIN or isinstance(x, _NUMBERS)
 
 
 def is_compared(x: Any) -> bool:

@@ -10,21 +10,23 @@ import sys
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from functx._remat._arguments import SCALARS
-from functx._remat._contents_by_place import CONTAINERS, contents, is_memory, is_number
+from functx._remat._contents_by_place import CONTAINERS, PLAIN, contents, is_memory, is_number
 from functx._remat._past_torch import is_the_users
 
 _DEPTH = 4
 _LARGE = 1024  # entries of what is not looked at
-_MANY = 256  # things that one hook reaches
+_MANY = 64  # things that one hook reaches
 _IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
 _LOOKED_AT = (Tensor, nn.Module, FunctionCtx, types.SimpleNamespace)
+_NO_FURTHER = (Tensor, nn.Module, types.CellType)
 METHODS = (types.MethodType, *_IN_C)
 
 
@@ -83,6 +85,10 @@ def _is_of_the_user(f: types.FunctionType) -> bool:
     return is_the_users(f.__globals__.get("__name__"))
 
 
+Part = tuple[str, Any, int, bool]
+"""The way to something, that, how much further one looks, and whether that is the program's."""
+
+
 class Walk:
     """What hooks of one run reach.
 
@@ -90,84 +96,97 @@ class Walk:
         hooks: of the run; ``None`` for one that is none of the user's.
         outer: ids of variables that the function of the region closes over: they are the program's,
             and so is what these hold.
+        known: ids of what is known to be the program's: it is not looked into.
 
     Attributes:
         others: ids of what others than these hooks hold, or hold what holds it.
         by_hook: `Fixed`, cells, containers and objects that each hook reaches, by the way there.
     """
 
-    def __init__(self, hooks: Sequence[Any], outer: Collection[int] = ()) -> None:
-        self._outer = outer
+    def __init__(
+        self, hooks: Sequence[Any], outer: Collection[int] = (), known: Collection[int] = ()
+    ) -> None:
+        self._outer, self._known = outer, known
         self._references: Counter[int] = Counter()
         self._holds: dict[int, list[int]] = {}
         self._boxes: dict[int, list[Any]] = {}
         for hook in hooks:
-            if hook is not None:
-                self._references[id(hook)] += 2  # of the tape, and in the list
-                self._from(hook, None)
+            self._references[id(hook)] += 2  # of the tape, and in the list
+        ways = [{} if hook is None else self._from(hook) for hook in hooks]
         hook = None  # or it would be one more
         self.others = self._held_by_others()
-        self._boxes = {}
-        self.by_hook: list[dict[str, Any]] = [{} for _ in hooks]
-        for hook, found in zip(hooks, self.by_hook):
-            if hook is not None:
-                self._from(hook, found)
+        boxes, self._boxes = self._boxes, {}
+        self.by_hook: list[dict[str, Any]] = [
+            {way: _at(boxes[key][0], place) for way, (key, place) in those.items()}
+            for those in ways
+        ]
 
-    def _from(self, hook: Any, found: dict[str, Any] | None) -> None:
-        """Count references; or with ``found``, note what a hook reaches, which is one more."""
+    def _from(self, hook: Any) -> dict[str, tuple[int, str | None]]:
+        """What a hook reaches: by the way there, the id of that, or of what has it in a place."""
+        found: dict[str, tuple[int, str | None]] = {}
         met: set[int] = set()
-        ahead = deque([("", hook, _DEPTH, False)])
+        ahead: deque[Part] = deque([("", hook, _DEPTH, False)])
         self._boxes.setdefault(id(hook), [hook])
         while ahead and len(met) < _MANY:
             way, x, depth, theirs = ahead.popleft()
-            if id(x) in met:
+            key = id(x)
+            if key in met:
                 continue
-            met.add(id(x))
-            looked_into = isinstance(x, types.CellType) or (not theirs and _is_looked_into(x))
-            if found is not None and looked_into:
-                found[way] = x
-            if depth:
-                parts = self._beyond(x, way, depth, theirs, found)
-                if found is None and id(x) not in self._holds:
-                    self._holds[id(x)] = [id(part[1]) for part in parts]
-                    for part in parts:
-                        self._references[id(part[1])] += 1
-                        self._boxes.setdefault(id(part[1]), [part[1]])
-                ahead += parts
+            met.add(key)
+            if isinstance(x, types.CellType) or (not theirs and _is_looked_into(x)):
+                found[way] = key, None
+            if not depth or key in self._known:
+                continue
+            parts = [*islice(self._beyond(x, way, depth, theirs, found), _MANY)]
+            if key not in self._holds:
+                self._holds[key] = [id(part[1]) for part in parts]
+                for part in parts:
+                    self._references[id(part[1])] += 1
+                    self._boxes.setdefault(id(part[1]), [part[1]])
+            ahead += parts
+        return found
 
     def _beyond(
-        self, x: Any, way: str, depth: int, theirs: bool, found: dict[str, Any] | None
-    ) -> list[tuple[str, Any, int, bool]]:
-        parts: list[tuple[str, Any, int, bool]] = []
-        users = not isinstance(x, types.FunctionType) or _is_of_the_user(x)
-        if isinstance(x, functools.partial):
-            parts.append((f"{way}.func", x.func, depth - 1, theirs))
-        elif isinstance(x, METHODS):
-            parts.append((f"{way}.self", x.__self__, depth, theirs))
-            if isinstance(x, types.MethodType):
-                parts.append((f"{way}.func", x.__func__, depth, theirs))
-        for name, one in bound_by(x):
-            if isinstance(one, types.CellType):
-                if users:
-                    parts.append((way + name, one, depth, theirs))
-                else:
-                    held = contents(one).values()
-                    parts += [(f"{way}{name}:", content, depth - 1, True) for content in held]
-            else:
-                if found is not None and not theirs:
-                    found[way + name] = one
-                parts.append((f"{way}{name}:", one.value, depth - 1, theirs))
+        self, x: Any, way: str, depth: int, theirs: bool, found: dict[str, Any]
+    ) -> Iterator[Part]:
         if isinstance(x, types.CellType):
             theirs = theirs or id(x) in self._outer
-            parts += [(f"{way}:", one, depth - 1, theirs) for one in contents(x).values()]
+            for one in contents(x).values():
+                if not is_number(one):
+                    yield f"{way}:", one, depth - 1, theirs
         elif type(x) is tuple:
-            parts += [(f"{way}/{i}", one, depth - 1, theirs) for i, one in enumerate(x)]
-        elif not theirs and _is_looked_into(x) and not isinstance(x, (Tensor, nn.Module)):
-            own = contents(x).items()
-            parts += [
-                (f"{way}/{key!r}", one, depth - 1, False) for key, one in own if is_number(key)
-            ]
-        return [part for part in parts if not is_number(part[1])]
+            for i, one in enumerate(x):
+                if not is_number(one):
+                    yield f"{way}/{i}", one, depth - 1, theirs
+        elif isinstance(x, (types.FunctionType, functools.partial, *METHODS)):
+            yield from self._bound_by(x, way, depth, theirs, found)
+        if not theirs and _is_looked_into(x) and not isinstance(x, _NO_FURTHER):
+            own = contents(x)
+            if not PLAIN.issuperset(map(type, own.values())):
+                for key, one in own.items():
+                    if is_number(key) and not is_number(one):
+                        yield f"{way}/{key!r}", one, depth - 1, False
+
+    def _bound_by(
+        self, f: Any, way: str, depth: int, theirs: bool, found: dict[str, Any]
+    ) -> Iterator[Part]:
+        users = not isinstance(f, types.FunctionType) or _is_of_the_user(f)
+        if isinstance(f, functools.partial):
+            yield f"{way}.func", f.func, depth - 1, theirs
+        elif isinstance(f, METHODS):
+            yield f"{way}.self", f.__self__, depth, theirs
+            if isinstance(f, types.MethodType):
+                yield f"{way}.func", f.__func__, depth, theirs
+        for name, one in bound_by(f):
+            if isinstance(one, types.CellType) and users:
+                yield way + name, one, depth, theirs
+                continue
+            if isinstance(one, Fixed) and not theirs:
+                found[way + name] = id(f), name
+            held = (one.value,) if isinstance(one, Fixed) else contents(one).values()
+            for content in held:
+                if not is_number(content):
+                    yield f"{way}{name}:", content, depth - 1, theirs or not users
 
     def _held_by_others(self) -> Collection[int]:
         counts = {key: _references(box) for key, box in self._boxes.items()}
@@ -184,6 +203,10 @@ class Walk:
                 found.add(key)
                 ahead += self._holds.get(key, ())
         return found
+
+
+def _at(x: Any, place: str | None) -> Any:
+    return x if place is None else dict(bound_by(x))[place]
 
 
 def _references(box: list[Any]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from functx import _torch
 from functx._remat._contents_by_place import (
+    PLAIN,
     Contents,
     alike,
     contents,
@@ -56,9 +57,9 @@ class FoundTensor:
     def leave(self, *, others: bool) -> None:
         """It is held weakly."""
 
-    def is_it(self, x: Any) -> bool:
-        """Whether that is the very thing."""
-        return x is not None and x is self._of()
+    def id_of_it(self) -> int:
+        """The id of that, if it is there."""
+        return id(self._of())
 
     def now(self) -> Contents:
         """What it is, if it was written to."""
@@ -75,7 +76,7 @@ class FoundTensor:
             now: as `now` has said.
             others: whether that may be the program's.
         """
-        if self.is_it(to) or not isinstance(to, Tensor):
+        if to is self._of() or not isinstance(to, Tensor):
             return NOTHING_GIVEN
         if self._lost or (now and (others or not _write(to, now[""]))):
             return None
@@ -166,7 +167,8 @@ class Found:
     def leave(self, *, others: bool) -> None:
         """Hold it, and what it held, only where others do so, too."""
         if others:
-            self._was = {key: _weakly(x) for key, x in self._was.items()}
+            if not PLAIN.issuperset(map(type, self._was.values())):
+                self._was = {key: _weakly(x) for key, x in self._was.items()}
             return
         if self._by_place:
             memory = is_memory(self._of)
@@ -178,19 +180,27 @@ class Found:
     def _is_given(self, x: Any) -> bool:
         return is_number(x) if self._kind is types.CellType else is_compared(x)
 
-    def is_it(self, x: Any) -> bool:
-        """Whether that is the very thing."""
-        return x is not None and x is self._of
+    def id_of_it(self) -> int:
+        """The id of that, if it is held."""
+        return id(self._of)
 
     def now(self) -> Contents:
-        """What hooks find there: each is a number, has been put there since, or is the `Same`."""
+        """What hooks find there."""
+        return self._now if self._of is None else contents(self._of)
+
+    def _made_of(self, now: Contents) -> Contents:
+        """Each is a number, has been put there since, or is the `Same`."""
         if self._of is None:
-            return self._now
-        was = {id(x): key for key, ref in self._was.items() if (x := ref()) is not None}
+            return now
+        was = {id(x): key for key, ref in self._was.items() if (x := _held(ref)) is not None}
         return {
             key: Same(was[id(x)]) if id(x) in was and not self._is_given(x) else x
-            for key, x in contents(self._of).items()
+            for key, x in now.items()
         }
+
+    def made_of_now(self) -> Contents:
+        """What hooks find there, and what of that is the `Same`."""
+        return self._made_of(self.now())
 
     def here(self) -> Contents:
         """What it holds, if that is known."""
@@ -199,7 +209,7 @@ class Found:
     def _is_what_it_was(self) -> bool:
         if self._of is None:
             return not self._put
-        was = {key: ref() for key, ref in self._was.items()}
+        was = {key: _held(ref) for key, ref in self._was.items()}
         return alike(contents(self._of), was)
 
     def give(self, to: Any, now: Contents, *, others: bool) -> Given | Written | None:
@@ -212,7 +222,7 @@ class Found:
         """
         if to is self._of:
             return NOTHING_GIVEN
-        own = contents(to)
+        now, own = self._made_of(now), contents(to)
         those = [x.place for x in now.values() if isinstance(x, Same)]
         fits = type(to) is self._kind and (self._by_place or self._of is not None)
         if is_memory(to):
@@ -304,7 +314,7 @@ class Given:
         if self.lent and self._borrowers == 1:
             fill(self._to(), self.new)
         if later and self.fits:
-            now, here = self._found.now(), contents(self._to())
+            now, here = self._found.made_of_now(), contents(self._to())
             those = here.keys() & now.keys()
             those = {k for k in those if _is_constant(now[k]) and _is_constant(here[k])}
             new = {k: now[k] if k in those else x for k, x in here.items()}
@@ -341,7 +351,14 @@ def _is_constant(x: Any) -> bool:
     return is_number(x)
 
 
-def _weakly(x: Any) -> Callable[[], Any]:
+def _weakly(x: Any) -> Any:
+    """What is held weakly, if it can be; see `_held`."""
+    if type(x) in PLAIN:
+        return x
     with suppress(TypeError):
         return weakref.ref(x)
     return lambda: x
+
+
+def _held(x: Any) -> Any:
+    return x if type(x) in PLAIN else x()

@@ -199,7 +199,9 @@ def hooks_of(
         body: that has run.
         f: its function.
     """
-    found = found_by([*_of_users(handles), *_nodes_of(keepers)], snapshot(f))
+    found: Sequence[Mapping[str, Any]] = ()
+    if handles or keepers:
+        found = found_by([*_of_users(handles), *_nodes_of(keepers)], snapshot(f))
     n = len(handles)
     hooks = [*map(OneHook, handles, found), *(hook for _, hook in _of_a_replay(body))]
     applied = [
@@ -253,7 +255,10 @@ def hung_again(region: Any, replay: Hanging, results: Sequence[Tensor | None]) -
             off, states = remembered = of.remembered(now)
             run.again = run.again or remembered is not now
         nodes = _nodes_of(replay.keepers)
-        run.reaching = reaching = Reaching([*_of_users(handles), *nodes], name, run.compares)
+        forward = [one.bound for one in those]
+        replayed = [*_of_users(handles), *nodes]
+        run.reaching = reaching = Reaching(replayed, name, run.compares, forward)
+        del replayed
         by_hook = reaching.by_hook()
         for handle, hook, reached, is_off, state in zip(handles, hooks, by_hook, off, states):
             if is_off:
