@@ -121,19 +121,43 @@ def hooked(x, log):
     return h * 2
 
 
+FUNCTIONS_GIVEN = [lambda x, log, f=f: f.apply(x, log) * 2 for f, _ in FUNCTIONS[:3]]
+
+
 @pytest.mark.parametrize(
     ("f", "container"),
     [
         (hooked, list),
-        *((lambda x, log, f=f: f.apply(x, log) * 2, c) for f, c in FUNCTIONS[:3]),
+        *zip(FUNCTIONS_GIVEN, [list, dict, list]),
         (lambda x, log: Counts.apply(x, log[0]) * 2, lambda: [[]]),
     ],
 )
-def test_one_that_is_given_and_changed_backward_is_an_error(f, container):
-    """A replay has its own."""
+def test_one_that_is_given_and_changed_backward(f, container):
+    """A replay has its own; what is left there is put in the caller's."""
+
+    def program(remat):
+        x, log = X.clone().requires_grad_(), container()
+        out = remat(f)(x, log).sum()
+        passes = 1 if f is FUNCTIONS_GIVEN[2] else 3  # it pops what it has pushed
+        return [torch.autograd.grad(out, x, retain_graph=True) for _ in range(passes)], log
+
+    assert_same(program(functx.remat), program(identity))
+
+
+def test_one_that_is_given_and_changed_backward_out_of_sight_is_an_error():
+    """Too far away to be found: the caller's would not change."""
+
+    def f(x, log):
+        h, far = x.sin(), [[[[[log]]]]]
+        h.register_hook(lambda g: far[0][0][0][0][0].append(1))
+        return h * 2
+
     x = X.clone().requires_grad_()
-    out = functx.remat(f)(x, container())
     with pytest.raises(functx.RematError, match="keeps and changes in a backward pass"):
-        out.sum().backward()
+        functx.remat(f)(x, []).sum().backward()
+
+
+def test_one_that_is_given_and_not_changed():
+    x = X.clone().requires_grad_()
     out = functx.remat(lambda x, log: hooked(x, []) * len(log))(x, [1, 2])
     out.sum().backward()

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from torch.autograd.function import FunctionCtx
+
 from functx._remat._arguments import SCALARS, same
 from functx._remat._slots import own_attributes
 
@@ -23,6 +25,7 @@ A_PAGE = 4096
 _LARGE = 1 << 16  # bytes
 _NUMBERS = (*SCALARS, bytes)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\d{6,}")
+_OF_TORCH = "_pt_"  # attributes of contexts that are batched
 CONTAINERS = (OrderedDict, dict, list, deque, set)
 
 PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
@@ -80,7 +83,10 @@ def contents(c: Any) -> dict[Any, Any]:
         if isinstance(c, (bytearray, array.array)):
             return {"": bytes(c)}
         return {(c.dtype.str, c.shape): c.tobytes()}
-    return own_attributes(c)
+    own = own_attributes(c)
+    if isinstance(c, FunctionCtx):
+        return {name: x for name, x in own.items() if not name.startswith(_OF_TORCH)}
+    return own
 
 
 def fill(c: Any, new: Contents) -> None:
@@ -105,7 +111,7 @@ def fill(c: Any, new: Contents) -> None:
         else:
             c[...] = sys.modules["numpy"].frombuffer(value, c.dtype).reshape(c.shape)
     else:
-        for name in own_attributes(c).keys() - new.keys():
+        for name in contents(c).keys() - new.keys():
             object.__delattr__(c, name)
         for name, x in new.items():
             object.__setattr__(c, name, x)

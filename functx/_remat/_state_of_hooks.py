@@ -6,6 +6,7 @@ since. `_bound` says what is made of it.
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
 from collections.abc import Mapping
@@ -27,6 +28,14 @@ from functx._remat._contents_by_place import (
     is_memory,
     is_number,
 )
+
+
+class _Told(threading.local):
+    # What a replay was given and hooks of it have changed, where that is so for all runs; if asked.
+    changed: list[Any] | None = None
+
+
+told = _Told()
 
 
 class Same:
@@ -224,7 +233,9 @@ class Found:
             return NOTHING_GIVEN
         now, own = self._made_of(now), contents(to)
         those = [x.place for x in now.values() if isinstance(x, Same)]
-        fits = type(to) is self._kind and (self._by_place or self._of is not None)
+        fits = _name_of_kind(type(to)) == _name_of_kind(self._kind) and (
+            self._by_place or self._of is not None
+        )
         if is_memory(to):
             fits = fits and own.keys() == now.keys()
         if not (fits and all(is_number(place) and place in own for place in those)):
@@ -311,15 +322,17 @@ class Given:
                 what it is by now.
         """
         self._borrowers += 1
+        if (to := self._to()) is None:
+            return
         if self.lent and self._borrowers == 1:
-            fill(self._to(), self.new)
+            fill(to, self.new)
         if later and self.fits:
-            now, here = self._found.made_of_now(), contents(self._to())
+            now, here = self._found.made_of_now(), contents(to)
             those = here.keys() & now.keys()
             those = {k for k in those if _is_constant(now[k]) and _is_constant(here[k])}
             new = {k: now[k] if k in those else x for k, x in here.items()}
             if not alike(here, new):
-                fill(self._to(), new)
+                fill(to, new)
             self.new, self.now, self.mine = new, now, self._found.here()
 
     def put_back(self, *, for_all: bool, only_constants: bool) -> bool:
@@ -329,19 +342,28 @@ class Given:
             for_all: whether it is to be so.
             only_constants: nothing else, if nobody else has what hooks of the forward reach.
         """
-        left = contents(self._to())
         self._borrowers -= 1
+        if (to := self._to()) is None:  # the context is gone with its tape
+            return True
+        left = contents(to)
         if self.lent and not self._borrowers:
-            fill(self._to(), self.own)
+            fill(to, self.own)
         if not for_all or alike(left, self.new):
             return True
         could = self._found.put(self, left, only_constants=only_constants)
+        if could and told.changed is not None:
+            told.changed.append(to)
         if self.lent:
             self.new = left  # another hook may share it
         return could
 
     def __str__(self) -> str:
         return str(self._found)
+
+
+def _name_of_kind(kind: type) -> Any:
+    """A class may be made anew by each run; those of contexts are."""
+    return FunctionCtx if issubclass(kind, FunctionCtx) else (kind.__module__, kind.__qualname__)
 
 
 def _is_constant(x: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from functx._errors import RematError
 from functx._remat._given import changed
 from functx._remat._parts_of_given import is_container, parts_of, same_state, state_of
+from functx._remat._state_of_hooks import told
 
 
 class Stored:
@@ -82,7 +83,8 @@ pending = _Pending()
 class Kept:
     """What a replay is about to be given: what is kept of it may change in the backward pass.
 
-    A custom Function keeps a list on its ``ctx``, or a hook closes over it. It is the replay's own.
+    A custom Function keeps a list on its ``ctx``, or a hook closes over it. It is the replay's own;
+    what they leave there is put in the caller's where they are seen to reach it (`_bound`).
     """
 
     exchange = None  # nothing
@@ -97,14 +99,16 @@ class Kept:
         if kept:
             found = [(c, state_of(c), self._name) for c in kept]
             pending.those = [*(pending.those or ()), *found]
+            told.changed = told.changed or []
         return {id(c) for c in kept}
 
 
 def refuse_changed() -> None:
     """Tapes were pulled back: raise if what they keep has changed by that."""
     those, pending.those = pending.those, None
+    changed, told.changed = told.changed or (), None
     for c, before, name in those or ():
-        if not same_state(before, state_of(c)):
+        if not _is_in(c, changed) and not same_state(before, state_of(c)):
             raise RematError(
                 f"remat: the region {name!r} is given a {type(c).__name__} as an argument, which a "
                 "custom Function or a hook of it keeps and changes in a backward pass. It has its "
