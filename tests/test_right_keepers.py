@@ -77,7 +77,27 @@ class InATensorThatIsWrittenTo(Function):
         return g * ctx.b.clone()
 
 
-COUNTS = [InANumber, InAList, InAnAttributeOfItsOwn, InATensor, InATensorThatIsWrittenTo]
+class InAListOfTerms(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.terms = []
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.terms.append(ctx.saved_tensors[0].cos())
+        return g * ctx.terms[0]
+
+
+COUNTS = [
+    InANumber,
+    InAList,
+    InAnAttributeOfItsOwn,
+    InATensor,
+    InATensorThatIsWrittenTo,
+    InAListOfTerms,
+]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -122,7 +122,12 @@ class Written:
             self._version = _version(self._to)
 
     def put_back(self, *, for_all: bool, only_constants: bool) -> bool:
-        """A hook was called: what it has written is there for all runs; whether that can be."""
+        """A hook was called: what it has written is there for all runs; whether that can be.
+
+        Args:
+            for_all: whether it is to be so.
+            only_constants: has no bearing on what is written to: it is one, or an error.
+        """
         if self._found is None or not for_all or _version(self._to) == self._version:
             return True
         self._version = _version(self._to)
@@ -227,7 +232,7 @@ class Found:
         Args:
             to: what they reach.
             now: as `now` has said.
-            others: whether that may be the program's: it is so for calls of hooks alone.
+            others: whether that may be the program's, too: it is so for calls of hooks alone.
         """
         if to is self._of:
             return NOTHING_GIVEN
@@ -272,7 +277,9 @@ class Found:
             return True
         if only_constants:
             new = {k for k, x in left.items() if id(x) not in places and not _is_constant(x)}
-            mine = {k: here.get(k, None) if k in new else x for k, x in mine.items()}
+            mine = {
+                k: here[k] if k in new else x for k, x in mine.items() if k in here or k not in new
+            }
         self._now = mine
         return True
 
