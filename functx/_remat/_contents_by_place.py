@@ -6,6 +6,7 @@ It is taken from them, compared, and put there.
 from __future__ import annotations
 
 import array
+import enum
 import re
 import sys
 import types
@@ -51,10 +52,20 @@ def is_compared(x: Any) -> bool:
 
 def alike(a: Contents, b: Contents) -> bool:
     """Whether that is the same, in the same order."""
-    return [*a] == [*b] and all(
-        x is y or (is_number(x) and type(x) is type(y) and same([x], [y]))
-        for x, y in zip(a.values(), b.values())
+    return (
+        len(a) == len(b) and all(map(_is_same, a, b)) and all(map(_is_same, a.values(), b.values()))
     )
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    return x is y or (is_number(x) and type(x) is type(y) and same([x], [y]))
+
+
+def is_place(key: Any) -> bool:
+    """Whether that is the same place in all runs: no thing of one run, nor the name of one."""
+    if type(key) is tuple:
+        return all(map(is_place, key))
+    return is_compared(key) or isinstance(key, enum.Enum)
 
 
 def is_memory(c: Any) -> bool:

@@ -27,6 +27,7 @@ from functx._remat._contents_by_place import (
     is_compared,
     is_memory,
     is_number,
+    is_place,
 )
 
 
@@ -171,7 +172,7 @@ class Found:
         self._was: Mapping[Any, Any] = contents(of)
         if is_memory(of):
             self._was = dict.fromkeys(self._was)
-        self._by_place = all(map(is_number, self._was))
+        self._by_place = all(map(is_place, self._was))
         self._now: Contents = {}
         self._put = False
 
@@ -238,12 +239,14 @@ class Found:
             return NOTHING_GIVEN
         now, own = self._made_of(now), contents(to)
         those = [x.place for x in now.values() if isinstance(x, Same)]
-        fits = _name_of_kind(type(to)) == _name_of_kind(self._kind) and (
-            self._by_place or self._of is not None
-        )
+        if self._of is None:
+            fits = self._by_place
+        else:
+            fits = all(is_place(key) or key not in self._was for key in now)
+        fits = fits and _name_of_kind(type(to)) == _name_of_kind(self._kind)
         if is_memory(to):
             fits = fits and own.keys() == now.keys()
-        if not (fits and all(is_number(place) and place in own for place in those)):
+        if not (fits and all(is_place(place) and place in own for place in those)):
             if not self._is_what_it_was():
                 return None
             given = Given(self, to, own, own, {}, {})
@@ -266,7 +269,7 @@ class Found:
             only_constants: nothing else, if nobody else has it.
         """
         self._put = True
-        theirs = {id(key) for key in given.own if not is_number(key)}
+        theirs = {id(key) for key in given.own if not is_place(key)}
         if not given.fits or any(id(key) in theirs for key in left):
             return self._of is None
         places = {id(x): key for key, x in given.new.items() if not is_number(x)}
