@@ -1,4 +1,4 @@
-"""What variables, lists, dicts, sets, arrays and objects hold, by the place there.
+"""What variables, lists, dicts, sets, arrays, generators and objects hold, by the place there.
 
 It is taken from them, compared, and put there.
 """
@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import array
 import enum
+import itertools
+import pickle
+import random
 import re
 import sys
 import types
+import warnings
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.autograd.function import FunctionCtx
 
+from functx import _torch
 from functx._remat._arguments import SCALARS, same
+from functx._remat._past_torch import is_the_users
 from functx._remat._slots import own_attributes
 
 A_PAGE = 4096
@@ -31,6 +38,8 @@ CONTAINERS = (OrderedDict, dict, list, deque, set)
 
 PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 """Types of most numbers and the like."""
+
+_AN_ITERATOR = object()  # has no place
 
 Contents = Mapping[Any, Any]
 """What something holds, by the place there."""
@@ -76,6 +85,58 @@ def is_memory(c: Any) -> bool:
     return isinstance(c, (bytearray, array.array)) and memoryview(c).nbytes <= _LARGE
 
 
+def is_iterator(c: Any) -> bool:
+    """Whether that is one of Python's, which tells at most where it is."""
+    return isinstance(c, Iterator) and not is_the_users(type(c).__module__)
+
+
+def is_generator(c: Any) -> bool:
+    """Whether that draws random numbers."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(c, (numpy.random.Generator, numpy.random.RandomState)):
+        return True
+    return isinstance(c, (random.Random, torch.Generator))
+
+
+def _state_of(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        with _torch.without_modes():
+            return bytes(generator.get_state().numpy())
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    if hasattr(generator, "bit_generator"):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.get_state(legacy=False))
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    if isinstance(generator, torch.Generator):
+        with _torch.without_modes():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(pickle.loads(state))
+
+
+def _position(iterator: Any, depth: int = 3) -> tuple[Any, ...]:
+    """Where an iterator is, as far as it tells: no place, so nothing is put there."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return () if frame is None else (frame.f_lasti,)
+    if isinstance(iterator, itertools.count):
+        return (repr(iterator),)
+    with warnings.catch_warnings(), suppress(Exception):  # of classes that can't be copied
+        warnings.simplefilter("ignore", DeprecationWarning)
+        _, args, *rest = iterator.__reduce__()
+        parts = [x for x in (*args, *rest) if depth and is_iterator(x)]
+        numbers = [x for x in (*args, *rest) if is_number(x)]
+        return (*numbers, *(_position(part, depth - 1) for part in parts))
+    return ()
+
+
 def contents(c: Any) -> dict[Any, Any]:
     """What a variable, a container, an array, or an object holds, whatever methods it has."""
     if isinstance(c, types.CellType):
@@ -90,6 +151,12 @@ def contents(c: Any) -> dict[Any, Any]:
             return dict(enumerate(base.__iter__(c)))
     if isinstance(c, set):
         return {x: x for x in set.__iter__(c)}
+    if is_iterator(c):
+        return {_AN_ITERATOR: _position(c)}
+    if isinstance(c, type):
+        return {name: x for name, x in vars(c).items() if not name.startswith("__")}
+    if is_generator(c):
+        return {"": _state_of(c)}
     if is_memory(c):
         if isinstance(c, (bytearray, array.array)):
             return {"": bytes(c)}
@@ -113,6 +180,14 @@ def fill(c: Any, new: Contents) -> None:
         base.clear(c)
         put = base.update if issubclass(base, (dict, set)) else base.extend
         put(c, new if isinstance(c, dict) else new.values())
+    elif is_generator(c):
+        _set_state(c, new[""])
+    elif isinstance(c, type):
+        for name in contents(c).keys() - new.keys():
+            delattr(c, name)
+        for name, x in new.items():
+            if c.__dict__.get(name, _AN_ITERATOR) is not x:
+                setattr(c, name, x)
     elif is_memory(c):
         (value,) = new.values()
         if isinstance(c, bytearray):

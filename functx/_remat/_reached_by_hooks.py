@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import Counter, deque
+from collections import ChainMap, Counter, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from functx._remat._arguments import SCALARS
-from functx._remat._contents_by_place import CONTAINERS, PLAIN, contents, is_memory, is_number
+from functx._remat._contents_by_place import (
+    CONTAINERS,
+    PLAIN,
+    contents,
+    is_generator,
+    is_iterator,
+    is_memory,
+    is_number,
+)
 from functx._remat._past_torch import is_the_users
 
 _DEPTH = 4
@@ -25,8 +33,11 @@ _LARGE = 1024  # entries of what is not looked at
 _MANY = 64  # things that one hook reaches
 _IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
-_LOOKED_AT = (Tensor, nn.Module, FunctionCtx, types.SimpleNamespace)
-_NO_FURTHER = (Tensor, nn.Module, types.CellType)
+_LOOKED_AT = (
+    *(Tensor, nn.Module, FunctionCtx, types.SimpleNamespace),
+    *(UserDict, UserList, ChainMap),
+)
+_NO_FURTHER = (Tensor, nn.Module, types.CellType, type)
 METHODS = (types.MethodType, *_IN_C)
 
 
@@ -69,12 +80,16 @@ def _is_looked_into(x: Any) -> bool:
     for base in CONTAINERS:
         if isinstance(x, base):
             return int(base.__len__(x)) <= _LARGE
-    if isinstance(x, (type, types.ModuleType, *SCALARS)):
+    if isinstance(x, type):
+        return is_the_users(x.__module__)
+    if isinstance(x, (types.ModuleType, *SCALARS)):
         return False
     if isinstance(x, types.FunctionType):
         return _is_of_the_user(x)
     return (
         isinstance(x, _LOOKED_AT)
+        or is_generator(x)
+        or is_iterator(x)
         or is_memory(x)
         or (not isinstance(x, FUNCTIONS) and is_the_users(type(x).__module__))
     )
@@ -154,7 +169,7 @@ class Walk:
             for one in contents(x).values():
                 if not is_number(one):
                     yield f"{way}:", one, depth - 1, theirs
-        elif type(x) is tuple:
+        elif isinstance(x, tuple):
             for i, one in enumerate(x):
                 if not is_number(one):
                     yield f"{way}/{i}", one, depth - 1, theirs
