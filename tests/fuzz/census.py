@@ -19,7 +19,7 @@ FEATURES = {
         *("functional call", "autograd.grad inside", "named value", "loop of functx"),
         *("not differentiated", "values read by Python", "tied weights", "parametrization"),
         *("frozen parameter", "custom operator", "tensor subclass", "several dtypes"),
-        *("default dtype", "mode", "tensor of size zero"),
+        *("default dtype", "mode", "tensor of size zero", "state of backward passes"),
     ),
     "regions": (
         *("nested", "no arguments", "module region", "static argument", "pytree argument"),

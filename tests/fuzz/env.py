@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 
+from .counting import Counter, Counts, count, one_more
 from .functions import OldStyle, Own, Pair, scaled
 
 
@@ -128,6 +129,8 @@ class Env:
     function = staticmethod(Own.apply)
     pair = staticmethod(Pair.apply)
     old_style = staticmethod(OldStyle.apply)
+    counter = Counter
+    counted_by_a_function = staticmethod(Counts.apply)
     holder = Holder
     operator = staticmethod(scaled)
     subclass = Subclass
@@ -145,7 +148,7 @@ class Env:
         self.leaves: list[torch.Tensor] = []
         self.box: list[torch.Tensor] = []
         # That a function closes over: replays write to another one.
-        self.kept: dict[str, Any] = {"list": []}
+        self.kept: dict[str, Any] = {"list": [], "counts": []}
         self.kept["self"] = self.kept
         self.generator = torch.Generator().manual_seed(3)
         self.buffer = numbers(3, start=4.0)
@@ -177,6 +180,13 @@ class Env:
         """A hook that changes the gradient."""
         if t.requires_grad:
             t.register_hook(_double)
+
+    def counted_by_a_hook(self, t: torch.Tensor, state: Any) -> torch.Tensor:
+        """A hook that counts its calls."""
+        t = t.sin()
+        if t.requires_grad:
+            t.register_hook(lambda g: g * one_more(state))
+        return t
 
     def collect_garbage(self) -> None:
         """What only garbage held goes."""
@@ -218,4 +228,5 @@ class Env:
         counts = torch.tensor([len(self.kept["list"]), self.turning.calls])
         buffers = [self.buffer, *self.norm.buffers(), self.turning.state]
         buffers += self.spectral.buffers()
-        return [*buffers, self.generator.get_state(), counts]
+        passes = torch.tensor([count(state) for state in self.kept["counts"][:1]])
+        return [*buffers, self.generator.get_state(), counts, passes]

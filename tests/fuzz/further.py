@@ -160,6 +160,20 @@ class Further(Families):
         self.define(scope, f"{box}[-1] * {value}", "v")
         return None
 
+    def counted(self, scope: Scope) -> None:
+        """Backward passes count, in what a region makes and the program may have."""
+        self.features.add("state of backward passes")
+        name, p, inside = self._begin(scope)
+        state = self.fresh("s")
+        made = self.pick(["[1.0]", "{'k': 1.0}", "env.counter()"])
+        self.emit(inside, f"{state} = {made}")
+        if self.chance(2):
+            self.emit(inside, f"kept['counts'].append({state})")
+        who = self.pick(["counted_by_a_hook", "counted_by_a_function"])
+        value = self.define(inside, f"env.{who}({p}, {state})", "v")
+        self.emit(inside, f"return torch.sigmoid({value} * {self.operand(inside, 'v')})")
+        self.define(scope, f"remat({name})({self.operand(scope, 'v')})", "v")
+
 
 # As often as they are listed.
 FURTHER = [

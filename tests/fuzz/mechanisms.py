@@ -15,6 +15,7 @@ import pytest
 import functx
 from functx import _torch
 from functx._remat import (
+    _bound,
     _capture,
     _environment,
     _foreign,
@@ -25,6 +26,7 @@ from functx._remat import (
     _pullback,
     _region,
     _step,
+    _taken_off,
     _tracker,
 )
 from functx._remat import _known_runs as _known_runs_
@@ -178,6 +180,16 @@ def _known_runs(patch: pytest.MonkeyPatch) -> None:
 def _aliases(patch: pytest.MonkeyPatch) -> None:
     """A replay does not know what was one tensor in the forward, by two names."""
     patch.setattr(_capture.FirstRun, "passed_on", lambda self: [])
+
+
+def _what_hooks_find(patch: pytest.MonkeyPatch) -> None:
+    """Hooks, and backwards of custom Functions, find what the replay has made, as it made it."""
+    patch.setattr(_bound.Bound, "give", lambda self, *args: [])
+
+
+def _what_functions_keep(patch: pytest.MonkeyPatch) -> None:
+    """So do the latter."""
+    patch.setattr(_taken_off, "_keep", lambda *args: None)
 
 
 def _recomputing(patch: pytest.MonkeyPatch) -> None:

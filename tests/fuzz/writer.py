@@ -81,6 +81,12 @@ class Writer(Further):
         if self.more and self.chance(25):
             self.empty_result(body)
             results[0] += f" + {body.names[-1][0]}.tanh()"
+        # And this, where each backward pass calls each hook once, and there are two of them.
+        if self.more and self.at_base and self.chance(4):
+            self.counted(body)
+            results[0] += f" + {body.names[-1][0]}.sinh()"
+            program.twice = True
+            program.features.add("pulled back twice")
         self.emit(body, f"return {', '.join(results)}")
         self.emit(outer, "return f")
         program.source = "\n".join(self.lines) + "\n"
