@@ -75,6 +75,20 @@ def test_each_backward_pass_draws_on(make, is_handed_out, by, depth):
     assert_same(program(functx.remat), program(identity), eps=64)
 
 
+def test_what_has_no_state_to_be_read_is_left_alone():
+    """As that of the operating system."""
+
+    def f(x):
+        rng, h = random.SystemRandom(), x.sin()
+        h.register_hook(lambda g: g * (rng.random() < 2))
+        return h.exp()
+
+    x = numbers(3).requires_grad_()
+    y = functx.remat(f)(x).sum()
+    for _ in range(2):
+        assert_same(grad(y, x, retain_graph=True), grad(f(x).sum(), x), eps=64)
+
+
 def counting():
     return itertools.count(2)
 

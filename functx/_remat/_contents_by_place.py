@@ -9,7 +9,6 @@ import array
 import enum
 import itertools
 import pickle
-import random
 import re
 import sys
 import types
@@ -25,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 from functx import _torch
 from functx._remat._arguments import SCALARS, same
 from functx._remat._past_torch import is_the_users
+from functx._remat._python_random import is_generator, ways_of_generator
 from functx._remat._slots import own_attributes
 
 A_PAGE = 4096
@@ -90,35 +90,26 @@ def is_iterator(c: Any) -> bool:
     return isinstance(c, Iterator) and not is_the_users(type(c).__module__)
 
 
-def is_generator(c: Any) -> bool:
-    """Whether that draws random numbers."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(c, (numpy.random.Generator, numpy.random.RandomState)):
-        return True
-    return isinstance(c, (random.Random, torch.Generator))
+def has_random_state(c: Any) -> bool:
+    """Whether that draws random numbers, and tells where it is."""
+    return isinstance(c, torch.Generator) or is_generator(c)
 
 
 def _state_of(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         with _torch.without_modes():
             return bytes(generator.get_state().numpy())
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    if hasattr(generator, "bit_generator"):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.get_state(legacy=False))
+    read, _ = ways_of_generator(generator)
+    return pickle.dumps(read())
 
 
 def _set_state(generator: Any, state: bytes) -> None:
     if isinstance(generator, torch.Generator):
         with _torch.without_modes():
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = pickle.loads(state)
     else:
-        generator.set_state(pickle.loads(state))
+        _, write = ways_of_generator(generator)
+        write(pickle.loads(state))
 
 
 def _position(iterator: Any, depth: int = 3) -> tuple[Any, ...]:
@@ -155,7 +146,7 @@ def contents(c: Any) -> dict[Any, Any]:
         return {_AN_ITERATOR: _position(c)}
     if isinstance(c, type):
         return {name: x for name, x in vars(c).items() if not name.startswith("__")}
-    if is_generator(c):
+    if has_random_state(c):
         return {"": _state_of(c)}
     if is_memory(c):
         if isinstance(c, (bytearray, array.array)):
@@ -180,7 +171,7 @@ def fill(c: Any, new: Contents) -> None:
         base.clear(c)
         put = base.update if issubclass(base, (dict, set)) else base.extend
         put(c, new if isinstance(c, dict) else new.values())
-    elif is_generator(c):
+    elif has_random_state(c):
         _set_state(c, new[""])
     elif isinstance(c, type):
         for name in contents(c).keys() - new.keys():

@@ -40,7 +40,7 @@ def reachable(
     if "numpy" in named and "numpy" in sys.modules:
         np = sys.modules["numpy"]
         found.append(("numpy", np.random.get_state, np.random.set_state))
-    found += [(g, *_ways(g)) for g in instances]
+    found += [(g, *ways_of_generator(g)) for g in instances]
     return found
 
 
@@ -62,7 +62,8 @@ def _of_numpy(x: Any, name: str) -> bool:
     return np is not None and issubclass(type(x), getattr(np, name))
 
 
-def _ways(g: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def ways_of_generator(g: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to read the state of one, and how to set it."""
     if isinstance(g, random.Random):
         return g.getstate, g.setstate
     if _of_numpy(g, "RandomState"):

@@ -21,7 +21,7 @@ from functx._remat._contents_by_place import (
     CONTAINERS,
     PLAIN,
     contents,
-    is_generator,
+    has_random_state,
     is_iterator,
     is_memory,
     is_number,
@@ -88,7 +88,7 @@ def _is_looked_into(x: Any) -> bool:
         return _is_of_the_user(x)
     return (
         isinstance(x, _LOOKED_AT)
-        or is_generator(x)
+        or has_random_state(x)
         or is_iterator(x)
         or is_memory(x)
         or (not isinstance(x, FUNCTIONS) and is_the_users(type(x).__module__))
