@@ -120,3 +120,18 @@ class Settings:
 
     def hook(self, g):
         return g * self.k
+
+
+class SinByTerms(torch.autograd.Function):
+    """Its backward keeps what it computes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.terms = []
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.terms.append(ctx.saved_tensors[0].cos())
+        return g * ctx.terms[0]

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from bound import DEPTHS, identity
+from bound import DEPTHS, SinByTerms, identity
 from cases import numbers
 from references import assert_same
 from torch.autograd import Function, grad
@@ -65,29 +65,11 @@ class InATensor(Function):
         return g * ctx.b
 
 
-class InATensorThatIsWrittenTo(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.b = torch.ones(3, dtype=torch.float64)
-        return x.clone()
-
+class InATensorThatIsWrittenTo(InATensor):
     @staticmethod
     def backward(ctx, g):
         ctx.b.mul_(2)
         return g * ctx.b.clone()
-
-
-class InAListOfTerms(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.terms = []
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.terms.append(ctx.saved_tensors[0].cos())
-        return g * ctx.terms[0]
 
 
 COUNTS = [
@@ -96,7 +78,7 @@ COUNTS = [
     InAnAttributeOfItsOwn,
     InATensor,
     InATensorThatIsWrittenTo,
-    InAListOfTerms,
+    SinByTerms,
 ]
 
 

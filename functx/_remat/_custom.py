@@ -68,34 +68,31 @@ _KEPT = frozenset({bool, int, float, complex, str})
 _ADDRESS = re.compile("0x[0-9a-fA-F]{6,}")
 
 
-def nodes_that_keep(out: Any) -> list[Any]:
-    """The nodes of a custom Function of the user's, by what it gave."""
+def nodes_of_function(out: Any) -> list[Any]:
+    """The nodes of a custom Function, by what it gave."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
-    return (
-        [n for n in nodes_of([first]) if _is_of_a_function(n)] if isinstance(first, Tensor) else []
-    )
+    return nodes_of([first]) if isinstance(first, Tensor) else []
 
 
-def _is_of_a_function(node: Any) -> bool:
+def is_of_the_users(node: Any) -> bool:
+    """Whether a node is of a custom Function that functx has not."""
     of = getattr(getattr(node, "_forward_cls", None), "__module__", "")
     return _torch_nodes.is_of_python(node) and not of.startswith("functx.")
 
 
-def kept_numbers(out: Any, args: Any) -> list[Any]:
+def kept_numbers(nodes: Sequence[Any], out: Any, args: Any) -> list[Any]:
     """The numbers and the like that a custom Function keeps for its backward, behind their names.
 
     What names a thing of this run is left out: the id and the address of a tensor that it was given
     or gave. So is what it keeps under a name that begins with an underscore.
 
     Args:
+        nodes: of it.
         out: what it gave.
         args: what it was given.
     """
-    first = out[0] if isinstance(out, (tuple, list)) and out else out
-    if not isinstance(first, Tensor):
-        return []
     numbers: list[tuple[str, Any]] = []
-    for node in nodes_of([first]):
+    for node in nodes:
         numbers += _past_torch(node, tensors_of(args))
         for key, x in _attributes(node):
             if type(x) in _KEPT:
@@ -116,7 +113,7 @@ def _attributes(node: Any) -> list[tuple[str, Any]]:
 
 def _past_torch(node: Any, given: Sequence[Tensor]) -> list[tuple[str, Any]]:
     """What a node keeps of memory that is not torch's, and that was not given to its Function."""
-    if not _is_of_a_function(node):
+    if not is_of_the_users(node):
         return []  # what calls JAX, of which all arguments are compared
     of = getattr(node, "_forward_cls", None)
     those = _attributes(node)

@@ -28,7 +28,7 @@ from functx import _torch, _torch_compiler, _torch_modes, _torch_observed, _torc
 from functx._remat._aliases import Aliases
 from functx._remat._answers import Answering
 from functx._remat._arguments import LIST, SCALARS, SLICE, TENSOR, token
-from functx._remat._custom import applied, kept_numbers, nodes_that_keep, running
+from functx._remat._custom import applied, is_of_the_users, kept_numbers, nodes_of_function, running
 from functx._remat._entry import custom_function, custom_state, nested_transform, results
 from functx._remat._functions import asked, known_of
 from functx._remat._functions import known as known_functions
@@ -207,9 +207,9 @@ class Tracker(Answering):
     def keeps_numbers(self, out: Any, args: Any) -> None:
         """What a custom Function, or operator, keeps is to be the same in replays."""
         with tracking(SILENT):
-            kept = kept_numbers(out, args)
-            if nodes := nodes_that_keep(out):
-                self.keepers = [*self.keepers, *nodes]
+            nodes = nodes_of_function(out)
+            kept = kept_numbers(nodes, out, args)
+            self.keepers = [*self.keepers, *filter(is_of_the_users, nodes)]
         if kept:
             self._scalars += kept
             self.close(custom_state)
