@@ -25,6 +25,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 _ABOUT_HOOKS: tuple[dict[int, Any], ...] = (
     *(_modules._global_forward_hooks_always_called, _modules._global_forward_hooks_with_kwargs),
 )
+_DICTS_OF_HOOKS = [name for name in torch.nn.Module().__dict__ if "_hooks" in name]
 _own_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 
 # Of classes: in C, and whatever an object says is its class.
@@ -39,6 +40,21 @@ def hooks_in(modules: Collection[torch.nn.Module]) -> list[dict[int, Any]]:
     """The hooks that run around the forwards of some modules."""
     after, before = _own_hooks
     return [*filter(None, map(after, modules)), *filter(None, map(before, modules))]
+
+
+def calls_hooks_of_modules(x: Any) -> bool:
+    """Whether that is what ``register_full_backward_hook`` and the like hang on a tape."""
+    return isinstance(x, torch.utils.hooks.BackwardHook)
+
+
+def next_hook() -> int:
+    """The number that the next hook will have, of all that are hung anywhere."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
+def dicts_of_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """All in which a module keeps its hooks, and what is said of them, by their numbers."""
+    return [d for name in _DICTS_OF_HOOKS if (d := module.__dict__.get(name))]
 
 
 def hooks_of_all() -> list[dict[int, Any]]:

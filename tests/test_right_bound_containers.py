@@ -184,3 +184,33 @@ def test_the_programs_own_in_place_of_another_one(state, hook, depth):
             program(functx.remat)
     else:
         assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_object_of_a_class_that_each_run_makes(depth):
+    def program(remat):
+        handed_out = []
+
+        def f(x):
+            class Settings:
+                k = 2.0
+
+            s = Settings()
+            s.k = 2.0
+            handed_out.append(s)
+            h = x.sin()
+
+            def hook(g):
+                s.k += 1
+                return g * s.k
+
+            h.register_hook(hook)
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        first = grad(y, x, retain_graph=True)
+        handed_out[0].k = 7.0
+        return first, grad(y, x), torch.tensor(handed_out[0].k)
+
+    assert_same(program(functx.remat), program(identity), eps=64)

@@ -1,5 +1,6 @@
 """What hooks find changed, and a replay's can't find: an error. See `_bound`."""
 
+import numpy as np
 import pytest
 import torch
 from bound import DEPTHS
@@ -110,5 +111,70 @@ def test_that_hooks_change(state, is_handed_out, depth):
             grad(y, x)
         return
     grad(y, x, retain_graph=True)
+    with pytest.raises(functx.ReplayError, match="in the forward of the region"):
+        grad(y, x)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_key_of_the_region_that_the_program_has_taken_away(depth):
+    """The hook of a replay puts its own there."""
+    handed_out = []
+
+    def f(x):
+        key, s = object(), {}
+        s[key] = 1.0
+        handed_out.append(s)
+        h = x.sin()
+
+        def hook(g):
+            s[key] = 3.0
+            return g * s[key]
+
+        h.register_hook(hook)
+        return h.exp()
+
+    x = numbers(3).requires_grad_()
+    y = depth(f)(functx.remat)(x).sum()
+    handed_out[0].clear()
+    with pytest.raises(functx.RematError, match="held outside of it"):
+        grad(y, x)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_tensor_that_a_recorded_gradient_was_added_to(depth):
+    """A derivative may be taken of what is there: no number for the next pass to find."""
+
+    def f(x):
+        s = torch.zeros_like(x).detach()
+        h = x.sin()
+
+        def hook(g):
+            s.add_(g)
+            return g + s.clone()
+
+        h.register_hook(hook)
+        return h.exp()
+
+    x = numbers(3).requires_grad_()
+    y = depth(f)(functx.remat)(x).sum()
+    grad(y, x, create_graph=True)
+    with pytest.raises(functx.ReplayError, match="in the forward of the region"):
+        grad(y, x)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_array_that_has_another_shape_now(depth):
+    handed_out = []
+
+    def f(x):
+        s = np.ones(3)
+        handed_out.append(s)
+        h = x.sin()
+        h.register_hook(lambda g: g * torch.as_tensor(s * 1).sum(-1))
+        return h.exp()
+
+    x = numbers(3).requires_grad_()
+    y = depth(f)(functx.remat)(x).sum()
+    handed_out[0].resize((3, 1), refcheck=False)
     with pytest.raises(functx.ReplayError, match="in the forward of the region"):
         grad(y, x)

@@ -251,3 +251,53 @@ def test_nothing_that_is_filled_later_is_held(depth):
     y.sum().backward()
     gc.collect()
     assert {ref() for ref in refs} == {None}
+
+
+IN_USE = [1.0]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_what_the_program_has_exchanged_is_its_own(depth):
+    """A replay takes what is there now for its hook's; it has the other's numbers in calls only."""
+
+    def program(remat):
+        global IN_USE
+        IN_USE, seen = [1.0], []
+
+        def f(x):
+            mine = IN_USE
+            h = x.sin()
+            h.register_hook(lambda g: g * mine[0])
+            z = h.exp()
+            z.register_hook(lambda g: seen.append(torch.tensor(IN_USE[0])))
+            return z * 1
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        IN_USE = [5.0]
+        first = grad(y, x, retain_graph=True)
+        return first, grad(y, x), seen, torch.tensor(IN_USE[0])
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_beside_much_that_is_the_programs(depth):
+    """What the region's function closes over is not looked into, however much it is."""
+
+    def program(remat):
+        handed_out, a_lot = [], [[float(i)] for i in range(100)]
+
+        def f(x):
+            s = [{"k": [2.0]}]
+            handed_out.append(s)
+            h = x.sin()
+            h.register_hook(lambda g: g * s[0]["k"][0] + a_lot[7][0])
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        handed_out[0][0]["k"][0] = 5.0
+        return grad(y, x)
+
+    assert_same(program(functx.remat), program(identity), eps=64)

@@ -242,3 +242,19 @@ def test_what_functions_of_a_replay_keep_goes_with_its_tape(depth):
         assert {ref() for ref in kept} == {None}
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_function_of_a_class_that_each_run_makes(depth):
+    def program(remat):
+        def f(x):
+            class Counts(InANumber):
+                pass
+
+            return Counts.apply(x.sin()).exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        return [grad(y, x, retain_graph=True) for _ in range(3)]
+
+    assert_same(program(functx.remat), program(identity), eps=64)

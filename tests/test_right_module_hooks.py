@@ -4,11 +4,13 @@ import functools
 
 import pytest
 import torch
+from bound import DEPTHS
 from cases import DTYPE, numbers
 from nets import seeded
 from programs import identity
 from references import assert_same
 from torch import nn
+from torch.autograd import grad
 from torch.nn.modules import module as modules
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -181,3 +183,34 @@ def test_what_a_hook_saves_it_saves_once(hang, fn):
         return found
 
     assert_same(program(functx.remat), program(identity))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_forward_hook", lambda module, args, y: y * 2),
+        ("register_forward_pre_hook", lambda module, args: (args[0] * 2,)),
+        ("register_full_backward_hook", lambda module, gi, go: (gi[0] * 2,)),
+        ("register_full_backward_pre_hook", lambda module, go: (go[0] * 2,)),
+    ],
+)
+def test_each_run_hangs_one_on_a_module(register, hook, depth):
+    """As it is without remat: two calls of the region have hung two."""
+
+    def program(remat):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+        def f(x):
+            getattr(module, register)(hook)
+            return module(x.sin()).exp()
+
+        x = numbers(3).requires_grad_()
+        g = depth(f)(remat)
+        y, z = g(x).sum(), g(x).sum()
+        gradients = [grad(y, x, retain_graph=True), grad(z, x, retain_graph=True), grad(y, x)]
+        dicts = [d for name, d in vars(module).items() if "_hooks" in name]
+        return gradients, [torch.tensor(len(d)) for d in dicts]
+
+    assert_same(program(functx.remat), program(identity), eps=64)

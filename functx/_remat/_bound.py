@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CellType, MappingProxyType
 from typing import Any
@@ -55,6 +55,9 @@ class Bound:
     Args:
         hook: of a forward, whose body has returned, or of a replay.
         reached: what it reaches, if that is known.
+
+    Attributes:
+        outer: the ways to variables that the function of the region closes over.
     """
 
     def __init__(self, hook: Any, reached: Mapping[str, AFound | Fixed] = NOTHING) -> None:
@@ -67,6 +70,7 @@ class Bound:
             if isinstance(x, Fixed) and is_number(x.value)
         }
         self._kept = kept(hook)
+        self.outer = frozenset(way for way, found in self._found.items() if found.is_outer)
 
     def __str__(self) -> str:
         return self._name
@@ -118,14 +122,15 @@ class Reaching:
         hooks: as the user has hung them; ``None`` for what is none of the user's.
         region: the name of what is replayed.
         compares: whether it is an error if they can't find what those of the forward do.
-        forward: those of the forward.
+        forward: those of the forward, in the same order.
     """
 
     def __init__(
-        self, hooks: Sequence[Any], region: str, compares: bool, forward: Iterable[Bound | None]
+        self, hooks: Sequence[Any], region: str, compares: bool, forward: Sequence[Bound | None]
     ) -> None:
         known = {key for bound in forward if bound is not None for key in bound.known()}
-        walk = Walk(hooks, known=known - {id(None)})
+        ways = [() if bound is None else bound.outer for bound in forward]
+        walk = Walk(hooks, ways=ways, known=known - {id(None)})
         self._by_hook: Sequence[Mapping[str, Any]] = walk.by_hook
         self._others = walk.others
         self._given: dict[int, Finding] = {}
@@ -222,6 +227,7 @@ def found_by(hooks: Sequence[Any], outer: Collection[int]) -> list[Mapping[str, 
         )
     contexts = {id(hook) for hook in hooks if isinstance(hook, FunctionCtx)}
     for key, one in found.items():
+        one.is_outer = key in outer
         one.leave(others=key in walk.others and key not in contexts)  # which hold what is saved
     return reached
 

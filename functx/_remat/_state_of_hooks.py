@@ -55,6 +55,8 @@ class FoundTensor:
         of: the tensor, when the body has returned.
     """
 
+    is_outer = False
+
     def __init__(self, of: Tensor) -> None:
         self._of = weakref.ref(of)
         self._version = _version(of)
@@ -164,6 +166,8 @@ class Found:
     Args:
         of: that, when the body has returned.
     """
+
+    is_outer = False  # a variable that the function of the region closes over
 
     def __init__(self, of: Any) -> None:
         self._of: Any = of
