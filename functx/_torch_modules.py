@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
-from collections.abc import Collection
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -25,8 +29,13 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 _ABOUT_HOOKS: tuple[dict[int, Any], ...] = (
     *(_modules._global_forward_hooks_always_called, _modules._global_forward_hooks_with_kwargs),
 )
-_DICTS_OF_HOOKS = [name for name in torch.nn.Module().__dict__ if "_hooks" in name]
+_DICTS_OF_HOOKS = [
+    name
+    for name in torch.nn.Module().__dict__
+    if name.startswith(("_forward_", "_backward_")) and "_hooks" in name
+]
 _own_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
+_own_backward_hooks = attrgetter("_backward_hooks"), attrgetter("_backward_pre_hooks")
 
 # Of classes: in C, and whatever an object says is its class.
 _are_modules = torch.nn.Module.__subclasscheck__
@@ -52,9 +61,83 @@ def next_hook() -> int:
     return torch.utils.hooks.RemovableHandle.next_id
 
 
-def dicts_of_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """All in which a module keeps its hooks, and what is said of them, by their numbers."""
-    return [d for name in _DICTS_OF_HOOKS if (d := module.__dict__.get(name))]
+def have_hooks(modules: Collection[torch.nn.Module]) -> bool:
+    """Whether there are hooks around the forwards or the backwards of some modules."""
+    return any(any(map(hooks, modules)) for hooks in (*_own_hooks, *_own_backward_hooks))
+
+
+def dicts_of_hooks(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
+    """Those in which a module has hooks, or what is said of them, by their numbers; by name."""
+    return {name: d for name in _DICTS_OF_HOOKS if (d := module.__dict__.get(name))}
+
+
+class _Same(dict[int, Any]):
+    """The number of a replay's handle. When that takes its hook off, so is what the forward hung.
+
+    Args:
+        handle: of the replay; it holds this.
+        key: of the hook in the forward, which may be a replay itself.
+        dicts: where that hangs.
+    """
+
+    def __init__(self, handle: Any, key: int, dicts: Sequence[dict[int, Any]]) -> None:
+        super().__init__({handle.id: None})
+        self._key, self._dicts = key, dicts
+        handle._functx_same = _same[handle.id] = self
+        handle.extra_dict_ref = (*handle.extra_dict_ref, weakref.ref(self))
+
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        for d in self._dicts:
+            d.pop(self._key, None)
+        if (one := _same.get(self._key)) is not None and self._key in one:
+            del one[self._key]
+
+    def __reduce__(self) -> Any:
+        """A copied handle takes off nothing of a region's."""
+        return OrderedDict, ()
+
+
+_same: weakref.WeakValueDictionary[int, _Same] = weakref.WeakValueDictionary()
+
+
+def are_one(
+    handles: Sequence[Any], hung: Sequence[tuple[dict[int, Any], Sequence[int]]]
+) -> list[Any]:
+    """Hooks of modules that a replay has hung are those of the forward, to whoever takes them off.
+
+    Args:
+        handles: of those that hang there still, in the order of hanging them.
+        hung: dicts of modules, and the numbers of what the forward has hung in each.
+
+    Returns:
+        What says so; regions inside need it after their forward has let go of its handles.
+    """
+    found = []
+    dicts = [d for d, _ in hung]
+    for d, keys in hung:
+        own = [one for one in handles if one.hooks_dict_ref() is d and one.id in d]
+        if len(own) == len(keys):
+            found += [_Same(handle, key, dicts) for handle, key in zip(own, keys)]
+    return found
+
+
+@contextmanager
+def handles_made() -> Iterator[list[Any]]:
+    """Handles of hooks that this thread makes."""
+    kind, thread, made = torch.utils.hooks.RemovableHandle, threading.get_ident(), list[Any]()
+    make = kind.__init__
+
+    def noting(handle: Any, *args: Any, **kwargs: Any) -> None:
+        make(handle, *args, **kwargs)
+        if threading.get_ident() == thread:
+            made.append(handle)
+
+    kind.__init__ = noting  # type: ignore[assignment, method-assign]
+    try:
+        yield made
+    finally:
+        kind.__init__ = make  # type: ignore[method-assign]
 
 
 def hooks_of_all() -> list[dict[int, Any]]:

@@ -78,7 +78,7 @@ LAYERS = [
     ("functx._remat._reached_by_hooks", "functx._remat._state_of_hooks"),
     ("functx._remat._contents", "functx._remat._come_by", "functx._remat._bound"),
     ("functx._remat._keepers", "functx._remat._read_results"),
-    ("functx._remat._taken_off",),
+    ("functx._remat._taken_off", "functx._remat._module_hooks"),
     (
         "functx._remat._profile",
         "functx._remat._within_reach",

@@ -45,6 +45,7 @@ from functx._remat._contents import (
     values,
     with_others,
 )
+from functx._remat._module_hooks import ModuleHooks
 from functx._remat._per_thread import Runner
 from functx._remat._rare import Rare
 from functx._remat._reached import Reached
@@ -70,12 +71,12 @@ class ModuleState:
         changes: of attributes and globals, with what they were.
         contents: of containers: the way to each, what it held, and what was put there.
         lost: those to which there is none, by id, until the call has ended.
-        hung: dicts of modules in which it has hung hooks, and the numbers of those before.
+        hooks: of modules.
     """
 
     __slots__ = (
         *("_before", "_containers", "_found", "_objects", "_rare"),
-        *("changes", "contents", "lost", "hung", "_next_hook"),
+        *("changes", "contents", "lost", "hooks"),
     )
 
     def __init__(self, found: Reached) -> None:
@@ -95,8 +96,7 @@ class ModuleState:
         self.changes: list[Change] = []
         self.contents: list[tuple[Any, int, Any, Grown]] = []
         self.lost: dict[int, tuple[Any, Any]] = {}
-        self.hung: list[tuple[dict[int, Any], Set[int]]] = []
-        self._next_hook = _torch_modules.next_hook()
+        self.hooks = ModuleHooks(found.modules) if found.modules else None
 
     def seal(self, written: set[int], ours: Ours, own: Own) -> Set[int]:
         """The first run ended.
@@ -117,8 +117,8 @@ class ModuleState:
         if not (self._before or self._objects or self._containers or self._rare):
             self._found = None
             return frozenset()
-        if self._next_hook != _torch_modules.next_hook():
-            self._note_hooks()
+        if self.hooks is not None:
+            self.hooks.seal()
         first_scope = len(self._before) - len(self._found.scopes) - len(self._found.attributes)
         for i, (d, before) in enumerate(self._before):
             if i >= first_scope:
@@ -161,15 +161,6 @@ class ModuleState:
         self._found = None
         return stored
 
-    def _note_hooks(self) -> None:
-        """Hooks that the run has hung on modules: a replay hangs its own."""
-        assert self._found is not None
-        for module in self._found.modules:
-            for d in _torch_modules.dicts_of_hooks(module):
-                before = {key for key in d if key < self._next_hook}
-                if len(before) < len(d):
-                    self.hung.append((d, before))
-
     def _note_holders(self, moved: set[int], ours: Ours) -> None:
         """What holds an iterator that the run has moved: a replay puts another one there."""
         assert self._found is not None
@@ -191,8 +182,10 @@ class ModuleState:
 
     def changed(self) -> bool:
         """Whether the run changed anything, or this thread has other things than it had."""
-        return bool(self.changes or self.contents or self.hung) or (
-            self._rare is not None and self._rare.differs()
+        return (
+            bool(self.changes or self.contents)
+            or (self._rare is not None and self._rare.differs())
+            or (self.hooks is not None and self.hooks.differ())
         )
 
     @contextmanager
@@ -230,25 +223,20 @@ class ModuleState:
                 for c, key, was, grown in ways
                 if id(c) == key
             ]
-            hooks = [(d, dict(d)) for d, _ in self.hung]
+            if self.hooks is not None:
+                stack.enter_context(self.hooks.restored())
             _bind(changes)
             for c, _, was, _ in containers:
                 fill(c, was)
-            for d, before in self.hung:
-                for key in d.keys() - before:
-                    del d[key]
             whole = False
             try:
                 yield run
                 whole = True
             finally:
                 _bind(now)
-                for d, those in hooks:
-                    d.clear()
-                    d.update(those)
                 with ExitStack() as rest:  # all of them are put back, whatever one raises
-                    for c in containers:
-                        rest.callback(_put_back, *c, name, ours, whole)
+                    for those in containers:
+                        rest.callback(_put_back, *those, name, ours, whole)
 
 
 def _put_back(
