@@ -41,10 +41,11 @@ def refuse_if_lost(func: Any, t: Tensor, args: Any, name: str) -> None:
             return
         if t.is_leaf and _memory(value) != _memory(args[0]):
             raise RematError(
-                f"remat: the region {name!r} assigns the .data of a tensor of shape "
-                f"{tuple(t.shape)} that it did not make and that requires grad (as a module does "
-                "that is cast by .to(), .half() or .double()); what it assigns would be lost. Cast "
-                "the module outside of the region, or compute with a copy: weight.to(dtype)."
+                f"remat: the region {name!r} assigns the .data of a parameter, or another tensor, "
+                f"of shape {tuple(t.shape)} that it did not make and that requires grad (as a "
+                "module does that is cast by .to(), .half() or .double()); what it assigns would "
+                "be lost. Make or cast the module outside of the region, make it as it is to be "
+                "(dtype=...), or compute with a copy: weight.to(dtype)."
             )
         if value.dtype != t.dtype:
             raise RematError(

@@ -223,7 +223,7 @@ class ModuleState:
                 for c, key, was, grown in ways
                 if id(c) == key
             ]
-            if self.hooks is not None:
+            if self.hooks is not None and self.hooks.differ():
                 stack.enter_context(self.hooks.restored())
             _bind(changes)
             for c, _, was, _ in containers:
