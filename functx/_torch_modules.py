@@ -56,6 +56,18 @@ def calls_hooks_of_modules(x: Any) -> bool:
     return isinstance(x, torch.utils.hooks.BackwardHook)
 
 
+def called_by(hook: Any) -> Sequence[Any]:
+    """Hooks of a module that such a hook calls."""
+    for cell in getattr(hook, "__closure__", None) or ():
+        try:
+            one = cell.cell_contents
+        except ValueError:  # not bound
+            continue
+        if calls_hooks_of_modules(one):
+            return [*one.user_hooks, *one.user_pre_hooks]
+    return ()
+
+
 def next_hook() -> int:
     """The number that the next hook will have, of all that are hung anywhere."""
     return torch.utils.hooks.RemovableHandle.next_id
@@ -64,6 +76,12 @@ def next_hook() -> int:
 def have_hooks(modules: Collection[torch.nn.Module]) -> bool:
     """Whether there are hooks around the forwards or the backwards of some modules."""
     return any(any(map(hooks, modules)) for hooks in (*_own_hooks, *_own_backward_hooks))
+
+
+def hooks_in_dict(module: torch.nn.Module, name: str) -> dict[int, Any]:
+    """Those that a module has in the dict of that name."""
+    hooks: dict[int, Any] = module.__dict__[name]
+    return hooks
 
 
 def dicts_of_hooks(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
@@ -123,9 +141,9 @@ def are_one(
 
 
 @contextmanager
-def handles_made() -> Iterator[list[Any]]:
-    """Handles of hooks that this thread makes."""
-    kind, thread, made = torch.utils.hooks.RemovableHandle, threading.get_ident(), list[Any]()
+def handles_made(made: list[Any]) -> Iterator[None]:
+    """Note the handles of hooks that this thread makes."""
+    kind, thread = torch.utils.hooks.RemovableHandle, threading.get_ident()
     make = kind.__init__
 
     def noting(handle: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +153,7 @@ def handles_made() -> Iterator[list[Any]]:
 
     kind.__init__ = noting  # type: ignore[assignment, method-assign]
     try:
-        yield made
+        yield
     finally:
         kind.__init__ = make  # type: ignore[method-assign]
 

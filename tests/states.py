@@ -3,13 +3,10 @@
 Each state gives what holds the number, how to read it and how to write it.
 """
 
-import argparse
 import array
 import collections
 import dataclasses
 import functools
-import queue
-import threading
 import types
 from typing import NamedTuple
 
@@ -146,27 +143,6 @@ def in_a_class(k):
     return Settings, lambda s: s.k, lambda s, k: setattr(s, "k", k)
 
 
-def in_a_namespace_of_arguments(k):
-    s = argparse.Namespace(k=k)
-    return s, lambda s: s.k, lambda s, k: setattr(s, "k", k)
-
-
-def in_a_queue(k):
-    s = queue.Queue()
-    s.put(k)
-
-    def write(s, k):
-        s.get()
-        s.put(k)
-
-    return s, lambda s: s.queue[0], write
-
-
-def in_an_event(k):
-    s = threading.Event()
-    return s, lambda s: 3.0 if s.is_set() else 2.0, lambda s, k: s.set()
-
-
 def in_an_attribute_of_a_function(k):
     def s():
         pass
@@ -196,9 +172,6 @@ STATES = [
     in_a_tensor,
     in_a_named_tuple,
     in_a_class,
-    in_a_namespace_of_arguments,
-    in_a_queue,
-    in_an_event,
     in_an_attribute_of_a_function,
 ]
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import queue
 import types
 import weakref
 
@@ -299,5 +300,40 @@ def test_beside_much_that_is_the_programs(depth):
         y = depth(f)(remat)(x).sum()
         handed_out[0][0]["k"][0] = 5.0
         return grad(y, x)
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+TAKEN_FROM = {
+    "Queue": queue.Queue,
+    "SimpleQueue": queue.SimpleQueue,
+    "iterator": lambda: iter([2.0, 3.0, 5.0, 7.0]),
+}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("kind", TAKEN_FROM)
+def test_what_the_program_has_and_hooks_take_from(kind, depth):
+    """A replay takes from a copy of that, its hooks do not."""
+
+    def program(remat):
+        s = TAKEN_FROM[kind]()
+
+        def hook(g):
+            if kind == "iterator":
+                return g * next(s)
+            s.put(1.0)
+            return g * s.qsize()
+
+        def f(x):
+            h = x.sin()
+            h.register_hook(lambda g: hook(g))
+            h.register_hook(lambda g: g + (0 if s is None else 1))
+            return h.exp()
+
+        x = numbers(3).requires_grad_()
+        y = depth(f)(remat)(x).sum()
+        found = [grad(y, x, retain_graph=True) for _ in range(2)]
+        return found, torch.tensor(next(s) if kind == "iterator" else s.qsize())
 
     assert_same(program(functx.remat), program(identity), eps=64)

@@ -1,50 +1,21 @@
 """Hooks of modules that come and go between forward and backward. See `_module_hooks`."""
 
-import copy
 import functools
 import gc
 import os
+import threading
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
 from bound import DEPTHS, identity
 from cases import DTYPE
+from module_hooks import BACKWARD, REGISTER, after, dicts, forward, net
 from references import assert_same
-from torch import nn
 from torch.autograd import grad
 
 import functx
-
-
-def after(k):
-    return lambda module, gi, go: (gi[0] * k,)
-
-
-def before(k):
-    return lambda module, go: (go[0] * k,)
-
-
-def forward(k):
-    return lambda module, args, y: y * k
-
-
-def pre(k):
-    return lambda module, args: (args[0] * k,)
-
-
-REGISTER = {
-    "register_full_backward_hook": after,
-    "register_full_backward_pre_hook": before,
-    "register_forward_hook": forward,
-    "register_forward_pre_hook": pre,
-}
-BACKWARD = [*REGISTER][:2]
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Linear(3, 3, dtype=DTYPE)
 
 
 def gradients(remat, depth, module, *changes):
@@ -71,10 +42,6 @@ def test_hung_since(register, there, depth):
         return found, torch.tensor([len(d) for d in dicts(module)])
 
     assert_same(program(functx.remat), program(identity), eps=64)
-
-
-def dicts(module):
-    return [d for name, d in vars(module).items() if "_hooks" in name]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -180,76 +147,6 @@ def test_in_order(depth):
     assert_same(program(functx.remat), program(identity), eps=64)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("copied", [lambda h: h, copy.copy, copy.deepcopy])
-def test_that_takes_itself_off(copied, depth):
-    """A region hangs it, and its first call removes it: the next forward does not find it."""
-
-    def program(remat):
-        module, found = net(), []
-
-        def f(x):
-            def hook(module, gi, go):
-                copied(handle).remove()
-                handle.remove()
-                return (gi[0] * 2,)
-
-            other = module.register_full_backward_hook(after(3))
-            handle = module.register_full_backward_hook(hook)
-            other.remove()
-            return module(x.sin()).exp()
-
-        g = depth(f)(remat)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
-        for _ in range(3):
-            found += grad(g(x).sum(), x)
-            found.append(torch.tensor([len(d) for d in dicts(module)]))
-        return found
-
-    assert_same(program(functx.remat), program(identity), eps=64)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_hung_by_the_region_itself_where_others_are(depth):
-    def program(remat):
-        module, found = net(), []
-        module.register_full_backward_hook(after(3))
-
-        def f(x):
-            module.register_full_backward_hook(after(2))
-            return module(x.sin()).exp()
-
-        g = depth(f)(remat)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
-        ys = [g(x).sum() for _ in range(3)]
-        for y in (ys[1], ys[0], ys[2], ys[1]):
-            found += grad(y, x, retain_graph=True)
-        return found, torch.tensor([len(d) for d in dicts(module)])
-
-    assert_same(program(functx.remat), program(identity), eps=64)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("register", REGISTER)
-def test_hung_by_the_region_and_removed_by_the_program(register, depth):
-    """What a replay hangs is gone with it."""
-
-    def program(remat):
-        module, handles = net(), []
-
-        def f(x):
-            handles.append(getattr(module, register)(REGISTER[register](2)))
-            return module(x.sin()).exp()
-
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
-        y = depth(f)(remat)(x).sum()
-        handles[0].remove()
-        found = [grad(y, x, retain_graph=True) for _ in range(2)]
-        return found, torch.tensor([len(d) for d in dicts(module)])
-
-    assert_same(program(functx.remat), program(identity), eps=64)
-
-
 def test_hooks_are_not_held():
     """One that has the result of the region is in no cycle with it."""
 
@@ -290,3 +187,75 @@ def test_after_an_error_they_are_what_they_were(monkeypatch):
         grad(y, x)
     assert [dict(d) for d in dicts(module)] == hooks
     assert torch.utils.hooks.RemovableHandle.__init__.__qualname__ == "RemovableHandle.__init__"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("register", BACKWARD)
+@pytest.mark.parametrize("how", ["under its number", "with all of the dict"])
+def test_exchanged(how, register, depth):
+    def program(remat):
+        module = net()
+        handle = getattr(module, register)(REGISTER[register](2))
+
+        def change():
+            if how == "under its number":
+                handle.hooks_dict_ref()[handle.id] = REGISTER[register](7)
+            else:
+                module._backward_hooks = OrderedDict()
+                module._backward_pre_hooks = OrderedDict()
+
+        found = gradients(remat, depth, module, change)
+        return found, torch.tensor([len(d) for d in dicts(module)])
+
+    assert_same(program(functx.remat), program(identity), eps=64)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_modules_and_hooks_that_did_not_run_are_not_held(depth):
+    """A tape would not hold them."""
+
+    def hook(module, gi, go):
+        pass
+
+    modules = [net(), net(), net()]
+    handle = modules[1].register_full_backward_hook(hook)
+    refs = [weakref.ref(modules[2]), weakref.ref(hook)]
+    x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+    gc.disable()
+    try:
+        y = depth(lambda x: modules[0](x.sin()))(functx.remat)(x)
+        del modules[2]
+        handle.remove()
+        del hook
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
+    y.sum().backward()
+
+
+def test_what_another_thread_does_meanwhile(monkeypatch):
+    module = net()
+    kept = module.register_full_backward_hook(after(2))
+    module.register_full_backward_hook(after(3))
+    new = []
+
+    def other():
+        kept.remove()
+        new.append(module.register_full_backward_hook(after(5)))
+
+    def f(x):
+        if "OTHER" in os.environ:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return module(x.sin()).exp()
+
+    x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+    y = functx.remat(f)(x).sum()
+    handle = module.register_forward_hook(forward(2))
+    monkeypatch.setenv("OTHER", "1")
+    grad(y, x)
+    assert kept.id not in module._backward_hooks
+    assert [*module._backward_hooks][-1] == new[0].id
+    assert len(module._backward_hooks) == 2
+    assert [*module._forward_hooks] == [handle.id]

@@ -13,6 +13,7 @@ import re
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ from functx import _torch
 from functx._remat._arguments import SCALARS, same
 from functx._remat._past_torch import is_the_users
 from functx._remat._python_random import is_generator, ways_of_generator
+from functx._remat._really_held import QUEUES
 from functx._remat._slots import own_attributes
 
 A_PAGE = 4096
@@ -88,6 +90,11 @@ def is_memory(c: Any) -> bool:
 def is_iterator(c: Any) -> bool:
     """Whether that is one of Python's, which tells at most where it is."""
     return isinstance(c, Iterator) and not is_the_users(type(c).__module__)
+
+
+def is_taken_from(c: Any) -> bool:
+    """Whether runs take from that what comes next."""
+    return isinstance(c, (*QUEUES, Iterator))
 
 
 def has_random_state(c: Any) -> bool:
@@ -192,3 +199,17 @@ def fill(c: Any, new: Contents) -> None:
             object.__delattr__(c, name)
         for name, x in new.items():
             object.__setattr__(c, name, x)
+
+
+def weakly(x: Any) -> Any:
+    """What is held weakly, if it can be; see `held`."""
+    if type(x) in PLAIN:
+        return x
+    with suppress(TypeError):
+        return weakref.ref(x)
+    return lambda: x
+
+
+def held(x: Any) -> Any:
+    """What `weakly` was given, if it is there still."""
+    return x if type(x) in PLAIN else x()

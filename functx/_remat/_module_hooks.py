@@ -4,10 +4,10 @@ NOTE [hooks of modules]
 A backward hook of a module is called if it was there when the module ran. So a replay runs modules
 with the hooks that they had when the forward began: not with those that were hung since, by the
 program or by the forward itself (a replay hangs its own then), and with those that were removed. As
-a tape does, a region holds backward hooks. No tape holds forward hooks, which may have what has
-left the region: these are known weakly, and one that is gone leaves a replay with other operations,
-or did nothing. To whoever removes a hook that a replay has hung, it is the one that the forward has
-hung.
+a tape does, a region holds the backward hooks of modules that ran (`OneHook`). Others are known
+weakly, as modules are: a forward hook may have what has left the region. One that is gone leaves a
+replay with other operations, or did nothing. To whoever removes a hook that a replay has hung, it
+is the one that the forward has hung.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ class ModuleHooks:
     __slots__ = ("_hung", "_modules", "_next", "_ones", "_then")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self._modules = [*map(weakref.ref, modules)]
         self._next = _torch_modules.next_hook()
-        self._then: list[tuple[Hooks, dict[int, Callable[[], Any]]]] = [
-            (d, {key: _held_by(name, hook) for key, hook in d.items()}) for name, d in self._now()
+        self._then: list[tuple[weakref.ref[nn.Module], str, dict[int, Callable[[], Any]]]] = [
+            (weakref.ref(m), name, {key: _weakly(hook) for key, hook in d.items()})
+            for m, name, d in _there(modules)
         ]
-        self._hung: list[tuple[Hooks, list[int]]] = []
+        self._hung: list[tuple[weakref.ref[nn.Module], str, list[int]]] = []
         self._ones: list[Any] = []
 
-    def _now(self) -> list[tuple[str, Hooks]]:
-        """All dicts of the modules that there are hooks in, with their names."""
-        if not _torch_modules.have_hooks(self._modules):  # as most
-            return []
-        return [those for m in self._modules for those in _torch_modules.dicts_of_hooks(m).items()]
+    def _now(self) -> list[tuple[nn.Module, str, Hooks]]:
+        """Those of the modules that are there still."""
+        return _there([m for ref in self._modules if (m := ref()) is not None])
 
     def seal(self) -> None:
         """The run ended."""
         if self._next != _torch_modules.next_hook():
-            for _, d in self._now():
-                if hung := [key for key in d if key >= self._next]:
-                    self._hung.append((d, hung))
+            for m, name, d in self._now():
+                if hung := sorted(key for key in d if key >= self._next):
+                    self._hung.append((weakref.ref(m), name, hung))
 
     def differ(self) -> bool:
         """Whether a replay would not find what the run found."""
@@ -63,35 +62,63 @@ class ModuleHooks:
             return True
         now, then = self._now(), self._then
         return len(now) != len(then) or any(
-            d is not known or [*d] != [*keys] for (_, d), (known, keys) in zip(now, then)
+            m is not ref()
+            or name != known
+            or [*d] != [*hooks]
+            or not all(map(_is_same, d.values(), hooks.values()))
+            for (m, name, d), (ref, known, hooks) in zip(now, then)
         )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As the run found them; afterwards as they are."""
-        there = [*(d for _, d in self._now()), *(d for d, _ in self._then)]
-        held = {id(d): (d, dict(d)) for d in there}
-        for d in there:
-            d.clear()
+        then: dict[tuple[int, str], Hooks] = {}
+        there = {(id(m), name): d for m, name, d in self._now()}
+        for ref, name, hooks in self._then:
+            if (m := ref()) is not None:
+                found = {key: hook() for key, hook in hooks.items()}
+                then[id(m), name] = {key: x for key, x in found.items() if x is not None}
+                there[id(m), name] = _torch_modules.hooks_in_dict(m, name)
+        held = [(d, then.get(place, {}), dict(d)) for place, d in there.items()]
+        known = {*map(id, there.values())}
+        made: list[Any] = []
         try:
-            for d, known in self._then:
-                now = held[id(d)][1]
-                found = {key: now[key] if key in now else hook() for key, hook in known.items()}
-                d.update({key: hook for key, hook in found.items() if hook is not None})
-            with _torch_modules.handles_made() as made:
+            for d, found, _ in held:
+                _become(d, found)
+            with _torch_modules.handles_made(made):
                 yield
-            self._ones += _torch_modules.are_one(made, self._hung)
+            hung = [
+                (_torch_modules.hooks_in_dict(m, name), keys)
+                for ref, name, keys in self._hung
+                if (m := ref()) is not None
+            ]
+            self._ones = _torch_modules.are_one(made, hung)
         finally:
-            for _, d in self._now():
-                d.clear()
-            for d, hooks in held.values():
-                d.clear()
-                d.update(hooks)
+            held += [(d, {}, {}) for _, _, d in self._now() if id(d) not in known]
+            own = {handle.id for handle in made}
+            for d, found, before in held:
+                # Other threads may have hung some, and removed some, meanwhile.
+                back = {key: hook for key, hook in before.items() if key in d or key not in found}
+                new = {k: x for k, x in d.items() if k not in found and k not in own}
+                _become(d, back | new)
 
 
-def _held_by(name: str, hook: Any) -> Callable[[], Any]:
-    """What gives a hook that is in the dict of that name, if it is there still."""
-    if isinstance(hook, bool) or not name.startswith("_forward"):
+def _there(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Hooks]]:
+    """The dicts of modules that there are hooks in."""
+    if not _torch_modules.have_hooks(modules):  # as in most
+        return []
+    return [(m, *those) for m in modules for those in _torch_modules.dicts_of_hooks(m).items()]
+
+
+def _become(d: Hooks, hooks: Hooks) -> None:
+    if [*d.items()] != [*hooks.items()]:
+        d.clear()
+        d.update(hooks)
+
+
+def _weakly(hook: Any) -> Callable[[], Any]:
+    """What gives a hook, or what is said of one, if it is there still."""
+    if isinstance(hook, bool):
         return lambda: hook
     if isinstance(hook, types.MethodType):
         return weakref.WeakMethod(hook)
@@ -99,3 +126,8 @@ def _held_by(name: str, hook: Any) -> Callable[[], Any]:
         return weakref.ref(hook)
     except TypeError:  # of a class with slots
         return lambda: None
+
+
+def _is_same(hook: Any, known: Callable[[], Any]) -> bool:
+    was = known()
+    return hook is was or (isinstance(hook, types.MethodType) and hook == was)

@@ -56,10 +56,6 @@ _MISSING = object()
 _MANY = 8192
 _replaying = threading.RLock()  # modules are shared; two replays must not rebind them at once
 
-# Says in models of transformers that hooks were installed. A replay does not take them away, and
-# would install them again.
-_DONE_ONCE = frozenset({"_output_capturing_hooks_installed"})
-
 # A dict of a module, or an object known weakly; a key of it, and what was bound there.
 Change = tuple[Any, str, Any]
 
@@ -281,7 +277,7 @@ def _bound_otherwise(
     """Names bound to something else now, or to what was written to, and to what they were."""
     for key in keys:
         was, now = before.get(key, _MISSING), d.get(key, _MISSING)
-        if key not in _DONE_ONCE and (was is not now or id(now) in written):
+        if was is not now or id(now) in written:
             yield key, was
 
 

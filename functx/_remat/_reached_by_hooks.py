@@ -7,13 +7,10 @@ which is left to it; one looks through it.
 
 from __future__ import annotations
 
-import argparse
 import enum
 import functools
 import gc
-import queue
 import sys
-import threading
 import types
 from collections import ChainMap, Counter, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,8 +39,8 @@ _MANY = 64  # things that one hook reaches
 _IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_IN_C)
 _LOOKED_AT = (
-    *(Tensor, nn.Module, FunctionCtx, types.SimpleNamespace, argparse.Namespace),
-    *(UserDict, UserList, ChainMap, queue.Queue, threading.Event),
+    *(Tensor, nn.Module, FunctionCtx, types.SimpleNamespace),
+    *(UserDict, UserList, ChainMap),
 )
 _NO_FURTHER = (Tensor, nn.Module, types.CellType, type)
 METHODS = (types.MethodType, *_IN_C)

@@ -24,10 +24,13 @@ from functx._remat._contents_by_place import (
     alike,
     contents,
     fill,
+    held,
     is_compared,
     is_memory,
     is_number,
     is_place,
+    is_taken_from,
+    weakly,
 )
 
 
@@ -187,7 +190,7 @@ class Found:
         """Hold it, and what it held, only where others do so, too."""
         if others:
             if not PLAIN.issuperset(map(type, self._was.values())):
-                self._was = {key: _weakly(x) for key, x in self._was.items()}
+                self._was = {key: weakly(x) for key, x in self._was.items()}
             return
         if self._by_place:
             memory = is_memory(self._of)
@@ -197,7 +200,9 @@ class Found:
         self._of, self._was = None, {}
 
     def _is_given(self, x: Any) -> bool:
-        return is_number(x) if self._kind is types.CellType else is_compared(x)
+        if self._kind is types.CellType:  # a replay takes from a copy, and a hook from the very one
+            return is_number(x) or (self.is_outer and is_taken_from(x))
+        return is_compared(x)
 
     def id_of_it(self) -> int:
         """The id of that, if it is held."""
@@ -211,7 +216,7 @@ class Found:
         """Each is a number, has been put there since, or is the `Same`."""
         if self._of is None:
             return now
-        was = {id(x): key for key, ref in self._was.items() if (x := _held(ref)) is not None}
+        was = {id(x): key for key, ref in self._was.items() if (x := held(ref)) is not None}
         return {
             key: Same(was[id(x)]) if id(x) in was and not self._is_given(x) else x
             for key, x in now.items()
@@ -228,7 +233,7 @@ class Found:
     def _is_what_it_was(self) -> bool:
         if self._of is None:
             return not self._put
-        was = {key: _held(ref) for key, ref in self._was.items()}
+        was = {key: held(ref) for key, ref in self._was.items()}
         return alike(contents(self._of), was)
 
     def give(self, to: Any, now: Contents, *, others: bool) -> Given | Written | None:
@@ -385,16 +390,3 @@ def _is_constant(x: Any) -> bool:
     if isinstance(x, Tensor):
         return not (x.requires_grad or _torch.is_wrapped(x))
     return is_number(x)
-
-
-def _weakly(x: Any) -> Any:
-    """What is held weakly, if it can be; see `_held`."""
-    if type(x) in PLAIN:
-        return x
-    with suppress(TypeError):
-        return weakref.ref(x)
-    return lambda: x
-
-
-def _held(x: Any) -> Any:
-    return x if type(x) in PLAIN else x()

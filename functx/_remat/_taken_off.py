@@ -33,6 +33,7 @@ from functx._remat._in_parts import Parts, in_parts, of_the_user, running
 from functx._remat._keepers import Keeper, Keeping
 from functx._remat._read_results import Replayed, being_replayed
 from functx._remat._state_of_hooks import NOTHING_GIVEN
+from functx._torch_modules import called_by
 
 
 @dataclass
@@ -71,6 +72,7 @@ class OneHook(Parts, dict[int, Any]):
     bound: Bound | None = None
     _around: Callable[[], OneHook | None] | None = None  # the same, of the region around, weakly
     _removing = False
+    _calls: Sequence[Any] = ()  # hooks of a module, which may be removed there
 
     def __init__(self, handle: Any, reached: Mapping[str, Any]) -> None:
         super().__init__()
@@ -104,6 +106,8 @@ class OneHook(Parts, dict[int, Any]):
             if inside is not None:
                 inside._around = weakref.ref(self)
             hook = of_the_user(_torch_nodes.hook_of(handle))
+            if run is None:
+                self._calls = called_by(hook) if inside is None else inside._calls
             theirs = Bound(hook, reached) if hook is not None else inside and inside.bound
             bound = self.bound = self.bound or theirs
             if inside is not None:
