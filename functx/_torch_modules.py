@@ -119,25 +119,19 @@ class _Same(dict[int, Any]):
 _same: weakref.WeakValueDictionary[int, _Same] = weakref.WeakValueDictionary()
 
 
-def are_one(
-    handles: Sequence[Any], hung: Sequence[tuple[dict[int, Any], Sequence[int]]]
-) -> list[Any]:
+def are_one(handles: Sequence[Any], hung: Sequence[tuple[dict[int, Any], Sequence[int]]]) -> None:
     """Hooks of modules that a replay has hung are those of the forward, to whoever takes them off.
 
     Args:
         handles: of those that hang there still, in the order of hanging them.
         hung: dicts of modules, and the numbers of what the forward has hung in each.
-
-    Returns:
-        What says so; regions inside need it after their forward has let go of its handles.
     """
-    found = []
     dicts = [d for d, _ in hung]
     for d, keys in hung:
         own = [one for one in handles if one.hooks_dict_ref() is d and one.id in d]
         if len(own) == len(keys):
-            found += [_Same(handle, key, dicts) for handle, key in zip(own, keys)]
-    return found
+            for handle, key in zip(own, keys):
+                _Same(handle, key, dicts)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class ModuleHooks:
         modules: what the run reaches.
     """
 
-    __slots__ = ("_hung", "_modules", "_next", "_ones", "_then")
+    __slots__ = ("_hung", "_modules", "_next", "_then")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [*map(weakref.ref, modules)]
@@ -43,7 +43,6 @@ class ModuleHooks:
             for m, name, d in _there(modules)
         ]
         self._hung: list[tuple[weakref.ref[nn.Module], str, list[int]]] = []
-        self._ones: list[Any] = []
 
     def _now(self) -> list[tuple[nn.Module, str, Hooks]]:
         """Those of the modules that are there still."""
@@ -92,7 +91,7 @@ class ModuleHooks:
                 for ref, name, keys in self._hung
                 if (m := ref()) is not None
             ]
-            self._ones = _torch_modules.are_one(made, hung)
+            _torch_modules.are_one(made, hung)
         finally:
             held += [(d, {}, {}) for _, _, d in self._now() if id(d) not in known]
             own = {handle.id for handle in made}
