@@ -147,7 +147,7 @@ class Casts(nn.Module):
     "cast", [lambda m: m.double(), lambda m: m.to(torch.float64), lambda m: m.layer.half()]
 )
 def test_a_cast_inside_is_an_error(cast):
-    with pytest.raises(functx.RematError, match="Cast the module outside"):
+    with pytest.raises(functx.RematError, match="cast the module outside"):
         functx.remat(Casts(cast))(torch.ones(3, requires_grad=True))
 
 
