@@ -35,7 +35,7 @@ _DICTS_OF_HOOKS = [
     if name.startswith(("_forward_", "_backward_")) and "_hooks" in name
 ]
 _own_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
-_own_backward_hooks = attrgetter("_backward_hooks"), attrgetter("_backward_pre_hooks")
+_all_own_hooks = (*_own_hooks, attrgetter("_backward_hooks"), attrgetter("_backward_pre_hooks"))
 
 # Of classes: in C, and whatever an object says is its class.
 _are_modules = torch.nn.Module.__subclasscheck__
@@ -52,20 +52,13 @@ def hooks_in(modules: Collection[torch.nn.Module]) -> list[dict[int, Any]]:
 
 
 def calls_hooks_of_modules(x: Any) -> bool:
-    """Whether that is what ``register_full_backward_hook`` and the like hang on a tape."""
+    """Whether that is behind what ``register_full_backward_hook`` and the like hang on a tape."""
     return isinstance(x, torch.utils.hooks.BackwardHook)
 
 
-def called_by(hook: Any) -> Sequence[Any]:
-    """Hooks of a module that such a hook calls."""
-    for cell in getattr(hook, "__closure__", None) or ():
-        try:
-            one = cell.cell_contents
-        except ValueError:  # not bound
-            continue
-        if calls_hooks_of_modules(one):
-            return [*one.user_hooks, *one.user_pre_hooks]
-    return ()
+def called_by(x: Any) -> Sequence[Any]:
+    """Hooks of a module that such an object calls."""
+    return [*x.user_hooks, *x.user_pre_hooks] if calls_hooks_of_modules(x) else ()
 
 
 def next_hook() -> int:
@@ -75,13 +68,7 @@ def next_hook() -> int:
 
 def have_hooks(modules: Collection[torch.nn.Module]) -> bool:
     """Whether there are hooks around the forwards or the backwards of some modules."""
-    return any(any(map(hooks, modules)) for hooks in (*_own_hooks, *_own_backward_hooks))
-
-
-def hooks_in_dict(module: torch.nn.Module, name: str) -> dict[int, Any]:
-    """Those that a module has in the dict of that name."""
-    hooks: dict[int, Any] = module.__dict__[name]
-    return hooks
+    return any(any(map(hooks, modules)) for hooks in _all_own_hooks)
 
 
 def dicts_of_hooks(module: torch.nn.Module) -> dict[str, dict[int, Any]]:

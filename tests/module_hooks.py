@@ -37,5 +37,14 @@ def net():
     return nn.Linear(3, 3, dtype=DTYPE)
 
 
+def ones():
+    return torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+
+
+def count(module):
+    """How many hooks there are, of each kind."""
+    return torch.tensor([len(d) for d in dicts(module)])
+
+
 def dicts(module):
     return [d for name, d in vars(module).items() if "_hooks" in name and type(d) is OrderedDict]

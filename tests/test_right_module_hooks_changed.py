@@ -10,8 +10,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from bound import DEPTHS, identity
-from cases import DTYPE
-from module_hooks import BACKWARD, REGISTER, after, dicts, forward, net
+from module_hooks import BACKWARD, REGISTER, after, count, dicts, forward, net, ones
 from references import assert_same
 from torch.autograd import grad
 
@@ -20,7 +19,7 @@ import functx
 
 def gradients(remat, depth, module, *changes):
     """Of three backward passes, with changes after the forward, and in between."""
-    x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+    x = ones()
     y = depth(lambda x: module(x.sin()).exp())(remat)(x).sum()
     found = []
     for change in [*changes, *[lambda: None] * 3][:3]:
@@ -39,7 +38,7 @@ def test_hung_since(register, there, depth):
         for _ in range(there):
             hang(REGISTER[register](2))
         found = gradients(remat, depth, module, lambda: hang(REGISTER[register](5)))
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return found, count(module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -55,7 +54,7 @@ def test_removed_since(register, there, depth):
         hooks = [REGISTER[register](k) for k in (2, 3)[:there]]
         handles = [getattr(module, register)(hook) for hook in hooks]
         found = gradients(remat, depth, module, handles[0].remove, handles[-1].remove)
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return found, count(module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -128,7 +127,7 @@ def test_with_keywords(always_call, depth):
 
         handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always_call)
         found = gradients(remat, depth, module, handle.remove)
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return found, count(module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -158,7 +157,7 @@ def test_hooks_are_not_held():
     gc.disable()
     try:
         handle = module.register_forward_hook(one.hook)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+        x = ones()
         functx.remat(lambda x: module(x.sin()))(x)
         handle.remove()
         held = weakref.ref(one)
@@ -178,7 +177,7 @@ def test_after_an_error_they_are_what_they_were(monkeypatch):
             raise RuntimeError("fails")
         return y
 
-    x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+    x = ones()
     y = functx.remat(f)(x).sum()
     module.register_full_backward_hook(after(5))
     hooks = [dict(d) for d in dicts(module)]
@@ -205,7 +204,7 @@ def test_exchanged(how, register, depth):
                 module._backward_pre_hooks = OrderedDict()
 
         found = gradients(remat, depth, module, change)
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return found, count(module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -220,7 +219,7 @@ def test_modules_and_hooks_that_did_not_run_are_not_held(depth):
     modules = [net(), net(), net()]
     handle = modules[1].register_full_backward_hook(hook)
     refs = [weakref.ref(modules[2]), weakref.ref(hook)]
-    x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+    x = ones()
     gc.disable()
     try:
         y = depth(lambda x: modules[0](x.sin()))(functx.remat)(x)
@@ -250,7 +249,7 @@ def test_what_another_thread_does_meanwhile(monkeypatch):
             thread.join()
         return module(x.sin()).exp()
 
-    x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+    x = ones()
     y = functx.remat(f)(x).sum()
     handle = module.register_forward_hook(forward(2))
     monkeypatch.setenv("OTHER", "1")

@@ -3,14 +3,18 @@
 import copy
 
 import pytest
-import torch
 from bound import DEPTHS, identity
-from cases import DTYPE
-from module_hooks import REGISTER, after, dicts, net
+from module_hooks import REGISTER, after, count, net, ones
 from references import assert_same
 from torch.autograd import grad
 
 import functx
+
+
+def three_steps(f, module):
+    """Gradients of each, and how many hooks the module has then."""
+    x = ones()
+    return [(grad(f(x).sum(), x), count(module)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -19,7 +23,7 @@ def test_that_takes_itself_off(copied, depth):
     """A region hangs it, and its first call removes it: the next forward does not find it."""
 
     def program(remat):
-        module, found = net(), []
+        module = net()
 
         def f(x):
             def hook(module, gi, go):
@@ -32,12 +36,7 @@ def test_that_takes_itself_off(copied, depth):
             other.remove()
             return module(x.sin()).exp()
 
-        g = depth(f)(remat)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
-        for _ in range(3):
-            found += grad(g(x).sum(), x)
-            found.append(torch.tensor([len(d) for d in dicts(module)]))
-        return found
+        return three_steps(depth(f)(remat), module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -53,11 +52,11 @@ def test_hung_by_the_region_itself_where_others_are(depth):
             return module(x.sin()).exp()
 
         g = depth(f)(remat)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+        x = ones()
         ys = [g(x).sum() for _ in range(3)]
         for y in (ys[1], ys[0], ys[2], ys[1]):
             found += grad(y, x, retain_graph=True)
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return found, count(module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -74,11 +73,11 @@ def test_hung_by_the_region_and_removed_by_the_program(register, depth):
             handles.append(getattr(module, register)(REGISTER[register](2)))
             return module(x.sin()).exp()
 
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
+        x = ones()
         y = depth(f)(remat)(x).sum()
         handles[0].remove()
         found = [grad(y, x, retain_graph=True) for _ in range(2)]
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return found, count(module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -97,10 +96,7 @@ def test_installed_by_the_first_call(register, depth):
                 module._output_capturing_hooks_installed = True
             return module(x.sin()).exp()
 
-        g = depth(f)(remat)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
-        found = [grad(g(x).sum(), x) for _ in range(3)]
-        return found, torch.tensor([len(d) for d in dicts(module)])
+        return three_steps(depth(f)(remat), module)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
@@ -109,7 +105,7 @@ def test_installed_by_the_first_call(register, depth):
 @pytest.mark.parametrize("prepend", [(False, True), (True, True), (True, False)])
 def test_which_one_takes_itself_off(prepend, depth):
     def program(remat):
-        module, found = net(), []
+        module = net()
 
         def f(x):
             if not module._backward_hooks:
@@ -123,11 +119,6 @@ def test_which_one_takes_itself_off(prepend, depth):
                 module.register_full_backward_hook(after(3), prepend=second)
             return module(x.sin()).exp()
 
-        g = depth(f)(remat)
-        x = torch.ones(2, 3, dtype=DTYPE, requires_grad=True)
-        for _ in range(3):
-            found += grad(g(x).sum(), x)
-            found.append(torch.tensor([len(d) for d in dicts(module)]))
-        return found
+        return three_steps(depth(f)(remat), module)
 
     assert_same(program(functx.remat), program(identity), eps=64)

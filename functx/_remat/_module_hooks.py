@@ -77,7 +77,7 @@ class ModuleHooks:
             if (m := ref()) is not None:
                 found = {key: hook() for key, hook in hooks.items()}
                 then[id(m), name] = {key: x for key, x in found.items() if x is not None}
-                there[id(m), name] = _torch_modules.hooks_in_dict(m, name)
+                there[id(m), name] = m.__dict__[name]
         held = [(d, then.get(place, {}), dict(d)) for place, d in there.items()]
         known = {*map(id, there.values())}
         made: list[Any] = []
@@ -87,7 +87,7 @@ class ModuleHooks:
             with _torch_modules.handles_made(made):
                 yield
             hung = [
-                (_torch_modules.hooks_in_dict(m, name), keys)
+                (m.__dict__[name], keys)
                 for ref, name, keys in self._hung
                 if (m := ref()) is not None
             ]

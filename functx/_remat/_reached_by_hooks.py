@@ -78,6 +78,14 @@ def bound_by(f: Any) -> Iterator[tuple[str, Any]]:
             yield f"[{name}]", Fixed(x, functools.partial(named.__setitem__, name))
 
 
+def hooks_called_by(f: Any) -> list[Any]:
+    """Hooks of a module that one on a tape calls."""
+    held = [
+        x for _, one in bound_by(f) if not isinstance(one, Fixed) for x in contents(one).values()
+    ]
+    return [hook for x in held for hook in _torch_modules.called_by(x)]
+
+
 def _set_default(f: Any, i: int, x: Any) -> None:
     f.__defaults__ = (*f.__defaults__[:i], x, *f.__defaults__[i + 1 :])
 

@@ -31,9 +31,9 @@ from functx._remat._hung_inside import look_inside
 from functx._remat._hung_on_given import LEFT
 from functx._remat._in_parts import Parts, in_parts, of_the_user, running
 from functx._remat._keepers import Keeper, Keeping
+from functx._remat._reached_by_hooks import hooks_called_by
 from functx._remat._read_results import Replayed, being_replayed
 from functx._remat._state_of_hooks import NOTHING_GIVEN
-from functx._torch_modules import called_by
 
 
 @dataclass
@@ -107,7 +107,7 @@ class OneHook(Parts, dict[int, Any]):
                 inside._around = weakref.ref(self)
             hook = of_the_user(_torch_nodes.hook_of(handle))
             if run is None:
-                self._calls = called_by(hook) if inside is None else inside._calls
+                self._calls = hooks_called_by(hook) if inside is None else inside._calls
             theirs = Bound(hook, reached) if hook is not None else inside and inside.bound
             bound = self.bound = self.bound or theirs
             if inside is not None:
