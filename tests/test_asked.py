@@ -11,6 +11,7 @@ import torch
 from cases import numbers
 from programs import check_program, identity
 from references import count, peak
+from sweeping import swept_but
 from test_second_order import live_nodes
 from torch.nn import functional as F
 
@@ -127,9 +128,12 @@ def counted(f, *args):
     return {k: n for k, n in count(f, *args).items() if k not in VIEWS}
 
 
+QUICK = ("network", "two", "attention", "what is read is computed")
+
+
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", swept_but(QUICK, BODIES))
 def test_counts(body, region, stack):
     f, args = BODIES[body]
     for i in {0, len(args) - 1}:

@@ -58,7 +58,15 @@ def number_of(stack):
 
 
 @pytest.mark.parametrize("stack", STACKS, ids="(".join)
-@pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 3, "reverse": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"slots": 1}, marks=pytest.mark.sweep),  # the longest by far: most recomputing
+        {"slots": 3, "reverse": True},
+        {},
+    ],
+    ids=str,
+)
 def test_scan_under_transforms(stack, options):
     def run(scan):
         f = lambda x: recurrence(x, scan, **options)  # noqa: E731

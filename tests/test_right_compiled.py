@@ -156,7 +156,7 @@ def test_compiled_autograd(program, asked):
 
 
 @pytest.mark.parametrize("program", ["a nest", "random numbers", "hook_inside", "hooks on results"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.sweep), "aot_eager"])
 def test_compiled_autograd_by_a_compiler(program, backend):
     """Which looks into what Python is in the graph, as a hook on a node for memory that can go."""
     gradients_compiled(program, False, torch.compile(backend=backend), rows=8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from programs import identity
 from references import assert_same
+from sweeping import swept_but
 from test_right_leaving import WAYS, W, X
 
 import functx
@@ -214,9 +215,7 @@ def program_of(case, way, seen):
 QUICK = ("backward", "vmap of grad", "jvp of grad", "in a region", "hessian")
 
 
-@pytest.mark.parametrize(
-    "way", [w if w in QUICK else pytest.param(w, marks=pytest.mark.sweep) for w in WAYS]
-)
+@pytest.mark.parametrize("way", swept_but(QUICK, WAYS))
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_changed_as_without_remat(case, way):
     theirs, ours = [], []

@@ -12,6 +12,7 @@ from cases import numbers
 from known import KNOWN
 from programs import identity
 from references import count
+from sweeping import swept_but
 from test_second_order import PROGRAMS, live_nodes
 from torch.utils import _pytree as pytree
 
@@ -128,7 +129,10 @@ def twice_by_autograd(f, x):
 COMPUTED = ("sin", "cos", "exp", "tanh", "mm", "bmm", "tanh_backward", "_softmax", "div")
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+QUICK = ("an MLP", "regions in a region", "two results", "a quotient")
+
+
+@pytest.mark.parametrize("name", swept_but(QUICK, NETWORKS))
 @pytest.mark.parametrize("way", COMPOSITIONS)
 def test_no_operation_more_than_a_compiler_leaves(name, way):
     """Than without regions, where forward mode makes zeros that a compiler knows."""
