@@ -131,6 +131,9 @@ def test_a_replay_that_runs_other_operations_begins_again(operator, way):
         lambda x, w: x.sin() + (w * w if w.sum() > 0 else w),  # nobody knows
         lambda x, w: x.sin() + w * w[w > 0].sum(),
         lambda x, w: x.sin() + torch.nn.functional.dropout(w, 0.5),
+        lambda x, w: (torch.bernoulli(w.sigmoid()), x.sin() + w * 2)[1],  # it draws
+        lambda x, w: (w.detach().clone().bernoulli_(), x.sin() + w * 2)[1],
+        lambda x, w: (x.detach().to_sparse(), x.sin() * (w * 2).exp())[1],  # no memory to look at
     ],
 )
 def test_what_reads_an_input_that_was_not_kept_is_refused(operator, now):
