@@ -80,7 +80,8 @@ def uniform(
         maxval: the upper bound; the result is differentiable in both.
 
     Returns:
-        Numbers of that shape and dtype.
+        Numbers of that shape and dtype.  In ``float16`` between bounds they are rounded as JAX
+        rounds them on this CPU: once if it computes in ``float16``, else twice.
 
     Raises:
         ValueError: the dtype is not real, or a bound does not broadcast.

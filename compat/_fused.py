@@ -1,8 +1,9 @@
 """Arithmetic rounded as XLA's compiler rounds it, where the last bit is to agree.
 
 XLA contracts a product and a sum of float32 or float64 into one fused multiply-add, on CPU and on
-GPU, where torch rounds twice; half precision is rounded twice by both.  And it divides by a
-constant by multiplying with its reciprocal, in bfloat16 with that of float32.
+GPU, where torch rounds twice; so it does with float16 on a CPU that computes in float16.  Other
+half precision is rounded twice by both.  And it divides by a constant by multiplying with its
+reciprocal, in bfloat16 with that of float32.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ class _State(threading.local):
 
 _state = _State()
 _SPLIT = 2.0**27 + 1
+_OF_CPU = torch.cpu.get_capabilities()
+# The second, of ARM, by LLVM's rules alone: not measured.
+_CPU_HAS_FLOAT16 = any(_OF_CPU.get(name, False) for name in ("avx512_fp16", "fp16_arith"))
 
 
 @contextmanager
@@ -35,17 +39,23 @@ def lowering() -> Iterator[None]:
 
 
 def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """``a * b + c`` with one rounding in float32 and float64, two in half precision."""
-    if _state.lowering or a.dtype not in (torch.float32, torch.float64):
+    """``a * b + c`` with one rounding, or two where XLA rounds twice."""
+    if _state.lowering or not _rounded_once(a):
         return a * b + c
-    if a.dtype == torch.float32:  # a product of two is exact in float64
-        return (a.double() * b.double() + c.double()).float()
+    if a.dtype != torch.float64:  # a product of two is exact in float64
+        return (a.double() * b.double() + c.double()).to(a.dtype)
     product = a * b
     error = _product_error(a, b, product)
     total = product + c
     other = total - product
     lost = (product - (total - other)) + (c - other)
     return total + (lost + error)
+
+
+def _rounded_once(x: torch.Tensor) -> bool:
+    if x.dtype == torch.float16:
+        return _CPU_HAS_FLOAT16 and x.device.type == "cpu"
+    return x.dtype in (torch.float32, torch.float64)
 
 
 def _product_error(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,10 @@ on, which is JAX's default as well.
 | ``gumbel`` | the same uniform numbers, then torch's logarithm: a few ulp, of 1 for numbers below 1 |
 | ``categorical`` | the same category, unless two are so close that an ulp decides |
 
+``float16`` between bounds, in `uniform` and `truncated_normal`: XLA rounds once on a CPU that
+computes in ``float16`` (AVX512-FP16 has it) and twice on others, and so do these functions.  Such a
+draw can differ from machine to machine by a rounding of the product, as JAX's does.
+
 Dtypes: a float dtype that is not given is ``torch.get_default_dtype()``; where numbers depend on an
 integer dtype it is the one JAX takes with 64-bit types off (``uint32`` in `bits`, ``int32`` in
 `randint`); indices (`permutation`, `categorical`) are ``int64``.

@@ -12,7 +12,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functx
-from functx.compat import random, to_jax
+from functx.compat import _fused, random, to_jax
 from functx.compat._fused import multiply_add
 
 from .networks import as_usual, assert_close
@@ -143,6 +143,22 @@ def test_the_sum_of_a_product_is_rounded_once():
     exact = [float(Fraction(x) * Fraction(y) + Fraction(z)) for x, y, z in wide.T.tolist()]
     assert multiply_add(*wide).tolist() == exact
     assert (wide[0] * wide[1] + wide[2]).tolist() != exact
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_float16_is_rounded_as_the_cpu_has_it(once, monkeypatch):
+    """As XLA: fused on a CPU that has it; test_uniform_between_bounds compares with this one."""
+    monkeypatch.setattr(_fused, "_CPU_HAS_FLOAT16", once)
+    a, b, c = torch.rand(3, 10_000).half()
+    exact = (a.double() * b.double() + c.double()).half()  # 22 digits, no carry beyond 53
+    assert torch.equal(multiply_add(a, b, c), exact if once else a * b + c)
+    assert not torch.equal(a * b + c, exact)
+    low, high, key = -3.0, 0.0, random.key(0)
+    unit = random.uniform(key, (300,), torch.float16)
+    product = unit.double() * 3 if once else unit * 3
+    assert torch.equal(random.uniform(key, (300,), torch.float16, low, high), (product - 3).half())
+    brain = a.bfloat16(), b.bfloat16(), c.bfloat16()
+    assert torch.equal(multiply_add(*brain), brain[0] * brain[1] + brain[2])
 
 
 def network(key, weight, x):
