@@ -1,9 +1,10 @@
 """Arithmetic rounded as XLA's compiler rounds it, where the last bit is to agree.
 
 XLA contracts a product and a sum of float32 or float64 into one fused multiply-add, on CPU and on
-GPU, where torch rounds twice; so it does with float16 on a CPU that computes in float16.  Other
-half precision is rounded twice by both.  And it divides by a constant by multiplying with its
-reciprocal, in bfloat16 with that of float32.
+GPU, where torch rounds twice; so it does with float16 on a CPU that computes in float16.  On
+others, and in bfloat16, half precision is rounded twice by both; float16 on a GPU is taken to be,
+and was not measured.  And it divides by a constant by multiplying with its reciprocal, in bfloat16
+with that of float32.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ def test_ulps_can_fail():
         ("exponential", {}),
         ("gumbel", {}),
         ("gumbel", {"mode": "high"}),
+        ("truncated_normal", {"lower": -1.0, "upper": 2.5}),
     ],
 )
 def test_other_distributions(name, arguments, dtype):

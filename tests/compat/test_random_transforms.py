@@ -150,15 +150,23 @@ def test_float16_is_rounded_as_the_cpu_has_it(once, monkeypatch):
     """As XLA: fused on a CPU that has it; test_uniform_between_bounds compares with this one."""
     monkeypatch.setattr(_fused, "_CPU_HAS_FLOAT16", once)
     a, b, c = torch.rand(3, 10_000).half()
-    exact = (a.double() * b.double() + c.double()).half()  # 22 digits, no carry beyond 53
+    exact = (a.double() * b.double() + c.double()).half()  # both exact
     assert torch.equal(multiply_add(a, b, c), exact if once else a * b + c)
     assert not torch.equal(a * b + c, exact)
     low, high, key = -3.0, 0.0, random.key(0)
     unit = random.uniform(key, (300,), torch.float16)
     product = unit.double() * 3 if once else unit * 3
     assert torch.equal(random.uniform(key, (300,), torch.float16, low, high), (product - 3).half())
-    brain = a.bfloat16(), b.bfloat16(), c.bfloat16()
-    assert torch.equal(multiply_add(*brain), brain[0] * brain[1] + brain[2])
+    a, b, c = torch.rand(3, 10_000).bfloat16()
+    assert torch.equal(multiply_add(a, b, c), a * b + c)
+
+
+def test_what_the_cpu_has_says_nothing_of_other_devices(monkeypatch):
+    monkeypatch.setattr(_fused, "_CPU_HAS_FLOAT16", True)
+    x = torch.ones(3, dtype=torch.float16)
+    for device, dtypes in (("cpu", {torch.float16, torch.float64}), ("meta", {torch.float16})):
+        graph = make_fx(multiply_add)(*[x.to(device)] * 3).graph
+        assert {n.meta["tensor_meta"].dtype for n in graph.nodes if n.op != "output"} == dtypes
 
 
 def network(key, weight, x):
