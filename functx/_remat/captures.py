@@ -1,0 +1,264 @@
+"""The listener of a forward: foreign tensors become inputs (NOTE [by place] in calls.py).
+
+NOTE [inside or foreign]
+The one decision on which values hang, made in `Captures.meet` and nowhere else. A tensor that is
+neither an input nor a result is
+
+1. a wrapper of one of those, of a level that has ended or was entered inside: that one;
+2. in memory that the region's operations made: inside;
+3. on a tape that leads to a stand-in: inside (what ``Function.apply`` returns);
+4. else foreign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._remat import departures, levels
+from functx._remat.calls import INSIDE, MAKERS, READERS, Call, Listener, same_others
+from functx._remat.ledger import Record
+from functx._remat.operators import storage_of
+from functx._remat.region import Inputs
+
+_HOOKS = {
+    Tensor.register_hook: "hangs a hook on",
+    Tensor.register_post_accumulate_grad_hook: "hangs a hook on",
+    Tensor.retain_grad: "asks for the gradient (retain_grad) of",
+}
+_REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+# Pulls back what it is given, with the closures of that.
+_ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
+class Captures(Listener):
+    """Listens to a forward.
+
+    Attributes:
+        captured: by the id of a foreign tensor, the number of the input that it became.
+        unseen: whether something may have passed by unseen, so that the tape must be looked at.
+        leavers: results that require grad, weakly, with the call that made them.
+    """
+
+    def __init__(
+        self,
+        region: Any,
+        inputs: Inputs,
+        record: Record,
+        outer: Listener | None,
+        expected: list[Call] | None,
+    ) -> None:
+        super().__init__(record, outer, expected)
+        self.region, self.inputs, self.record = region, inputs, record
+        self.captured: dict[int, int] = {}
+        self.held: list[Tensor] = []  # so that ids stay what they are
+        self.made: set[int] = set()  # inputs that are made of data
+        self.constants: list[int] = []  # inputs that nobody differentiates
+        self.unseen = False
+        self.leavers: list[tuple[Any, int, Call]] = []
+        self.first_node = self.sequence = _torch.next_sequence_number()
+
+    def depth(self) -> int:
+        return len(self.inputs.frames)
+
+    def admit(self, t: Tensor) -> int:
+        """A further input; returns its number."""
+        number = len(self.inputs.standins)
+        standin = self.inputs.admit(t)
+        if self.number_of(standin) is None:
+            self.know(standin, -1 - number)
+        if not levels.is_tracked(standin):
+            self.constants.append(number)
+        self.record.outside.update(self.inputs.storages(number))
+        return number
+
+    def meet(self, t: Tensor, path: Any) -> tuple[int, Tensor]:
+        number = self.number_within(t)
+        if number is not None:
+            return number, t
+        value = levels.alive(t)
+        if self._is_inside(value):
+            return INSIDE, t
+        if _torch.level_of(value) > self.depth():
+            if not levels.is_tracked(value):
+                return INSIDE, t  # a constant: nothing is lost
+            raise departures.refused(
+                f"{self.region.title} gives a captured tensor of shape {tuple(value.shape)} to a "
+                "transform of torch.func, where functx can't put a stand-in for it. Use the "
+                "transform of functx of the same name, or pass the tensor as an argument."
+            )
+        if self.outer is not None:
+            (value,) = self.outer.take("a capture of a region inside", [value])
+            if (number := self.number_of(value)) is not None:
+                return number, value
+        return self._capture(value)
+
+    def _capture(self, t: Tensor) -> tuple[int, Tensor]:
+        number = self.captured.get(id(t))
+        if number is None:
+            self.held.append(t)
+            number = self.captured[id(t)] = self.admit(levels.alive(t))
+        return -1 - number, self.inputs.standins[number]
+
+    def _is_inside(self, t: Tensor) -> bool:
+        """See NOTE [inside or foreign]."""
+        if self.record.has_made(storage_of(levels.base_of(t))):
+            return True
+        return levels.is_tracked(t) and self._leads_inside(t)
+
+    def _leads_inside(self, t: Tensor) -> bool:
+        leaves = self.inputs.leaves
+        for node in tape_of(t, self.first_node):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaves.get(id(leaf)) is leaf:
+                return True
+        return False
+
+    def begin(self, call: Call) -> None:
+        if self.sequence != _torch.next_sequence_number():
+            self.unseen = True
+        if self.expected is not None:
+            expected = _at(self.expected, len(self.calls))
+            differs = (
+                expected is None
+                or not same_function(expected.func, call.func)
+                or expected.operands != call.operands
+                or (self.strict and not same_others(expected.others, call.others))
+            )
+            if differs:
+                raise departures.differently(self.region, call, expected)
+        if self.record.written:
+            self.record.written.clear()
+
+    def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _SPECIAL:
+            self._special(call, func, args, kwargs)
+            if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
+                return self.keep(lambda: func(*args, **kwargs))
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self.record.written:
+            self._check_written()
+        return out
+
+    def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
+        if func in READERS:
+            self.record.need(storage_of(levels.base_of(args[0])))
+        elif func in _ENGINE:
+            self.unseen = True
+        elif call.operands and call.operands[0] < 0 and -1 - call.operands[0] not in self.made:
+            t = args[0]
+            if func in _HOOKS:
+                raise departures.refused(
+                    f"{self.region.title} {_HOOKS[func]} a tensor that it did not make, of shape "
+                    f"{tuple(t.shape)}: a replay would not. Do it outside of the region."
+                )
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            if func in _REQUIRES and wanted != t.requires_grad:
+                raise departures.refused(
+                    f"{self.region.title} changes requires_grad of a tensor that it did not make, "
+                    f"of shape {tuple(t.shape)}. Do it outside of the region."
+                )
+
+    def keep(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
+        t = make() if self.outer is None else self.outer.keep(make)
+        call = Call("a tensor of data", [], [])
+        self.begin(call)
+        number = call.kept = self.admit(t)
+        self.made.add(number)
+        self.held.append(t)
+        self.end(call)
+        return self.inputs.standins[number]
+
+    def _check_written(self) -> None:
+        """A call has written to inputs: no history may have got into them (rule 4)."""
+        for number in self.constants:
+            if number not in self.made and levels.is_tracked(self.inputs.standins[number]):
+                self._refuse_history(self.inputs.standins[number])
+
+    def _refuse_history(self, standin: Tensor) -> None:
+        shape = tuple(standin.shape)
+        if not standin._is_view():
+            standin.detach_()
+        raise departures.refused(
+            f"{self.region.title} writes a value that requires grad into a tensor of shape {shape} "
+            "that it did not make; its gradient would be lost. Write its detach(), or return the "
+            "value."
+        )
+
+    def end(self, call: Call) -> None:
+        if self.expected is not None and self.strict:
+            expected = self.expected[len(self.calls)]
+            if expected.results != call.results:
+                raise departures.differently(self.region, call, expected)
+        super().end(call)
+
+    def finish(self) -> None:
+        """The region's code has returned."""
+        if self.sequence != _torch.next_sequence_number():
+            self.unseen = True
+        if self.expected is not None and len(self.calls) < len(self.expected):
+            raise departures.differently(self.region, None, self.expected[len(self.calls)])
+
+    def may_leave(self, known: tuple[Any, int], call: Call) -> None:
+        self.leavers.append((*known, call))
+
+    def expects_inside(self) -> list[Call] | None:
+        """What the log of a region inside, which has just been taken in, must be."""
+        return None if self.expected is None else self.expected[len(self.calls) - 1].inner
+
+
+_SPECIAL = {*MAKERS, *READERS, *_ENGINE, *_HOOKS, *_REQUIRES}
+
+
+def _at(calls: list[Call], i: int) -> Call | None:
+    return calls[i] if i < len(calls) else None
+
+
+def same_function(one: Any, other: Any) -> bool:
+    """Whether two calls are of one function; of functions made anew each time, of one code."""
+    if one is other or one == other:
+        return True
+    code = getattr(one, "__code__", None)
+    return code is not None and code is getattr(other, "__code__", None)
+
+
+def tape_of(t: Tensor, first: int) -> Any:
+    """The nodes on the tapes of ``t``, at all levels, that are not older than ``first``.
+
+    Leaves' nodes are among them; older nodes are given, but not followed.
+    """
+    todo: list[Any] = []
+    while True:
+        if t.requires_grad:
+            todo.append(t.grad_fn if t.grad_fn is not None else _accumulator(t))
+        if _torch.level_of(t) <= 0:
+            break
+        t = _torch.inner_of(t)
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if hasattr(node, "variable") or node._sequence_nr() >= first:
+            todo += [n for n, _ in node.next_functions]
+
+
+class _Leaf:
+    """Stands for the node of a leaf, without making one."""
+
+    next_functions = ()
+
+    def __init__(self, variable: Tensor) -> None:
+        self.variable = variable
+
+
+def _accumulator(t: Tensor) -> Any:
+    return _Leaf(t)
+

@@ -1,0 +1,109 @@
+"""Errors of the engine: what was called, the user's line, both sides, and the way out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from functx._errors import RematError, ReplayError
+from functx._remat.calls import INSIDE, Call
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def line_now() -> str:
+    """``file:line`` of the innermost frame that is neither functx's nor torch's."""
+    frame: Any = sys._getframe(1)
+    outermost = "an unknown line"
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH, "<frozen", "<string")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return outermost
+
+
+def name_of(func: Any) -> str:
+    """What a message calls a function of torch's."""
+    if isinstance(func, str):
+        return func
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+    owner = getattr(func, "__self__", None)  # the getter of an attribute
+    return f"{owner.__name__}.{name}" if hasattr(owner, "__name__") else name
+
+
+def described(call: Call | None) -> str:
+    """A call, for a message."""
+    if call is None:
+        return "nothing more"
+    operands = [_operand(n) for n in call.operands]
+    others = [repr(o) if len(repr(o)) < 40 else f"{repr(o)[:37]}..." for o in call.others]
+    return f"{name_of(call.func)}({', '.join(operands + others)})"
+
+
+def _operand(number: int) -> str:
+    if number < 0:
+        return f"input {-1 - number}"
+    return "a tensor made inside" if number == INSIDE else f"result {number}"
+
+
+def differently(region: Any, call: Call | None, expected: Call | None, hint: str = "") -> ReplayError:
+    """The replay's call is not the forward's."""
+    what = f"{described(call)} where the forward called {described(expected)}"
+    if call is not None and expected is not None and call.results != expected.results:
+        if described(call) == described(expected):
+            what = (
+                f"{described(call)} and gets {_shapes(call)} where the forward got "
+                f"{_shapes(expected)}"
+            )
+    return ReplayError(
+        f"remat: at {line_now()} the replay of {region.title} calls {what}. A replay must make the "
+        f"calls that the forward made (rule 3). {hint or _HINT}"
+    )
+
+
+_HINT = (
+    "What they depend on (globals, counters, Python's random, files) must be the same: pass it as "
+    "an argument, or draw with torch."
+)
+
+
+def _shapes(call: Call) -> str:
+    return str(call.results).replace("torch.Size", "")
+
+
+def cached(shape: Any) -> str:
+    """The hint where the forward left a tensor behind."""
+    return (
+        f"A tensor of shape {tuple(shape)} without gradient was made at the first call and kept "
+        "(a cache that is filled lazily?): call the function once before, outside of regions, or "
+        "build it in __init__."
+    )
+
+
+def modified(region: Any, error: BaseException | None, shape: Any = None) -> ReplayError:
+    """An input is not what it was."""
+    which = f"a tensor of shape {tuple(shape)}" if shape is not None else "a tensor"
+    return ReplayError(
+        f"remat: {which} that {region.title} reads has been modified by an in-place operation since "
+        f"the forward, so that a replay would compute something else. Make a copy before you write "
+        f"to it, or write after the backward." + ("" if error is None else f" ({error})")
+    )
+
+
+def refused(message: str) -> RematError:
+    """Something that a region can't get right, with the line that runs now."""
+    return RematError(f"remat: at {line_now()}: {message}")
+
+
+def drawn_by_others(region: Any, generator: torch.Generator) -> ReplayError:
+    """A generator was not left as in the forward."""
+    return ReplayError(
+        f"remat: the replay of {region.title} leaves the generator of {generator.device} in another "
+        "state than the forward: somebody else drew from it in between, in another thread perhaps. "
+        "Give each thread a torch.Generator of its own."
+    )

@@ -1,0 +1,199 @@
+"""The forward: the function runs once, in the caller's levels and grad mode, and is recorded.
+
+It runs on stand-ins, on a tape of its own, which is dropped when it has returned. What is left is
+the results, and what a replay needs to know (`Region`). Then, from the lowest level that
+differentiates anything, the results get one node a level (`node.attach`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._remat import leaving, levels, liveness, node
+from functx._remat.calls import Body, Listener, listening
+from functx._remat.captures import Captures
+from functx._remat.generators import Draws
+from functx._remat.guard import Noted
+from functx._remat.ledger import Record
+from functx._remat.region import Inputs, Options, Region
+from functx._remat.saving import Saver
+from functx._remat.settings import CastCache, Settings
+from functx._remat.writes import Writes
+
+
+def run(body: Body, again: Body, tensors: list[Tensor], options: Options, title: str) -> list[Any]:
+    """Run ``body``, and remember how to run it ``again``.
+
+    Args:
+        body: tensors to tensors.
+        again: the same, for replays.
+        tensors: its arguments, no two of them the same.
+        options: what the user said.
+        title: what messages call the region.
+
+    Returns:
+        The body's results, on nodes that replay it.
+    """
+    noted = Noted()
+    settings = Settings()
+    outer = listening()
+    try:
+        if outer is not None:
+            tensors = outer.take(options.name, tensors)
+            outer.asleep = True
+        cache = CastCache(settings)
+        noted.take_hooks()
+        results = _run(body, again, tensors, options, title, settings, outer)
+        noted.put_hooks_back()
+        cache.put_back()
+        if outer is not None:
+            outer.asleep = False
+            outer.give(results)
+        return results
+    except BaseException:
+        noted.cut_back()
+        settings.put(Settings())
+        if settings.casts is not None:
+            cache.put_back()
+        if outer is not None:
+            outer.asleep = False
+        raise
+
+
+def _run(
+    body: Body,
+    again: Body,
+    tensors: list[Tensor],
+    options: Options,
+    title: str,
+    settings: Settings,
+    outer: Listener | None,
+) -> list[Tensor]:
+    region = Region()
+    region.title, region.body, region.options, region.settings = title, again, options, settings
+    region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
+    region.draws = None
+    if options.preserve_rng_state:
+        region.draws = Draws(python=options.preserve_rng_state == "all")
+    record = Record(region.draws)
+    inputs = Inputs(region.frames)
+    expected = None if outer is None else outer.expects_inside()
+    captures = Captures(region, inputs, record, outer, expected)
+    captures.strict = options.determinism_check != "none"
+    if outer is not None:
+        outer.calls[-1].inner = captures.calls
+    for t in tensors:
+        captures.admit(levels.alive(t))
+    region.n_args = len(tensors)
+    writes = Writes(captures)
+    record.before_write = writes.about_to_write
+    if options.policy is not None:
+        record.saver = Saver(options.policy, region)
+    _torch.push_dispatch_mode(record)
+    _torch.push_function_mode(captures)
+    try:
+        results = body(*inputs.standins)
+    except RuntimeError as error:
+        raise leaving.explained(error, captures) from error
+    results = [captures.result(t) for t in results]
+    captures.finish()
+    _torch.pop_function_mode()
+    _torch.pop_dispatch_mode(None)
+    if region.draws is not None:
+        region.draws.end()
+    tensors = []
+    if inputs.lowest > len(region.frames):
+        return results  # nobody differentiates it
+    return _finish(region, inputs, captures, writes, results)
+
+
+def _finish(
+    region: Region, inputs: Inputs, captures: Captures, writes: Writes, results: list[Tensor]
+) -> list[Tensor]:
+    """Let go of the tape, and hang the results on nodes."""
+    record = captures.record
+    frames, n, lowest = region.frames, len(region.frames), inputs.lowest
+    region.calls, region.slots = captures.calls, inputs.slots
+    region.entries, region.starts = record.entries, record.starts
+    region.made, region.written = captures.made, writes.inputs_written()
+    region.left_behind = captures.known
+    region.n_results = len(results)
+    leaves = leaving.leaves_unseen(captures, results) if captures.unseen else []
+    # Level by level down to the lowest one that needs a node, ...
+    parts = {n: results}
+    slots = {}
+    for k in range(n, lowest, -1):
+        lowered = [frames[k - 1].lower(t, k) for t in parts[k]]
+        slots[k] = [slot for _, slot in lowered]
+        parts[k - 1] = [value for values, _ in lowered for value in values]
+    kept = record.saver.kept if record.saver is not None else {}
+    needed = liveness.needed(record, parts[lowest], [t for v in kept.values() for t in v.tensors()])
+    region.live = record.live(needed, kept) if region.options.early_stop else None
+    if record.saver is not None:
+        kept = record.saver.drop_dead(region.live)
+    region.kept = kept
+    kept_tensors = [t for v in kept.values() for t in v.take()]
+    writes.put_before()
+    required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
+    # ... and up again.
+    values = parts[lowest]
+    fresh = [_off_the_tape(t, lowest) for t in values]
+    if lowest == 0 and n == 0:
+        results.clear()
+        values.clear()
+        parts.clear()
+        further = leaving.further_results(captures, fresh)
+        region.further = [number for number, _ in further]
+        fresh += [t for _, t in further]
+        required[0] += [True] * len(further)
+    else:
+        region.further = []
+    for k in range(lowest, n + 1):
+        if k > lowest:
+            it = iter(fresh)
+            frame = frames[k - 1]
+            fresh = [frame.lift([next(it) for _ in range(frame.width(s))], s, k) for s in slots[k]]
+        requires = inputs.requires(k)
+        if True in requires and True in required[k]:
+            extra = leaves if k == 0 else []
+            fresh = node.attach(
+                region, k, inputs.values[k], requires, extra, fresh, required[k], kept_tensors
+            )
+    results.clear()
+    values = []
+    parts.clear()
+    if n:
+        leaving.check_nothing_left(captures, fresh)
+    return fresh[: region.n_results]
+
+
+def _required(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:
+    """Which results require grad at level k."""
+    if k and inputs.frames[k - 1].kind is not levels.GRAD:
+        return []
+    # (A view made under no_grad at a functorch level says that it requires grad.)
+    return [
+        t.requires_grad
+        and (k == 0 or _torch.level_of(t) == k)
+        and (t.grad_fn is not None or id(t) in inputs.leaves)
+        for t in values
+    ]
+
+
+def _off_the_tape(t: Tensor, k: int) -> Tensor:
+    """A result that its tape does not know."""
+    if k == 0:
+        if _torch.dual_level() >= 0 and fwAD.unpack_dual(t).tangent is not None:
+            raise AssertionError("functx: a dual of plain forward mode at the base level")
+        return levels.detached(t)
+    if _torch.level_of(t) == k:
+        return _torch.wrap_grad(_torch.unwrap_grad(t, k), k)
+    return t
+
+
+__all__ = ["run", "torch"]

@@ -1,0 +1,305 @@
+"""What a region runs, seen below autograd and all transforms: recorded first, then run again.
+
+NOTE [leaving out]
+When a region has run, the memory that is still alive, results aside, is what its tape reads.
+Going back through the record from there tells which operations a replay must run. For the others a
+replay hands out memory that nobody has written. That nobody reads it is not taken on trust: an
+operation that is about to read such memory, or a tape that holds it in the end, makes the replay
+begin again and run everything. So a wrong record costs time, and never a wrong number.
+
+Operations are matched within the call of the user's that ran them: how many run there may depend on
+which tapes live. From the first one that does not match to the end of its call, everything runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functx._remat.generators import Draws, generator_of
+from functx._remat.operators import (
+    ALWAYS,
+    NEW,
+    SILENT,
+    VIEW,
+    WRITE,
+    Operator,
+    operator_of,
+    storage_of,
+    tensors_in,
+    written_by,
+)
+
+Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
+# (overload, kind, memory read, memory written, layout of the results)
+Entry = tuple[Any, str, list[int], list[int], Layout]
+
+
+class Ledger(TorchDispatchMode):
+    """A dispatch mode that knows which of the user's calls runs.
+
+    Attributes:
+        busy: whether an operation is in here: what it calls is the engine's, not the user's.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        self.busy = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each operation pays for a wrapper that hides it from the compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = operator_of(func)
+        if operator.kind is SILENT:
+            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+        self.busy = True
+        try:
+            return self.run(operator, args, kwargs)
+        finally:
+            self.busy = False
+
+    def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        """Run one operation."""
+        raise NotImplementedError
+
+    def next_call(self) -> None:
+        """A call of the user's begins."""
+        raise NotImplementedError
+
+
+class Record(Ledger):
+    """The ledger of a forward."""
+
+    def __init__(self, draws: Draws | None) -> None:
+        super().__init__()
+        self.draws = draws
+        self.entries: list[Entry] = []
+        self.starts = [0]  # where in `entries` each call begins
+        # What was made inside: number of the entry, the storage (weakly: addresses come again).
+        self.made: dict[int, tuple[int, Any]] = {}
+        self.outside: set[int] = set()  # memory of the inputs
+        self.written: list[int] = []  # memory of inputs that this call has written
+        self.before_write: Any = None  # told before memory is written that is not the region's
+        self.unseen = False  # an operation has read memory that is neither made inside nor an input
+        self.saver: Any = None  # what keeps values that a policy names
+
+    def next_call(self) -> None:
+        self.starts.append(len(self.entries))
+
+    def has_made(self, storage: int) -> bool:
+        """Whether memory was made by the region."""
+        made = self.made.get(storage)
+        return made is not None and made[1]() is not None
+
+    def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        if operator.kind is NEW and self.saver is None and not kwargs:  # the usual case, for less
+            reads = [storage_of(a) for a in args if isinstance(a, Tensor)]
+            if len(reads) == len(args) or not any(type(a) in (list, tuple) for a in args):
+                self._check_reads(reads)
+                out = operator.call(*args)
+                self._note(operator, reads if operator.reads else [], out, reads)
+                return out
+        tensors = tensors_in(args, kwargs)
+        touched = [storage_of(t) for t in tensors]
+        self._check_reads(touched)
+        if operator.draws and self.draws is not None:
+            self.draws.note(generator_of(tensors, args, kwargs))
+        written = written_by(operator, args, kwargs) if operator.writes else []
+        always = operator.kind is ALWAYS
+        for storage in written:
+            if not self.has_made(storage):
+                self.before_write(storage, operator.overload)
+                self.written.append(storage)
+                always = True
+        out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+        if written:
+            if self.saver is not None:
+                self.saver.forget(written)
+            kind = ALWAYS if always else WRITE
+            self.entries.append((operator.overload, kind, touched, written, None))
+            if always:
+                self._made_by_last(out, touched)
+            return out
+        if operator.kind is VIEW:
+            self.entries.append((operator.overload, VIEW, touched, [], None))
+            return out
+        number = len(self.entries)
+        self._note(operator, touched if operator.reads else [], out, touched)
+        if self.saver is not None:
+            self.saver.judge(number, operator, args, kwargs or {}, out)
+        return out
+
+    def _check_reads(self, touched: list[int]) -> None:
+        if not self.unseen:
+            for storage in touched:
+                if storage not in self.made and storage not in self.outside:
+                    self.unseen = True
+
+    def _note(self, operator: Operator, reads: list[int], out: Any, touched: list[int]) -> None:
+        overload, kind = operator.overload, operator.kind
+        if type(out) is Tensor and kind is NEW and out.layout is torch.strided:
+            storage = out.untyped_storage()
+            key = storage._cdata
+            if key in touched:  # it gave a view after all
+                self.entries.append((overload, VIEW, touched, [], None))
+                return
+            self.made[key] = len(self.entries), weakref.ref(storage)
+            layout = out.size(), out.stride(), out.dtype, out.device
+            self.entries.append((overload, NEW, reads, [key], layout))
+            return
+        if kind is NEW and _is_plain(out):
+            self.entries.append((overload, NEW, reads, [], layout_of(out)))
+        else:
+            self.entries.append((overload, ALWAYS, reads, [], None))
+        self._made_by_last(out, touched)
+
+    def _made_by_last(self, out: Any, touched: list[int]) -> None:
+        """Note the memory that the last entry has made."""
+        writes = self.entries[-1][3]
+        for t in tensors_in((out,), None):
+            if (key := storage_of(t)) not in touched:
+                if key != -1:
+                    self.made[key] = len(self.entries) - 1, weakref.ref(t.untyped_storage())
+                writes.append(key)
+        if not writes:  # views, after all
+            overload, _, _, _, _ = self.entries[-1]
+            self.entries[-1] = overload, VIEW, touched, [], None
+
+    def need(self, storage: int) -> None:
+        """Something outside of torch reads this memory: ``numpy()``, say."""
+        self.entries.append((None, ALWAYS, [storage], [], None))
+
+    def alive(self) -> set[int]:
+        """The memory made inside that is alive."""
+        return {key for key, (_, storage) in self.made.items() if storage() is not None}
+
+    def live(self, needed: set[int], kept: Any) -> bytearray:
+        """Which operations a replay must run, for the memory in ``needed`` to be there."""
+        live = bytearray(len(self.entries))
+        for i in range(len(self.entries) - 1, -1, -1):
+            _, kind, reads, writes, _ = self.entries[i]
+            if kind is VIEW:
+                live[i] = 1
+                continue
+            hit = kind is ALWAYS
+            for storage in writes:
+                if storage in needed or storage == -1:
+                    hit = True
+            if kind is NEW:
+                needed.difference_update(writes)
+            if hit:
+                live[i] = 1
+                if i not in kept:
+                    needed.update(reads)
+        return live
+
+
+def _is_plain(out: Any) -> bool:
+    """Whether memory can stand in for the results: dense tensors of no subclass."""
+    if isinstance(out, (list, tuple)):
+        return all(map(_is_plain, out))
+    return out is None or (type(out) is Tensor and out.layout is torch.strided)
+
+
+def layout_of(out: Any) -> Layout:
+    """The layout of results, nested as they are."""
+    if isinstance(out, Tensor):
+        return out.size(), out.stride(), out.dtype, out.device
+    return None if out is None else [layout_of(o) for o in out]
+
+
+def unwritten(layout: Layout) -> Any:
+    """Memory of a layout, which nobody is to read (see NOTE [leaving out])."""
+    if type(layout) is tuple:
+        size, stride, dtype, device = layout
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return None if layout is None else [unwritten(one) for one in layout]
+
+
+class BeginAgain(BaseException):
+    """A replay was about to read memory that it has not computed (see NOTE [leaving out])."""
+
+
+class Rerun(Ledger):
+    """The ledger of a replay: runs what is live, and hands out kept values and unwritten memory.
+
+    Args:
+        entries: of the forward.
+        starts: where each call begins.
+        live: which entries to run; ``None`` runs all.
+        kept: values that a policy kept, by entry.
+        policies: a `Saver` that says which names are wanted, or ``None``.
+    """
+
+    def __init__(
+        self, entries: list[Entry], starts: list[int], live: Any, kept: Any, saver: Any = None
+    ) -> None:
+        super().__init__()
+        self.entries, self.starts, self.live, self.kept = entries, starts, live, kept
+        self.saver = saver
+        self.call, self.i = 0, 0
+        self.end = starts[1] if len(starts) > 1 else len(entries)
+        self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
+
+    def next_call(self) -> None:
+        self.call += 1
+        starts, n = self.starts, self.call
+        if n < len(starts):
+            self.i = starts[n]
+            self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
+        else:
+            self.i = self.end = len(self.entries)
+
+    def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        i = self._matching(operator)
+        if i >= 0:
+            if i in self.kept:
+                return self.kept[i].value()
+            if self.live is not None and not self.live[i]:
+                if operator.kind is WRITE:
+                    self._leave_out(args[0])
+                    return args[0]
+                out = unwritten(self.entries[i][4])
+                for t in tensors_in((out,), None):
+                    self._leave_out(t)
+                return out
+        if self.hollow and operator.reads:
+            for t in tensors_in(args, kwargs):
+                self.check(t)
+        return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+
+    def _matching(self, operator: Operator) -> int:
+        """The entry that this operation is; -1 if there is none."""
+        i, entries = self.i, self.entries
+        while i < self.end and entries[i][0] is None:
+            i += 1
+        if i < self.end and entries[i][0] is operator.overload:
+            self.i = i + 1
+            return i
+        self.i = self.end
+        return -1
+
+    def _leave_out(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        self.hollow[storage._cdata] = weakref.ref(storage)
+
+    def check(self, t: Tensor) -> None:
+        """``t`` is about to be read.
+
+        Raises:
+            BeginAgain: it was not computed.
+        """
+        hollow = self.hollow.get(storage_of(t))
+        if hollow is not None and hollow() is not None:
+            raise BeginAgain
+
+    def holds_unwritten(self) -> bool:
+        """Whether memory that was not computed is alive."""
+        return any(storage() is not None for storage in self.hollow.values())

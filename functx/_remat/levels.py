@@ -1,0 +1,212 @@
+"""The functorch stack, and tensors taken apart and put together, level by level.
+
+A value "at level k" is wrapped by the levels 1 to k at most; level 0 is plain autograd. Wrapping and
+unwrapping dispatches no operation (making duals aside), so modes see nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat, starmap
+from typing import Any, TypeVar
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._errors import RematError
+from functx._torch_engine import level_of
+
+GRAD, VMAP, JVP, FUNCTIONALIZE = "grad", "vmap", "jvp", "functionalize"
+_KINDS = {
+    _torch.TransformType.Grad: GRAD,
+    _torch.TransformType.Vmap: VMAP,
+    _torch.TransformType.Jvp: JVP,
+    _torch.TransformType.Functionalize: FUNCTIONALIZE,
+}
+_RANDOMNESS = {
+    _torch.RandomnessType.Error: "error",
+    _torch.RandomnessType.Same: "same",
+    _torch.RandomnessType.Different: "different",
+}
+T = TypeVar("T")
+
+
+class Frame:
+    """One level: what it takes to enter one like it again, and to take its tensors apart.
+
+    A *slot* says how a value of the level is made of values of the level below: ``None`` is one
+    that does not belong to the level; for vmap the batch dimension; for grad whether it requires
+    grad; for jvp whether it has a tangent, which is then a second value below.
+    """
+
+    __slots__ = ("kind", "randomness", "reapply_views", "size")
+
+    def __init__(self, interpreter: Any) -> None:
+        self.kind = _KINDS.get(interpreter.key())
+        if self.kind is None:
+            raise RematError(f"remat: there is no rule for the transform {interpreter.key()}.")
+        if self.kind is VMAP:
+            vmap = _torch.vmap_interpreter(interpreter)
+            self.size, self.randomness = vmap.batchSize(), _RANDOMNESS[vmap.randomness()]
+        elif self.kind is FUNCTIONALIZE:
+            functionalize = _torch.functionalize_interpreter(interpreter)
+            self.reapply_views = functionalize.functionalizeAddBackViews()
+
+    def enter(self) -> int:
+        """Enter such a level; returns its number."""
+        if self.kind is GRAD:
+            return _torch.enter_grad()
+        if self.kind is VMAP:
+            return _torch.enter_vmap(self.size, self.randomness)
+        if self.kind is FUNCTIONALIZE:
+            return _torch.enter_functionalize(self.reapply_views)
+        level = _torch.enter_jvp_nesting()
+        if fwAD._current_level < 0:  # one dual level serves all nested ones, as in torch.func.jvp
+            fwAD.enter_dual_level()
+        _torch.set_fwd_grad_enabled(True)
+        return level
+
+    def lower(self, t: Tensor, level: int) -> tuple[tuple[Tensor, ...], Any]:
+        """The values one level down that make ``t``, and its slot."""
+        if level_of(t) != level:
+            return (t,), None
+        if self.kind is VMAP:
+            value, dim = _torch.unwrap_batch(t, level)
+            return (value,), dim
+        if self.kind is FUNCTIONALIZE:
+            return (_torch.unwrap_functional(t, self.reapply_views),), True
+        value = _torch.unwrap_grad(t, level)
+        if self.kind is GRAD:
+            return (value,), t.requires_grad
+        tangent = at_depth(level, lambda: fwAD.unpack_dual(t).tangent)
+        if tangent is None:
+            return (value,), False
+        return (value, _torch.unwrap_grad(tangent, level)), True
+
+    def lift(self, values: Sequence[Tensor], slot: Any, level: int) -> Tensor:
+        """The value that ``values`` make, one level up."""
+        if slot is None:
+            return values[0]
+        if self.kind is VMAP:
+            return _torch.wrap_batch(values[0], slot, level)
+        if self.kind is FUNCTIONALIZE:
+            return _torch.wrap_functional(values[0], level)
+        t = _torch.wrap_grad(values[0], level)
+        if self.kind is JVP and slot:
+            tangent = _torch.wrap_grad(values[1], level)
+            t = at_depth(level, lambda: _dual(t, tangent))
+        return t
+
+    def width(self, slot: Any) -> int:
+        """How many values below make one with this slot."""
+        return 2 if slot and self.kind is JVP else 1
+
+
+def _dual(t: Tensor, tangent: Tensor) -> Tensor:
+    if 0 in t.stride() and t.numel() > 1:  # torch refuses duals of expanded memory
+        t = t.contiguous()
+    return fwAD.make_dual(t, tangent)
+
+
+def frames() -> list[Frame]:
+    """The levels that are active, outermost first."""
+    return [Frame(i) for i in _torch.interpreter_stack() or ()]
+
+
+def at_depth(n: int, body: Callable[[], T]) -> T:
+    """What ``body`` returns where only the levels 1 to ``n`` are active."""
+    depth = _torch.functorch_depth()
+    if depth <= n:
+        return body()
+    popped: list[Any] = []
+    try:
+        # (In one call of C: an interrupt in between would lose a level.)
+        popped.extend(starmap(_torch.pop_layer, repeat((), depth - n)))
+        result = body()
+    except BaseException:
+        leave_to(depth - len(popped))
+        _push(popped)
+        raise
+    _push(popped)
+    return result
+
+
+def _push(popped: list[Any]) -> None:
+    popped.reverse()
+    [*map(_torch.push_layer, popped)]
+
+
+def leave_to(n: int) -> None:
+    """End the levels above ``n``."""
+    while (depth := _torch.functorch_depth()) > n:
+        _LEAVE[_torch.peek_interpreter().key()]()
+        if _torch.functorch_depth() != depth - 1:
+            raise AssertionError("functx: a functorch level did not end")
+
+
+def _leave_jvp() -> None:
+    _torch.exit_jvp_nesting()
+
+
+_LEAVE = {
+    _torch.TransformType.Grad: _torch.leave_grad,
+    _torch.TransformType.Vmap: _torch.leave_vmap,
+    _torch.TransformType.Jvp: _leave_jvp,
+    _torch.TransformType.Functionalize: _torch.leave_functionalize,
+}
+
+
+def require_grad(t: Tensor) -> Tensor:
+    """Make a stand-in a leaf, inside of transforms as well."""
+    if _torch.peek_interpreter() is None:
+        return t.requires_grad_()
+    allowed = _torch.inplace_requires_grad_allowed()
+    _torch.allow_inplace_requires_grad(True)
+    try:
+        t.requires_grad = True
+    finally:
+        _torch.allow_inplace_requires_grad(allowed)
+    return t
+
+
+def detached(t: Tensor) -> Tensor:
+    """A plain tensor without its tape, made below all levels."""
+    if _torch.peek_interpreter() is None:
+        return t.detach()
+    return at_depth(0, t.detach)
+
+
+def alive(t: Tensor) -> Tensor:
+    """The value inside of wrappers whose levels have ended."""
+    while (value := _torch.unwrap_if_dead(t)) is not t:
+        t = value
+    return t
+
+
+def base_of(t: Tensor) -> Tensor:
+    """The plain tensor inside of all wrappers."""
+    while level_of(t) > 0:
+        t = _torch.inner_of(t)
+    return t
+
+
+def rebased(t: Tensor, base: Tensor) -> Tensor:
+    """``t`` with another plain tensor inside of its wrappers."""
+    level = level_of(t)
+    if level <= 0:
+        return base
+    if _torch.is_batched(t):
+        value, dim = _torch.unwrap_batch(t, level)
+        return _torch.wrap_batch(rebased(value, base), dim, level)
+    return _torch.wrap_grad(rebased(_torch.unwrap_grad(t, level), base), level)
+
+
+def is_tracked(t: Tensor) -> bool:
+    """Whether some level has ``t`` on its tape."""
+    while not t.requires_grad:
+        if level_of(t) <= 0:
+            return False
+        t = _torch.inner_of(t)
+    return True

@@ -1,0 +1,106 @@
+"""The node of a region at one level.
+
+It keeps the inputs at that level, through autograd: they are freed and checked for writes as those
+of any other node. Its backward is itself a region, "replay, then pull back", if anybody
+differentiates it (`pullback.Pullback`), so that derivatives of any order recompute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._remat import departures, levels, pullback
+from functx._remat.region import Region
+
+
+class Payload:
+    """What a node knows beside what it saves.
+
+    Attributes:
+        region: what to replay.
+        level: the level that the node belongs to.
+        requires: which of its values require grad.
+        n_leaves: how many leaves that no mode saw it keeps after its values.
+        wanted: which results of the level require grad, in the order of the node's outputs.
+        versions: shape and version of each value: autograd's own check sees wrappers only.
+    """
+
+    __slots__ = ("level", "n_leaves", "region", "requires", "versions", "wanted")
+
+
+class RegionNode(_torch.SingleLevelFunction):
+    """Hangs the results of a region on what it keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, payload: Payload, outs: Any, saved: list[Tensor], *requiring: Tensor
+    ) -> Any:
+        ctx.payload = payload
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        payload = ctx.payload
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise departures.modified(payload.region, error) from error
+        if payload.level:
+            saved = [levels.alive(t) for t in saved]
+            for t, (shape, version) in zip(saved, payload.versions):
+                if levels.base_of(t)._version != version:
+                    raise departures.modified(payload.region, None, shape)
+        grads = pullback.pull_back(payload, [*saved], cotangents, ctx.needs_input_grad[3:])
+        return (None, None, None, *grads)
+
+
+def attach(
+    region: Region,
+    level: int,
+    values: list[Tensor],
+    requires: list[bool],
+    leaves: list[Tensor],
+    results: list[Tensor],
+    required: list[bool],
+    kept: list[Tensor],
+) -> list[Tensor]:
+    """The results, those that require grad on a node.
+
+    Args:
+        region: what the node replays.
+        level: at which level.
+        values: the inputs at that level.
+        requires: which of them require grad there.
+        leaves: leaves that no mode saw.
+        results: the results at that level, off the tape.
+        required: which of them require grad.
+        kept: what the policy keeps.
+    """
+    payload = Payload()
+    payload.region, payload.level, payload.n_leaves = region, level, len(leaves)
+    payload.requires = requires
+    payload.wanted = [i for i, r in enumerate(required) if r]
+    saved = [*values, *leaves, *kept]
+    payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
+    behind = tuple(results[i] for i in payload.wanted)
+    requiring = [t for t, r in zip(values, requires) if r] + leaves
+    if _torch.peek_interpreter() is None:
+        got = RegionNode.apply(payload, behind, saved, *requiring)
+    else:
+        allowed = _torch.single_level_allowed()
+        _torch.allow_single_level(True)
+        try:
+            got = RegionNode.apply(payload, behind, saved, *requiring)
+        finally:
+            _torch.allow_single_level(allowed)
+    results = list(results)
+    for i, t in zip(payload.wanted, got):
+        results[i] = t
+    return results

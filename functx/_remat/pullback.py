@@ -1,0 +1,99 @@
+"""The pullback of a region: replay, then pull back; itself a region where it is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._remat import forward, levels
+from functx._remat.calls import listening
+from functx._remat.guard import Noted
+from functx._remat.region import Options
+from functx._remat.replay import replay
+
+
+def pull_back(
+    payload: Any, saved: list[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of what a node asks for.
+
+    Args:
+        payload: the node's.
+        saved: its values, its leaves, and what the policy kept.
+        cotangents: of its outputs.
+        needs: whether the gradient of each value that requires grad, and of each leaf, is wanted.
+    """
+    needs = list(needs)
+    requiring = [i for i, r in enumerate(payload.requires) if r]
+    requiring += range(len(payload.requires), len(payload.requires) + payload.n_leaves)
+    asked = [i for i, need in zip(requiring, needs) if need]
+    given = [i for i, c in enumerate(cotangents) if c is not None]
+    if not given or not asked:
+        return [None] * len(needs)
+    body = Pullback(payload, [payload.wanted[i] for i in given], asked)
+    flat = saved + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
+    noted = Noted()
+    outer = listening()
+    if outer is not None:
+        outer.asleep = True
+    try:
+        # The backward is a region again:
+        if torch.is_grad_enabled() and any(map(levels.is_tracked, flat)):
+            options = Options(name="a pullback", is_pullback=True)
+            grads = forward.run(body, body, flat, options, f"the pullback of {payload.region.title}")
+        else:
+            grads = body(*flat)
+    except BaseException:
+        noted.cut_back()
+        raise
+    finally:
+        if outer is not None:
+            outer.asleep = False
+    found = dict(zip(body.found, grads))
+    return [found.get(i) for i in requiring]
+
+
+class Pullback:
+    """Replay a region, and pull cotangents back through the replay.
+
+    Called with what the node saved and the cotangents. Not all gradients that are asked for are
+    there: ``found`` says which are.
+    """
+
+    def __init__(self, payload: Any, results: list[int], asked: list[int]) -> None:
+        self.payload, self.results, self.asked = payload, results, asked
+        self.found: list[int] = []
+
+    def __call__(self, *flat: Tensor) -> list[Tensor]:
+        payload = self.payload
+        n = len(flat) - len(self.results)
+        n_values = len(payload.requires)
+        values, leaves = [*flat[:n_values]], flat[n_values : n_values + payload.n_leaves]
+        kept, cotangents = flat[n_values + payload.n_leaves : n], flat[n:]
+        recorded = torch.is_grad_enabled()
+        edges, inputs = replay(
+            payload.region, payload.level, values, payload.requires, kept, self.results
+        )
+        inputs += leaves
+        pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
+        del flat, values, cotangents, edges
+        if not pairs:
+            self.found = []
+            return []
+        # At the base level, what is recorded of the pullback runs through the tape of the replay.
+        retain = payload.level == 0 and recorded
+        grads = _torch.run_backward(
+            tuple(e for e, _ in pairs),
+            tuple(c for _, c in pairs),
+            retain,
+            recorded,
+            tuple(inputs[i] for i in self.asked),
+            True,
+            accumulate_grad=False,
+        )
+        self.found = [i for i, g in zip(self.asked, grads) if g is not None]
+        return [levels.alive(g) for g in grads if g is not None]

@@ -1,0 +1,140 @@
+"""One call of a region, as data.
+
+The seven rules are in the package's docstring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._remat import levels
+from functx._remat.operators import storage_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can say about a region.
+
+    Attributes:
+        policy: what to keep beside the inputs; ``None`` for nothing.
+        preserve_rng_state: ``True``, ``False`` or ``"all"``.
+        determinism_check: ``"default"`` or ``"none"``.
+        debug: whether departures show both logs with lines.
+        name: what messages call it.
+        early_stop: whether a replay leaves out what no pullback reads.
+        is_pullback: whether it is the pullback of another region.
+    """
+
+    policy: Any = None
+    preserve_rng_state: bool | str = True
+    determinism_check: str = "default"
+    debug: bool = False
+    name: str = "a function"
+    early_stop: bool = True
+    is_pullback: bool = False
+
+
+class Region:
+    """What a replay needs to know; it holds no tensor of the program's.
+
+    Attributes:
+        body: tensors to tensors.
+        title: what messages call it: the function, and the line that called it.
+        options: what the user said.
+        frames: the levels around, outermost first.
+        slots: for each level above 0, how each of its values is made of those below.
+        n_args: how many inputs are the body's arguments; the others are captured.
+        calls: the log of the forward.
+        entries, starts, live: the forward's ledger, and which of it a replay runs.
+        kept: which entries' values the policy kept.
+        draws: the generators.
+        settings: what torch had set.
+        written: by the memory that the region wrote of its inputs, which inputs lie there.
+        made: the inputs that were made of data, inside: their memory is the region's own.
+        further: numbers of results that left otherwise than by return, and became results.
+        left_behind: tensors without gradient, weakly, that the forward made.
+    """
+
+    __slots__ = (
+        *("body", "calls", "draws", "entries", "frames", "further", "kept", "left_behind"),
+        *("live", "made", "n_args", "n_results", "options", "settings", "slots", "starts"),
+        *("title", "written"),
+    )
+
+
+class Inputs:
+    """The inputs of a forward, level by level, and their stand-ins.
+
+    ``values[k]`` are those at level k. A stand-in is the input taken off the tape of every level
+    that differentiates it, and made a leaf there; a constant stands in for itself.
+    """
+
+    def __init__(self, frames: list[levels.Frame]) -> None:
+        self.frames = frames
+        n = len(frames)
+        self.values: list[list[Tensor]] = [[] for _ in range(n + 1)]
+        self.slots: list[list[Any]] = [[] for _ in range(n + 1)]  # at 0: whether it requires grad
+        self.standins: list[Tensor] = []
+        self.lowest = n + 1  # the lowest level that differentiates something
+        self.leaves: dict[int, Tensor] = {}  # of all levels, by id
+
+    def admit(self, t: Tensor) -> Tensor:
+        """A further input; returns its stand-in."""
+        standin = self._cut(t, len(self.frames))
+        self.standins.append(standin)
+        return standin
+
+    def _cut(self, t: Tensor, k: int) -> Tensor:
+        self.values[k].append(t)
+        if k == 0:
+            required = t.requires_grad
+            self.slots[0].append(required)
+            return self._leaf(levels.detached(t), 0) if required else t
+        frame = self.frames[k - 1]
+        below, slot = frame.lower(t, k)
+        self.slots[k].append(slot)
+        cut = [self._cut(value, k - 1) for value in below]
+        if slot and frame.kind is levels.GRAD:
+            return self._leaf(_torch.wrap_grad(cut[0], k), k)
+        if all(a is b for a, b in zip(cut, below)):
+            return t
+        return frame.lift(cut, slot, k)
+
+    def _leaf(self, t: Tensor, k: int) -> Tensor:
+        levels.require_grad(t)
+        self.leaves[id(t)] = t
+        self.lowest = min(self.lowest, k)
+        return t
+
+    def requires(self, k: int) -> list[bool]:
+        """Which of the values at level k require grad there."""
+        if k == 0 or self.frames[k - 1].kind is levels.GRAD:
+            return [bool(slot) for slot in self.slots[k]]
+        return []
+
+    def storages(self, i: int) -> list[int]:
+        """The memory of an input: of a dual, also that of its tangents."""
+        found: list[int] = []
+        todo = [self.standins[i]]
+        depth = len(self.frames)
+        while todo:
+            t = todo.pop()
+            level = _torch.level_of(t)
+            if level <= 0:
+                found.append(storage_of(t))
+            elif level > depth:
+                todo.append(_torch.inner_of(t))
+            else:
+                todo += self.frames[level - 1].lower(t, level)[0]
+        return found
+
+    def position(self, i: int, k: int) -> int:
+        """Where input ``i``, which has no tangents, stands among the values of level k."""
+        at = i
+        for j in range(len(self.frames), k, -1):
+            at = sum(self.frames[j - 1].width(slot) for slot in self.slots[j][:at])
+        return at

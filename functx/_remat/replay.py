@@ -1,0 +1,272 @@
+"""A replay: the region runs again from the inputs that a node kept, on a tape of its own.
+
+It runs on the stack cut to the depth of its inputs, in new levels for those above, and has left them
+when it returns. The pullback is called after that: levels that have ended record nothing, and those
+alive record what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _torch_engine as _torch
+from functx._remat import departures, levels
+from functx._remat.calls import INSIDE, MAKERS, READERS, Call, Listener, listening, same_others
+from functx._remat.captures import same_function
+from functx._remat.guard import Noted
+from functx._remat.ledger import BeginAgain, Record, Rerun
+from functx._remat.region import Region
+from functx._remat.settings import CastCache, Settings
+from functx._remat.writes import copied
+
+
+class Replayer(Listener):
+    """Listens to a replay: compares, and puts inputs where the forward met foreign tensors."""
+
+    def __init__(
+        self, region: Region, ledger: Rerun, standins: list[Tensor], outer: Listener | None
+    ) -> None:
+        super().__init__(ledger, outer, region.calls)
+        self.region, self.standins, self.rerun = region, standins, ledger
+        self.strict = region.options.determinism_check != "none"
+        self.further: dict[int, Any] = dict.fromkeys(region.further)
+        for number, t in enumerate(standins):
+            if self.number_of(t) is None:
+                self.know(t, -1 - number)
+
+    def depth(self) -> int:
+        return _torch.functorch_depth()
+
+    def _due(self) -> Call | None:
+        """What the forward called here."""
+        n = len(self.calls)
+        return self.expected[n] if n < len(self.expected) else None  # type: ignore[arg-type, index]
+
+    def meet(self, t: Tensor, path: int) -> tuple[int, Tensor]:
+        number = self.number_within(t)
+        if number is not None:
+            return number, t
+        due = self._due()
+        if due is not None and path < len(due.operands):
+            number = due.operands[path]
+            if number < 0:
+                return number, self.standins[-1 - number]
+            if number == INSIDE:
+                return number, t
+        return INSIDE, t
+
+    def begin(self, call: Call) -> None:
+        due = self._due()
+        if (
+            due is None
+            or not (due.func is call.func or same_function(due.func, call.func))
+            or due.operands != call.operands
+            or (self.strict and due.others != call.others and not same_others(due.others, call.others))
+        ):
+            raise self._departed(call, due)
+
+    def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
+            return self.keep(lambda: func(*args, **kwargs))
+        if func in READERS and self.rerun.hollow:
+            self.rerun.check(levels.base_of(args[0]))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def end(self, call: Call) -> None:
+        if self.strict:
+            due = self._due()
+            if due is not None and due.results != call.results:
+                raise self._departed(call, due)
+        self.calls.append(call)
+
+    def keep(self, make: Callable[[], Tensor]) -> Tensor:
+        """Data that became a tensor in the forward: as it was then."""
+        call, due = Call("a tensor of data", [], []), self._due()
+        self.begin(call)
+        self.end(call)
+        return self.standins[due.kept]  # type: ignore[union-attr, index]
+
+    def finish(self) -> None:
+        """The region's code has returned."""
+        if (due := self._due()) is not None:
+            raise self._departed(None, due)
+
+    def expects_inside(self) -> list[Call] | None:
+        """What the log of a region inside, which has just been taken in, must be."""
+        return self.expected[len(self.calls) - 1].inner  # type: ignore[index]
+
+    def may_leave(self, known: tuple[Any, int], call: Call) -> None:
+        if known[1] in self.further:
+            self.further[known[1]] = known[0]()
+
+    def _departed(self, call: Call | None, due: Call | None) -> Exception:
+        hint = ""
+        for ref, number in self.region.left_behind.values():
+            t = ref()
+            if t is not None and number > 0 and not t.requires_grad:
+                hint = departures.cached(t.shape)
+                break
+        return departures.differently(self.region, call, due, hint)
+
+
+def replay(
+    region: Region,
+    level: int,
+    values: list[Tensor],
+    requires: Sequence[bool],
+    kept: Sequence[Tensor],
+    wanted: list[int],
+) -> tuple[list[Any], list[Tensor]]:
+    """Run ``region`` again from its values at one level.
+
+    Returns:
+        For each result that is wanted the edge where its tape begins (``None`` if it has none), and
+        the leaves that the values have become.
+    """
+    noted = Noted()
+    outer = listening()
+    found = Settings()
+    restored = None
+    depth = 0
+    if noted.functorch:
+        depth = min(max(level - 1, 0, *map(_torch.level_of, values)), noted.functorch)
+    attempt = partial(_attempt, region, level, values, requires, kept, wanted)
+
+    def run() -> tuple[list[Any], list[Tensor]]:
+        here = Noted()
+        try:
+            return attempt(region.live)
+        except BeginAgain:
+            here.cut_back()
+            if restored is not None:
+                restored.rewind()
+            return attempt(None)
+
+    try:
+        if outer is not None:
+            outer.asleep = True
+        if region.draws is not None and region.draws.before:
+            _tell_of_draws(region)
+            restored = region.draws.begin_again()
+        region.settings.put(found)
+        cache = CastCache(region.settings)
+        if region.settings.device != found.device:
+            device = region.settings.device or torch.device("cpu")
+            _torch.push_function_mode(_torch.device_mode(device))
+        result = levels.at_depth(depth, run)
+        if region.settings.device != found.device:
+            _torch.pop_function_mode()
+        cache.put_back()
+        found.put(region.settings)
+        noted.settle()
+        if restored is not None:
+            differing = restored.differ()
+            restored.put_back()
+            if differing is not None and region.options.determinism_check != "none":
+                raise departures.drawn_by_others(region, differing)
+        if outer is not None:
+            outer.asleep = False
+        return result
+    except BaseException:
+        noted.cut_back()
+        found.put(Settings())
+        if restored is not None:
+            restored.put_back()
+        if outer is not None:
+            outer.asleep = False
+        raise
+
+
+def _tell_of_draws(region: Region) -> None:
+    """Regions around whose forward this replay is part of note the generators as they are."""
+    for i in range(_torch.dispatch_depth()):
+        mode = _torch.dispatch_mode_at(i)
+        if isinstance(mode, Record) and mode.draws is not None and region.draws is not None:
+            for generator in region.draws.before:
+                mode.draws.note(generator)
+
+
+def _attempt(
+    region: Region,
+    level: int,
+    values: list[Tensor],
+    requires: Sequence[bool],
+    kept: Sequence[Tensor],
+    wanted: list[int],
+    live: Any,
+) -> tuple[list[Any], list[Tensor]]:
+    """One run of the body, in levels of its own, leaving out what is not live."""
+    frames = region.frames
+    depth = _torch.functorch_depth()
+    connected = torch.is_grad_enabled()
+    _torch.set_grad_enabled(True)
+    if level:
+        number = frames[level - 1].enter()
+        leaves = _lifted(frames[level - 1], region.slots[level], values, number)
+    else:
+        number = 0
+        leaves = [_leaf(v, connected) if r else v for v, r in zip(values, requires)]
+    numbers, standins = [number], leaves
+    for k in range(level + 1, len(frames) + 1):
+        numbers.append(frames[k - 1].enter())
+        standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[-1])
+    results, rerun = _body(region, copied(standins, region.written), kept, live)
+    del standins
+    for k in range(len(frames), level, -1):
+        lowered = [frames[k - 1].lower(t, numbers[k - level]) for t in results]
+        results = [value for pair, _ in lowered for value in pair]
+        del lowered
+    edges = [_edge(results[i], leaves) for i in wanted]
+    del results
+    levels.leave_to(depth)
+    _torch.set_grad_enabled(connected)
+    if rerun.holds_unwritten():
+        raise BeginAgain
+    return edges, leaves
+
+
+def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int) -> list[Tensor]:
+    """Values one level up; those that were differentiated there as leaves."""
+    it = iter(values)
+    lifted = []
+    for slot in slots:
+        t = frame.lift([next(it) for _ in range(frame.width(slot))], slot, number)
+        lifted.append(levels.require_grad(t) if slot and frame.kind is levels.GRAD else t)
+    return lifted
+
+
+def _leaf(value: Tensor, connected: bool) -> Tensor:
+    """A leaf for a value at the base level; part of the caller's graph where that is recorded."""
+    if connected and value.requires_grad:
+        return torch.ops.aten.alias.default(value)
+    return value.detach().requires_grad_()
+
+
+def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
+    """Where the tape of a result begins; ``None`` if it has none."""
+    if not t.requires_grad:
+        return None
+    if t.grad_fn is None:
+        return t if any(t is leaf for leaf in leaves) else None
+    return _torch.Edge(t.grad_fn, t.output_nr, None)
+
+
+def _body(
+    region: Region, standins: list[Tensor], kept: Sequence[Tensor], live: Any
+) -> tuple[list[Tensor], Rerun]:
+    it = iter(kept)
+    by_entry = {i: k.given([next(it) for _ in range(k.n)]) for i, k in region.kept.items()}
+    rerun = Rerun(region.entries, region.starts, live, by_entry)
+    replayer = Replayer(region, rerun, standins, None)
+    _torch.push_dispatch_mode(rerun)
+    _torch.push_function_mode(replayer)
+    results = [*map(replayer.result, region.body(*standins[: region.n_args]))]
+    replayer.finish()
+    _torch.pop_function_mode()
+    _torch.pop_dispatch_mode(None)
+    return results + [replayer.further[number] for number in region.further], rerun

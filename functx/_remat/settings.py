@@ -1,0 +1,100 @@
+"""What torch has set around a call, and must have set around its replay (rule 1).
+
+The list is closed: autocast, the default device and dtype, SDPA backends, deterministic algorithms
+and the precision of matrix products. Grad mode is always on in a replay; a region that is called
+with it off is no region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from typing import Any
+
+import torch
+
+from functx import _torch_engine as _torch
+
+_C: Any = torch._C
+_get_precision, _set_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
+
+
+def _set_deterministic(wanted: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
+
+
+_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_deterministic, _set_deterministic),
+    (partial(_get_precision, "mkldnn", "matmul"), partial(_set_precision, "mkldnn", "matmul")),
+]
+if torch.backends.cuda.is_built():
+    _FLAGS.append(
+        (partial(_get_precision, "cuda", "matmul"), partial(_set_precision, "cuda", "matmul"))
+    )
+_READ = [read for read, _ in _FLAGS]
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+class Settings:
+    """What is set now."""
+
+    __slots__ = ("casts", "device", "flags")
+
+    def __init__(self) -> None:
+        self.flags = [*map(call, _READ)]
+        self.casts = _casts() if _torch.any_autocast() else None
+        self.device = _torch.default_device() if _torch.function_depth() else None
+
+    def put(self, now: Settings) -> None:
+        """Set what was set here, where ``now`` is."""
+        if self.flags != now.flags:
+            for (_, write), wanted, value in zip(_FLAGS, self.flags, now.flags):
+                if wanted != value:
+                    write(wanted)
+        if self.casts != now.casts:
+            _put_casts(self.casts)
+
+
+def _casts() -> dict[str, tuple[bool, torch.dtype]]:
+    return {
+        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+    }
+
+
+def _put_casts(casts: dict[str, tuple[bool, torch.dtype]] | None) -> None:
+    for device in _AUTOCAST_DEVICES:
+        enabled, dtype = (casts or {}).get(device, (False, None))
+        torch.set_autocast_enabled(device, enabled)
+        if dtype is not None:
+            torch.set_autocast_dtype(device, dtype)
+
+
+class CastCache:
+    """Autocast's cache of casted weights, off: a cast must not depend on what ran before.
+
+    Whether a cast runs would show in a replay, and a cast that a region made inside of its own tape
+    would be handed to what runs after it.
+    """
+
+    __slots__ = ("was",)
+
+    def __init__(self, settings: Settings) -> None:
+        self.was = settings.casts is not None and torch.is_autocast_cache_enabled()
+        if self.was:
+            torch.set_autocast_cache_enabled(False)
+
+    def put_back(self) -> None:
+        """As it was."""
+        if self.was:
+            torch.set_autocast_cache_enabled(True)

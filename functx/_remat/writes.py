@@ -1,0 +1,86 @@
+"""State that a region writes in place advances once (rule 2).
+
+The forward writes to the program's memory itself. Before the first write to it, the whole storage is
+copied; what the node keeps of the inputs that lie there are views of that copy. A replay writes to a
+copy of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx._remat import departures, levels
+from functx._remat.captures import Captures
+from functx._remat.operators import storage_of
+
+
+class Writes:
+    """The inputs' memory as it was before the region first wrote to it."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+        self.before: dict[int, Any] = {}  # by storage: its copy
+
+    def about_to_write(self, storage: int, overload: Any) -> None:
+        """An operation is about to write to memory that the region did not make."""
+        captures = self.captures
+        inputs = captures.inputs
+        for number, standin in enumerate(inputs.standins):
+            if storage not in inputs.storages(number):
+                continue
+            if number not in captures.made and levels.is_tracked(standin):
+                raise departures.refused(
+                    f"{captures.region.title} writes in place ({overload}) to an argument or "
+                    f"captured tensor of shape {tuple(standin.shape)} that is differentiated. Work "
+                    "on a copy, x.clone(), and return it."
+                )
+            if storage not in self.before:
+                self.before[storage] = levels.base_of(standin).untyped_storage().clone()
+
+    def inputs_written(self) -> list[list[int]]:
+        """The inputs that lie in written memory, storage by storage."""
+        inputs = self.captures.inputs
+        return [
+            [i for i in range(len(inputs.standins)) if storage in inputs.storages(i)]
+            for storage in self.before
+        ]
+
+    def put_before(self) -> None:
+        """Let the inputs' values be those before the first write."""
+        inputs = self.captures.inputs
+        for numbers, storage in zip(self.inputs_written(), self.before.values()):
+            for i in numbers:
+                base = _view(levels.base_of(inputs.standins[i]), storage)
+                for k in range(len(inputs.values)):
+                    at = inputs.position(i, k)
+                    inputs.values[k][at] = levels.rebased(inputs.values[k][at].detach(), base)
+
+
+def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
+    """The stand-ins of a replay, with memory of their own where the forward wrote."""
+    if not written:
+        return standins
+    standins = list(standins)
+    for numbers in written:
+        storage = levels.base_of(standins[numbers[0]]).untyped_storage().clone()
+        for i in numbers:
+            base = _view(levels.base_of(standins[i]), storage)
+            standins[i] = levels.rebased(standins[i], base)
+    return standins
+
+
+def _view(t: Tensor, storage: Any) -> Tensor:
+    """A tensor laid out as ``t`` in other memory."""
+
+    def view() -> Tensor:
+        with torch.no_grad():
+            empty = torch.empty(0, dtype=t.dtype, device=t.device)
+            return empty.set_(storage, t.storage_offset(), t.size(), t.stride())
+
+    return levels.at_depth(0, view)
+
+
+__all__ = ["Writes", "copied", "storage_of"]
