@@ -19,7 +19,6 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +27,7 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from functx import _torch, _torch_compiler, _torch_globals, _tree, _validate
-from functx._remat._entry import nested_transform
-from functx._remat._tracker import active_tracker
+from functx._remat.inside import made_inside, taken_in
 from functx._torch_edges import gradient_edge, pull_back
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
@@ -54,8 +52,6 @@ class Pullback:
         self._edges: list[Any] | None = [
             gradient_edge(out) if out.requires_grad else None for out in outputs
         ]
-        # By which a region that this leaves is found to hold what it made.
-        self._outputs = outputs if active_tracker() is not None else None
         self._outputs_spec = spec
 
     @_torch_compiler.uncompiled
@@ -90,7 +86,7 @@ class Pullback:
             )
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, _left(flat_gradients))
+        return _tree.unflatten(self._inputs_spec, made_inside(flat_gradients))
 
     @property
     def arity(self) -> int:
@@ -118,7 +114,7 @@ class Pullback:
 
         def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
             def hook(gradient: torch.Tensor) -> torch.Tensor:
-                receive(*_left([_torch.unwrap_if_dead(gradient)]))
+                receive(*made_inside([_torch.unwrap_if_dead(gradient)]))
                 if gradient.layout is not torch.strided:
                     return torch.zeros_like(gradient)
                 # What the engine keeps to the end in its place has no memory to speak of.
@@ -159,7 +155,7 @@ class Pullback:
             )
         taped = [(e, c) for e, c in zip(self._edges, flat_cotangents) if e is not None]
         if not retain_graph:
-            self._edges = self._outputs = None
+            self._edges = None
         return [e for e, _ in taped], [c for _, c in taped]
 
 
@@ -172,7 +168,6 @@ def record(
     has_aux: bool,
     check_output: Callable[[Any], None],
     api: str,
-    pulled_back: Any = "once",
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
@@ -184,8 +179,6 @@ def record(
         has_aux: Whether ``func`` returns ``(output, aux)``.
         check_output: Called with the output inside the level; raises if it will not do.
         api: The transform's name, for error messages.
-        pulled_back: How, for those inside of the level who ask: `ONCE`, `AGAIN` if nothing goes
-            meanwhile, or `Rows`.
 
     Returns:
         The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
@@ -196,7 +189,6 @@ def record(
     with (
         _hooks_disabled(),
         _torch.grad_level() as level,
-        _announced(level, pulled_back),
         torch.enable_grad(),
     ):
 
@@ -213,7 +205,7 @@ def record(
                 made.append(value)
             return value
 
-        args, kwargs = _tree.map_(enter, _entered((args, kwargs)))
+        args, kwargs = _tree.map_(enter, taken_in(api, (args, kwargs)))
         inputs = tuple(args[position] for position in argnums)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
@@ -224,50 +216,8 @@ def record(
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
-        _left(made)
+        made_inside(made)
         return output, aux, pullback
-
-
-class Rows:
-    """That a record is read for the rows of a Jacobian: how many is known when its function ran.
-
-    Attributes:
-        call: the function, its arguments by position and by name.
-        has_aux: whether it returns ``(output, aux)``.
-        chunk_size: rows at a time; all if ``None``.
-        total: how many there are, once somebody has found out.
-    """
-
-    def __init__(self, *call: Any, has_aux: bool, chunk_size: int | None) -> None:
-        self.call = call
-        self.has_aux = has_aux
-        self.chunk_size = chunk_size
-        self.total: int | None = None
-
-
-class _Levels(threading.local):
-    def __init__(self) -> None:
-        self.pulled_back: dict[int, Any] = {}
-
-
-_levels = _Levels()
-ONCE, AGAIN, INSIDE = "once", "again", "inside"
-"""How a level is pulled back: inside of itself if it is one of torch's own."""
-
-
-@contextmanager
-def _announced(level: int, pulled_back: Any) -> Iterator[None]:
-    before = _levels.pulled_back
-    _levels.pulled_back = {**before, level: pulled_back}
-    try:
-        yield
-    finally:
-        _levels.pulled_back = before
-
-
-def how_pulled_back(level: int) -> Any:
-    """How the record of a level is going to be read: as `record` was told, or inside of it."""
-    return _levels.pulled_back.get(level, INSIDE)
 
 
 @contextmanager
@@ -292,21 +242,3 @@ def _no_inference_mode() -> Iterator[None]:
     grad_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
         yield
-
-
-def _entered(tree: Any) -> Any:
-    """The arguments of a transform that is called inside a region: foreign tensors as stand-ins.
-
-    functorch wraps them in C++, where no mode sees it; a wrapper can't be exchanged afterwards.
-    """
-    if (tracker := active_tracker()) is None:
-        return tree
-    flat, spec = _tree.flatten(tree)
-    return _tree.unflatten(spec, tracker.operands(nested_transform, flat))
-
-
-def _left(tree: Any) -> Any:
-    """The results of a transform that is called inside a region: they were made there."""
-    if (tracker := active_tracker()) is not None:
-        tracker.note(_tree.leaves(tree))
-    return tree

@@ -23,7 +23,7 @@ from torch.func import (
 
 from functx import _forward, _jacobian, _torch_compiler, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
-from functx._pullback import AGAIN, Rows, record
+from functx._pullback import record
 from functx._validate import Argnums
 from functx._vmap import vmap_by_keys
 
@@ -223,7 +223,6 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         has_aux=has_aux,
         check_output=lambda out: _validate.check_outputs(_tree.leaves(out), "vjp(f, *primals)"),
         api="vjp(f, *primals)",
-        pulled_back=AGAIN,
     )
     return (output, pullback, aux) if has_aux else (output, pullback)
 
@@ -286,7 +285,6 @@ def jacrev(
             has_aux=has_aux,
             check_output=_check_jacobian_output,
             api="jacrev(f)(*args)",
-            pulled_back=Rows(func, args, kwargs, has_aux=has_aux, chunk_size=chunk_size),
         )
         inputs = tuple(args[position] for position in positions)
         copied = _preallocate_and_copy

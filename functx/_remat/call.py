@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functx import _tree
-from functx._remat import cells, forward
+from functx._remat import cells, departures, forward
 from functx._remat.region import Options
 
 
@@ -37,14 +35,9 @@ def call(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             args, kwargs = build(ts)
             return _flat(frozen(*args, **kwargs), None)
 
-    title = _title(options.name)
+    title = f"the region {options.name} ({departures.line_now()})"
     results = forward.run(body, again, tensors, options, title)
     return _built(results, result[0])
-
-
-def _title(name: str) -> str:
-    frame = sys._getframe(3)
-    return f"the region {name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
@@ -89,5 +82,3 @@ def _built(results: list[Tensor], how: Any) -> Any:
     it = iter(results)
     return _tree.unflatten(spec, [next(it) if o is None else o[0] for o in others])
 
-
-__all__ = ["call", "torch"]

@@ -43,6 +43,7 @@ LOOKS = {
     *(Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
+    *(torch._C._set_grad_enabled, torch.is_grad_enabled),
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset),
 }
 # What makes a tensor of Python's or NumPy's data: kept, not made again (rule 3).
@@ -144,6 +145,8 @@ class Listener(TorchFunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One call of the region's code."""
+        if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
+            return self.keep(lambda: func(*args, **kwargs))
         operands: list[int] = []
         others: list[Any] = []
         given = args, kwargs
@@ -160,6 +163,7 @@ class Listener(TorchFunctionMode):
             break
         else:
             if kwargs:
+                operands, others = [], []
                 args, kwargs = self._look(func, args, kwargs, operands, others)
         call = Call(func, operands, others)
         for ledger in self.ledgers:
@@ -176,19 +180,17 @@ class Listener(TorchFunctionMode):
 
     def _look(self, func: Any, args: Any, kwargs: Any, operands: Any, others: Any) -> Any:
         """Number all tensors in the arguments, in lists and dicts too, and replace foreign ones."""
-        skip_data = func in MAKERS
-        new_args = [self._walk(a, operands, others, skip_data) for a in args]
+        new_args = [self._walk(a, operands, others) for a in args]
         new_kwargs = {}
         for name, a in kwargs.items():
             others.append(name)
-            new_kwargs[name] = self._walk(a, operands, others, skip_data)
+            new_kwargs[name] = self._walk(a, operands, others)
         return new_args, new_kwargs
 
-    def _walk(self, a: Any, operands: Any, others: Any, skip_data: bool) -> Any:
+    def _walk(self, a: Any, operands: Any, others: Any) -> Any:
         kind = type(a)
         if kind in _ATOMS:
-            if not skip_data:
-                others.append(a)
+            others.append(a)
             return a
         if isinstance(a, Tensor):
             number = self.number_of(a)
@@ -197,27 +199,25 @@ class Listener(TorchFunctionMode):
             operands.append(number)
             return a
         if kind is list or kind is tuple:
-            if not skip_data:
-                others.append((kind.__name__, len(a)))
-            new = [self._walk(x, operands, others, skip_data) for x in a]
+            others.append((kind.__name__, len(a)))
+            new = [self._walk(x, operands, others) for x in a]
             return a if all(x is y for x, y in zip(new, a)) else kind(new)
         if isinstance(a, tuple):  # a named tuple, a result of torch's
             others.append((kind.__name__, len(a)))
-            new = [self._walk(x, operands, others, skip_data) for x in a]
+            new = [self._walk(x, operands, others) for x in a]
             if all(x is y for x, y in zip(new, a)):
                 return a
             return kind(*new) if hasattr(a, "_fields") else kind(new)
         if kind is dict:
             others.append(("dict", len(a)))
-            new = {k: self._walk(x, operands, others, skip_data) for k, x in a.items()}
+            new = {k: self._walk(x, operands, others) for k, x in a.items()}
             return a if all(new[k] is a[k] for k in a) else new
         if kind is slice:
             others.append("slice")
-            parts = [self._walk(x, operands, others, False) for x in (a.start, a.stop, a.step)]
+            parts = [self._walk(x, operands, others) for x in (a.start, a.stop, a.step)]
             return slice(*parts) if any(isinstance(p, Tensor) for p in parts) else a
         if kind.__module__ == "numpy":
-            if not skip_data:
-                others.append(_array(a))
+            others.append(_array(a))
             return a
         others.append(kind)  # a function, a generator, an object: its class alone
         return a
@@ -265,17 +265,23 @@ class Listener(TorchFunctionMode):
     def may_leave(self, known: tuple[Any, int], call: Call) -> None:
         """A result that requires grad, which may leave otherwise than by return (rule 4)."""
 
+    def keep(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor made of data, here or in a region inside (rule 3)."""
+        raise NotImplementedError
+
     # -- what the engine, a transform or a region inside tells
 
     def take(self, title: str, tensors: list[Tensor]) -> list[Tensor]:
         """What a transform or a region inside is given, as stand-ins: a call of that title."""
+        asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
         operands: list[int] = []
-        taken = [self._walk(t, operands, [], False) for t in tensors]
+        taken = [self._walk(t, operands, []) for t in tensors]
         for ledger in self.ledgers:
             ledger.next_call()
         call = Call(title, operands, [])
         self.begin(call)
         self.end(call)
+        self.asleep = asleep
         return taken
 
     def result(self, t: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from functx import _torch_engine as _torch
 from functx._remat import departures, levels
-from functx._remat.calls import INSIDE, MAKERS, READERS, Call, Listener, same_others
+from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
 from functx._remat.ledger import Record
 from functx._remat.operators import storage_of
 from functx._remat.region import Inputs
@@ -73,7 +73,7 @@ class Captures(Listener):
             self.know(standin, -1 - number)
         if not levels.is_tracked(standin):
             self.constants.append(number)
-        self.record.outside.update(self.inputs.storages(number))
+        self.record.outside.update(self.inputs.memory[number])
         return number
 
     def meet(self, t: Tensor, path: Any) -> tuple[int, Tensor]:
@@ -137,8 +137,6 @@ class Captures(Listener):
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _SPECIAL:
             self._special(call, func, args, kwargs)
-            if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
-                return self.keep(lambda: func(*args, **kwargs))
         out = func(*args, **kwargs) if kwargs else func(*args)
         if self.record.written:
             self._check_written()
@@ -149,8 +147,7 @@ class Captures(Listener):
             self.record.need(storage_of(levels.base_of(args[0])))
         elif func in _ENGINE:
             self.unseen = True
-        elif call.operands and call.operands[0] < 0 and -1 - call.operands[0] not in self.made:
-            t = args[0]
+        elif isinstance(t := args[0], Tensor) and self._is_given(t):
             if func in _HOOKS:
                 raise departures.refused(
                     f"{self.region.title} {_HOOKS[func]} a tensor that it did not make, of shape "
@@ -163,9 +160,16 @@ class Captures(Listener):
                     f"of shape {tuple(t.shape)}. Do it outside of the region."
                 )
 
+    def _is_given(self, t: Tensor) -> bool:
+        """Whether it is an input itself, no wrapper of it, and not made of data inside."""
+        number = self.number_of(t)
+        return number is not None and number < 0 and -1 - number not in self.made
+
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
         t = make() if self.outer is None else self.outer.keep(make)
+        while _torch.level_of(t) > self.depth():
+            t = _torch.inner_of(t)
         call = Call("a tensor of data", [], [])
         self.begin(call)
         number = call.kept = self.admit(t)
@@ -212,7 +216,7 @@ class Captures(Listener):
         return None if self.expected is None else self.expected[len(self.calls) - 1].inner
 
 
-_SPECIAL = {*MAKERS, *READERS, *_ENGINE, *_HOOKS, *_REQUIRES}
+_SPECIAL = {*READERS, *_ENGINE, *_HOOKS, *_REQUIRES}
 
 
 def _at(calls: list[Call], i: int) -> Call | None:

@@ -15,16 +15,18 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
+_NOT_THE_USERS = (_HERE, _TORCH, "<frozen")
+
+
 def line_now() -> str:
     """``file:line`` of the innermost frame that is neither functx's nor torch's."""
     frame: Any = sys._getframe(1)
-    outermost = "an unknown line"
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_HERE, _TORCH, "<frozen", "<string")):
+        if not name.startswith(_NOT_THE_USERS):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    return outermost
+    return "an unknown line"
 
 
 def name_of(func: Any) -> str:

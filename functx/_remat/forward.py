@@ -90,8 +90,7 @@ def _run(
     for t in tensors:
         captures.admit(levels.alive(t))
     region.n_args = len(tensors)
-    writes = Writes(captures)
-    record.before_write = writes.about_to_write
+    writes = record.writes = Writes(inputs, captures.made, title)
     if options.policy is not None:
         record.saver = Saver(options.policy, region)
     _torch.push_dispatch_mode(record)
@@ -125,12 +124,7 @@ def _finish(
     region.n_results = len(results)
     leaves = leaving.leaves_unseen(captures, results) if captures.unseen else []
     # Level by level down to the lowest one that needs a node, ...
-    parts = {n: results}
-    slots = {}
-    for k in range(n, lowest, -1):
-        lowered = [frames[k - 1].lower(t, k) for t in parts[k]]
-        slots[k] = [slot for _, slot in lowered]
-        parts[k - 1] = [value for values, _ in lowered for value in values]
+    parts, slots = _taken_apart(results, frames, lowest)
     kept = record.saver.kept if record.saver is not None else {}
     needed = liveness.needed(record, parts[lowest], [t for v in kept.values() for t in v.tensors()])
     region.live = record.live(needed, kept) if region.options.early_stop else None
@@ -155,9 +149,7 @@ def _finish(
         region.further = []
     for k in range(lowest, n + 1):
         if k > lowest:
-            it = iter(fresh)
-            frame = frames[k - 1]
-            fresh = [frame.lift([next(it) for _ in range(frame.width(s))], s, k) for s in slots[k]]
+            fresh = _put_together(fresh, frames[k - 1], slots[k], k)
         requires = inputs.requires(k)
         if True in requires and True in required[k]:
             extra = leaves if k == 0 else []
@@ -170,6 +162,25 @@ def _finish(
     if n:
         leaving.check_nothing_left(captures, fresh)
     return fresh[: region.n_results]
+
+
+def _taken_apart(
+    results: list[Tensor], frames: list[levels.Frame], lowest: int
+) -> tuple[dict[int, list[Tensor]], dict[int, list[Any]]]:
+    """The results at each level down to ``lowest``, and how each level's are made of the one's below."""
+    parts, slots = {len(frames): results}, {}
+    for k in range(len(frames), lowest, -1):
+        lowered = [frames[k - 1].lower(t, k) for t in parts[k]]
+        slots[k] = [slot for _, slot in lowered]
+        parts[k - 1] = [value for values, _ in lowered for value in values]
+    return parts, slots
+
+
+def _put_together(
+    values: list[Tensor], frame: levels.Frame, slots: list[Any], k: int
+) -> list[Tensor]:
+    it = iter(values)
+    return [frame.lift([next(it) for _ in range(frame.width(s))], s, k) for s in slots]
 
 
 def _required(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:

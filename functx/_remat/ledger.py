@@ -86,7 +86,7 @@ class Record(Ledger):
         self.made: dict[int, tuple[int, Any]] = {}
         self.outside: set[int] = set()  # memory of the inputs
         self.written: list[int] = []  # memory of inputs that this call has written
-        self.before_write: Any = None  # told before memory is written that is not the region's
+        self.writes: Any = None  # told before memory is written that is not the region's
         self.unseen = False  # an operation has read memory that is neither made inside nor an input
         self.saver: Any = None  # what keeps values that a policy names
 
@@ -115,7 +115,7 @@ class Record(Ledger):
         always = operator.kind is ALWAYS
         for storage in written:
             if not self.has_made(storage):
-                self.before_write(storage, operator.overload)
+                self.writes.about_to_write(storage, operator.overload)
                 self.written.append(storage)
                 always = True
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)

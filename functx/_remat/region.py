@@ -79,6 +79,7 @@ class Inputs:
         self.values: list[list[Tensor]] = [[] for _ in range(n + 1)]
         self.slots: list[list[Any]] = [[] for _ in range(n + 1)]  # at 0: whether it requires grad
         self.standins: list[Tensor] = []
+        self.memory: list[list[int]] = []  # of each input; of a dual, also that of its tangents
         self.lowest = n + 1  # the lowest level that differentiates something
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id
 
@@ -86,6 +87,7 @@ class Inputs:
         """A further input; returns its stand-in."""
         standin = self._cut(t, len(self.frames))
         self.standins.append(standin)
+        self.memory.append(self._storages(standin))
         return standin
 
     def _cut(self, t: Tensor, k: int) -> Tensor:
@@ -116,20 +118,16 @@ class Inputs:
             return [bool(slot) for slot in self.slots[k]]
         return []
 
-    def storages(self, i: int) -> list[int]:
-        """The memory of an input: of a dual, also that of its tangents."""
+    def _storages(self, standin: Tensor) -> list[int]:
         found: list[int] = []
-        todo = [self.standins[i]]
-        depth = len(self.frames)
+        todo = [standin]
         while todo:
             t = todo.pop()
             level = _torch.level_of(t)
-            if level <= 0:
-                found.append(storage_of(t))
-            elif level > depth:
-                todo.append(_torch.inner_of(t))
-            else:
+            if level > 0:
                 todo += self.frames[level - 1].lower(t, level)[0]
+            else:
+                found.append(storage_of(t))
         return found
 
     def position(self, i: int, k: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from functx import _torch_engine as _torch
 from functx._remat import departures, levels
-from functx._remat.calls import INSIDE, MAKERS, READERS, Call, Listener, listening, same_others
+from functx._remat.calls import INSIDE, READERS, Call, Listener, listening, same_others
 from functx._remat.captures import same_function
 from functx._remat.guard import Noted
 from functx._remat.ledger import BeginAgain, Record, Rerun
@@ -35,12 +35,13 @@ class Replayer(Listener):
         self.region, self.standins, self.rerun = region, standins, ledger
         self.strict = region.options.determinism_check != "none"
         self.further: dict[int, Any] = dict.fromkeys(region.further)
-        for number, t in enumerate(standins):
-            if self.number_of(t) is None:
-                self.know(t, -1 - number)
+        self._depth = _torch.functorch_depth()
+        # (Captured ones are found by place; the program may reach them by names bound again.)
+        for number, t in enumerate(standins[: region.n_args]):
+            self.know(t, -1 - number)
 
     def depth(self) -> int:
-        return _torch.functorch_depth()
+        return self._depth
 
     def _due(self) -> Call | None:
         """What the forward called here."""
@@ -71,8 +72,6 @@ class Replayer(Listener):
             raise self._departed(call, due)
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
-            return self.keep(lambda: func(*args, **kwargs))
         if func in READERS and self.rerun.hollow:
             self.rerun.check(levels.base_of(args[0]))
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -247,6 +246,11 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
     return value.detach().requires_grad_()
 
 
+def _own(t: Tensor) -> Tensor:
+    """An argument as an object of its own: the program may reach a constant otherwise, too."""
+    return t if t.requires_grad or _torch.level_of(t) > 0 else t.detach()
+
+
 def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
     """Where the tape of a result begins; ``None`` if it has none."""
     if not t.requires_grad:
@@ -262,10 +266,11 @@ def _body(
     it = iter(kept)
     by_entry = {i: k.given([next(it) for _ in range(k.n)]) for i, k in region.kept.items()}
     rerun = Rerun(region.entries, region.starts, live, by_entry)
+    arguments = standins[: region.n_args] = [*map(_own, standins[: region.n_args])]
     replayer = Replayer(region, rerun, standins, None)
     _torch.push_dispatch_mode(rerun)
     _torch.push_function_mode(replayer)
-    results = [*map(replayer.result, region.body(*standins[: region.n_args]))]
+    results = [*map(replayer.result, region.body(*arguments))]
     replayer.finish()
     _torch.pop_function_mode()
     _torch.pop_dispatch_mode(None)

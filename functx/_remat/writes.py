@@ -13,50 +13,51 @@ import torch
 from torch import Tensor
 
 from functx._remat import departures, levels
-from functx._remat.captures import Captures
-from functx._remat.operators import storage_of
+from functx._remat.region import Inputs
 
 
 class Writes:
-    """The inputs' memory as it was before the region first wrote to it."""
+    """The inputs' memory as it was before the region first wrote to it.
 
-    def __init__(self, captures: Captures) -> None:
-        self.captures = captures
+    Args:
+        inputs: of the region.
+        made: the inputs that are made of data inside, whose memory is the region's own.
+        title: of the region.
+    """
+
+    def __init__(self, inputs: Inputs, made: set[int], title: str) -> None:
+        self.inputs, self.made, self.title = inputs, made, title
         self.before: dict[int, Any] = {}  # by storage: its copy
 
     def about_to_write(self, storage: int, overload: Any) -> None:
         """An operation is about to write to memory that the region did not make."""
-        captures = self.captures
-        inputs = captures.inputs
+        inputs = self.inputs
         for number, standin in enumerate(inputs.standins):
-            if storage not in inputs.storages(number):
+            if storage not in inputs.memory[number]:
                 continue
-            if number not in captures.made and levels.is_tracked(standin):
+            if number not in self.made and levels.is_tracked(standin):
                 raise departures.refused(
-                    f"{captures.region.title} writes in place ({overload}) to an argument or "
-                    f"captured tensor of shape {tuple(standin.shape)} that is differentiated. Work "
-                    "on a copy, x.clone(), and return it."
+                    f"{self.title} writes in place ({overload}) to an argument or captured tensor "
+                    f"of shape {tuple(standin.shape)} that is differentiated. Work on a copy, "
+                    "x.clone(), and return it."
                 )
             if storage not in self.before:
                 self.before[storage] = levels.base_of(standin).untyped_storage().clone()
 
     def inputs_written(self) -> list[list[int]]:
         """The inputs that lie in written memory, storage by storage."""
-        inputs = self.captures.inputs
-        return [
-            [i for i in range(len(inputs.standins)) if storage in inputs.storages(i)]
-            for storage in self.before
-        ]
+        memory = self.inputs.memory
+        return [[i for i, m in enumerate(memory) if storage in m] for storage in self.before]
 
     def put_before(self) -> None:
         """Let the inputs' values be those before the first write."""
-        inputs = self.captures.inputs
+        inputs = self.inputs
         for numbers, storage in zip(self.inputs_written(), self.before.values()):
             for i in numbers:
                 base = _view(levels.base_of(inputs.standins[i]), storage)
                 for k in range(len(inputs.values)):
                     at = inputs.position(i, k)
-                    inputs.values[k][at] = levels.rebased(inputs.values[k][at].detach(), base)
+                    inputs.values[k][at] = levels.rebased(inputs.values[k][at], base)
 
 
 def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
@@ -82,5 +83,3 @@ def _view(t: Tensor, storage: Any) -> Tensor:
 
     return levels.at_depth(0, view)
 
-
-__all__ = ["Writes", "copied", "storage_of"]

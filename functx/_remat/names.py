@@ -1,0 +1,55 @@
+"""`checkpoint_name`: a value that policies can see by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from functx import _tree
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """``x`` itself, which a policy of a region around may keep under ``name``.
+
+    Args:
+        x: a pytree of tensors (of any shape and dtype), and anything else.
+        name: what `functx.checkpoint_policies` are to call it.
+
+    Returns:
+        ``x``; tensors that a policy keeps are copies, so that what is kept and what is computed
+        again do not share memory.
+
+    Raises:
+        TypeError: ``name`` is not a string.
+
+    Example:
+        >>> import torch, functx
+        >>> policy = functx.checkpoint_policies.save_only_these_names("sine")
+        >>> f = functx.remat(lambda x: functx.checkpoint_name(x.sin(), "sine").exp(), policy=policy)
+        >>> functx.grad(f)(torch.tensor(0.0))
+        tensor(1.)
+
+    Source:
+        ``jax.ad_checkpoint.checkpoint_name``.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"checkpoint_name: expected a name, a string, got {name!r}")
+    if isinstance(x, Tensor):
+        return named(x, name)
+    leaves, spec = _tree.flatten(x)
+    return _tree.unflatten(spec, [named(t, name) if isinstance(t, Tensor) else t for t in leaves])
+
+
+def named(x: Tensor, name: str) -> Tensor:
+    """A tensor, shown to the function modes of regions around: they know whether it is wanted."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(named, (x,), x, name)
+    return x
+
+
+def kept_copy(x: Tensor) -> Tensor:
+    """What a wanted name becomes: one operation that a ledger sees."""
+    return torch.clone(x)

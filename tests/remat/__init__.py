@@ -1,0 +1,1 @@
+"""The contract of ``functx.remat``, a file a rule or claim."""

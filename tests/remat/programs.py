@@ -1,0 +1,158 @@
+"""Run a program with and without remat, and compare: how these tests are written.
+
+A program takes ``remat`` and returns tensors. The reference is the same program with `identity`.
+"""
+
+import random
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+import functx
+
+from .counters import op_counts
+
+
+def identity(f, **options):
+    """What stands for ``functx.remat`` in the reference."""
+    return f
+
+
+def naive(f):
+    """A remat that knows arguments only, and reads all else as it is by the backward."""
+
+    class Naive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return f(x)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(f(x), x, cotangent)
+
+    return Naive.apply
+
+
+def numbers(*shape, start=0.0):
+    """Fixed, irregular numbers in [-1, 1]."""
+    size = torch.Size(shape)
+    return torch.cos(torch.arange(size.numel(), dtype=torch.float64) * 1.7 + start).reshape(size)
+
+
+X, Y = numbers(3), numbers(3, start=1.0)
+
+
+def total(tree):
+    return sum(t.sum() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
+
+
+def by_backward(loss, x, *rest):
+    """The gradient by plain autograd; grad mode is off around the backward."""
+    x = x.detach().requires_grad_()
+    value = loss(x, *rest)
+    with torch.no_grad():
+        return torch.autograd.grad(value, x)[0]
+
+
+def by_double_backward(loss, x, *rest):
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(x, *rest), x, create_graph=True)
+    return gradient, torch.autograd.grad(gradient.square().sum(), x)
+
+
+def by_vjp(loss, x):
+    value, pullback = functx.vjp(loss, x)
+    return pullback(torch.ones_like(value)), pullback(2 * torch.ones_like(value))
+
+
+def batch(x):
+    return torch.stack([x, x + 1])
+
+
+def mapped(f):
+    """``f`` over the examples of its first argument."""
+    return lambda x, *rest: functx.vmap(f, (0, *[None for _ in rest]), randomness="different")(
+        x, *rest
+    )
+
+
+def squared(f):
+    return lambda *args: f(*args).square().sum()
+
+
+STACKS = {
+    "backward": by_backward,
+    "double backward": by_double_backward,
+    "grad": lambda loss, *args: functx.grad(loss)(*args),
+    "vjp": by_vjp,
+    "vmap(grad)": lambda loss, x, *rest: mapped(functx.grad(loss))(batch(x), *rest),
+    "backward(vmap)": lambda loss, x, *rest: by_backward(
+        lambda *args: mapped(loss)(*args).sum(), batch(x), *rest
+    ),
+    "grad(grad)": lambda loss, *args: functx.grad(squared(functx.grad(loss)))(*args),
+    "jvp(grad)": lambda loss, x: functx.jvp(functx.grad(loss), (x,), (x.sin(),)),
+}
+"""Ways to differentiate a loss by its first argument, which pull back when it has returned.
+
+All but ``vjp`` and ``jvp(grad)`` take further arguments, which a loss may write to.
+"""
+
+
+def same(actual, expected, exact=False):
+    """Two pytrees are equal: to 12 digits, or bit by bit where that is asked for."""
+    ours, spec = pytree.tree_flatten(actual)
+    theirs, expected_spec = pytree.tree_flatten(expected)
+    assert spec == expected_spec
+    bits = {"rtol": 0, "atol": 0}
+    for a, b in zip(ours, theirs, strict=True):
+        rounded = isinstance(b, torch.Tensor) and b.dtype in (torch.float64, torch.complex128)
+        close = bits if exact or not rounded else {"rtol": 1e-12, "atol": 1e-12}
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, **close)
+        else:
+            assert a == b
+
+
+def seeded(program, remat):
+    """What ``program(remat)`` returns, and where it leaves torch's generator."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    return program(remat), torch.get_rng_state()
+
+
+COMPUTED = ("sin", "exp", "tanh", "mm", "addmm", "mul", "bernoulli_")
+
+
+def check(program, exact=False, replays=True, nonzero=True):
+    """``program`` gives the same with remat, from the same seed; and something is recomputed.
+
+    Args:
+        program: Takes ``remat``; returns a pytree of tensors.
+        exact: Whether they must be equal bit by bit.
+        replays: Whether one of `COMPUTED` must run more often with remat.
+        nonzero: Whether a result that is zero would show nothing.
+    """
+    expected = seeded(program, identity)
+    if nonzero:
+        assert all(torch.as_tensor(t).abs().max() > 0 for t in pytree.tree_leaves(expected))
+    same(seeded(program, functx.remat), expected, exact)
+    if replays:
+        ours, plain = (op_counts(seeded, program, remat) for remat in (functx.remat, identity))
+        assert any(ours[name] > plain[name] for name in COMPUTED), "nothing was recomputed"
+
+
+def right_or_raises(program, match=""):
+    """As `check`, or a ``ReplayError`` that says ``match``: the contract leaves both open."""
+    try:
+        found = seeded(program, functx.remat)
+    except functx.ReplayError as error:
+        message = str(error)
+    else:
+        same(found, seeded(program, identity))
+        return
+    assert match in message

@@ -1,0 +1,282 @@
+"""`functx.checkpoint` and `checkpoint_sequential` take what torch's take, and compose."""
+
+import contextlib
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.utils.checkpoint as theirs
+from cases import DTYPE, deep_mlp, numbers
+from references import assert_same, count, peak
+from torch import nn
+
+import functx
+
+X = numbers(4)
+reentrant = pytest.mark.parametrize("reentrant", [None, False, True])
+
+
+def gradients(loss, *tensors):
+    tensors = [t.detach().clone().requires_grad_() for t in tensors]
+    return torch.autograd.grad(loss(*tensors), tensors)
+
+
+def body(x, y=None, *, scale=1.0):
+    y = x if y is None else y
+    return torch.sin(x) * torch.exp(y) * scale
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
+def test_every_argument_of_torchs_is_taken(name):
+    ours = inspect.signature(getattr(functx, name)).parameters
+    for parameter in inspect.signature(getattr(theirs, name)).parameters.values():
+        assert ours[parameter.name].kind == parameter.kind
+
+
+@reentrant
+def test_values_and_gradients_are_those_of_the_function(reentrant):
+    def loss(call):
+        return lambda x: call(body, x, 2 * x).sum()
+
+    ours = functools.partial(functx.checkpoint, use_reentrant=reentrant)
+    assert_same(gradients(loss(ours), X), gradients(loss(lambda f, *args: f(*args)), X), eps=8)
+
+
+@reentrant
+@pytest.mark.parametrize("way", ["vmap(grad)", "hessian", "jvp"])
+def test_it_composes_with_transforms(reentrant, way):
+    def find(call):
+        def loss(x):
+            return call(body, x).sum()
+
+        if way == "vmap(grad)":
+            return functx.vmap(functx.grad(loss))(numbers(3, 4))
+        return functx.hessian(loss)(X) if way == "hessian" else functx.jvp(loss, (X,), (X,))
+
+    ours = functools.partial(functx.checkpoint, use_reentrant=reentrant)
+    assert_same(find(ours), find(lambda f, x: f(x)), eps=16)
+
+
+def test_keyword_arguments_reach_the_function():
+    out = functx.checkpoint(body, X, y=X, scale=3.0, use_reentrant=False)
+    assert_same(out, body(X, X, scale=3.0))
+    with pytest.raises(ValueError, match="scale"):  # as torch's
+        functx.checkpoint(body, X, use_reentrant=True, scale=2.0)
+
+
+@reentrant
+def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
+    layer = nn.Linear(4, 4, dtype=DTYPE)
+    functx.checkpoint(layer, numbers(2, 4), use_reentrant=reentrant).sum().backward()
+    assert_same(layer.weight.grad, numbers(2, 4).sum(0).expand(4, 4), eps=8)
+
+
+@reentrant
+def test_it_keeps_as_little_as_torchs(reentrant):
+    weights, x, _ = deep_mlp(layers=8)
+
+    def run(checkpoint):
+        y = x
+        for w in [w.detach().requires_grad_() for w in weights]:
+            y = checkpoint(lambda w, y: torch.tanh(torch.sin(y @ w)), w, y)
+        y.sum().backward()
+
+    ours = functools.partial(functx.checkpoint, use_reentrant=reentrant)
+    torchs = functools.partial(theirs.checkpoint, use_reentrant=False)
+    assert peak(run, ours) <= 1.1 * peak(run, torchs) < peak(run, lambda f, *args: f(*args))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_random_numbers_are_those_of_the_forward_where_asked(preserve):
+    def loss(call):
+        return lambda x: call(lambda x: nn.functional.dropout(x, 0.5).sin(), x).sum()
+
+    ours = functools.partial(functx.checkpoint, preserve_rng_state=preserve, use_reentrant=False)
+    x = numbers(64)
+    torch.manual_seed(3)
+    found = gradients(loss(ours), x)[0]
+    torch.manual_seed(3)
+    expected = gradients(loss(lambda f, x: f(x)), x)[0]
+    assert torch.equal(found, expected) == preserve
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": "no"}, {"early_stop": 0}, {"debug": "yes"}])
+def test_flags_that_are_no_flags_are_an_error(options):
+    with pytest.raises(TypeError, match=next(iter(options))):
+        functx.checkpoint(body, X, **options)
+
+
+def test_a_result_in_place_of_the_function_is_an_error():
+    with pytest.raises(TypeError, match="callable"):
+        functx.checkpoint(body(X), X)
+
+
+@pytest.mark.parametrize("option", [{"context_fn": lambda: None}, {"debug": True}])
+def test_what_torch_refuses_for_reentrant_is_refused(option):
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        functx.checkpoint(body, X, use_reentrant=True, **option)
+
+
+class TestErrors:
+    @staticmethod
+    def departs(**options):
+        flag, x = [True], X.clone().requires_grad_()
+        out = functx.checkpoint(
+            lambda x: x.sin().sin() if flag[0] else x.cos().exp().sin(),
+            x,
+            use_reentrant=False,
+            **options,
+        )
+        flag[0] = False
+        out.sum().backward()
+
+    def test_a_replay_that_departs_raises_what_guards_torchs(self):
+        with pytest.raises(theirs.CheckpointError) as caught:
+            self.departs()
+        assert isinstance(caught.value, functx.ReplayError)
+        assert isinstance(caught.value, functx.RematError)
+
+    def test_debug_shows_both_sides(self):
+        with pytest.raises(functx.ReplayError) as caught:
+            self.departs(debug=True)
+        assert "sin" in str(caught.value)
+        assert "cos" in str(caught.value)
+
+
+class TestEarlyStop:
+    @staticmethod
+    def sums_in_the_replay(**options):
+        x = X.clone().requires_grad_()
+        out = functx.checkpoint(lambda x: torch.sum(x.sin()), x, **options)
+        return count(out.backward)["sum"]
+
+    def test_what_no_gradient_needs_runs_where_it_is_off(self):
+        assert self.sums_in_the_replay(use_reentrant=False) == 0
+        assert self.sums_in_the_replay(use_reentrant=False, early_stop=False) == 1
+
+    def test_torchs_context_overrules(self):
+        with theirs.set_checkpoint_early_stop(False):
+            assert self.sums_in_the_replay(use_reentrant=False, early_stop=True) == 1
+        with theirs.set_checkpoint_early_stop(True):
+            assert self.sums_in_the_replay(use_reentrant=False, early_stop=False) == 0
+
+
+class TestContexts:
+    @staticmethod
+    def contexts(log):
+        @contextlib.contextmanager
+        def context(name):
+            log.append(name)
+            yield
+
+        return lambda: (context("forward"), context("replay"))
+
+    @pytest.mark.parametrize("way", ["backward", "vmap(grad)"])
+    def test_one_is_entered_around_the_forward_and_one_around_the_replay(self, way):
+        log = []
+
+        def loss(x):
+            return functx.checkpoint(
+                body, x, context_fn=self.contexts(log), use_reentrant=False
+            ).sum()
+
+        if way == "backward":
+            found = gradients(loss, X)[0]
+        else:
+            found = functx.vmap(functx.grad(loss))(X[None])[0]
+        assert log == ["forward", "replay"]
+        assert_same(found, gradients(lambda x: body(x).sum(), X)[0], eps=8)
+
+    def test_what_the_context_does_is_in_force(self):
+        def cast(x):
+            return (x @ x).float()
+
+        def find(call):
+            x = numbers(4, 4).float().requires_grad_()
+            return torch.autograd.grad(call(x).sum(), x)
+
+        def context():
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+
+        def plain(x):
+            with context():
+                return cast(x)
+
+        ours = find(
+            lambda x: functx.checkpoint(
+                cast, x, use_reentrant=False, context_fn=lambda: (context(), context())
+            )
+        )
+        assert_same(ours, find(plain))
+
+    @pytest.mark.parametrize("way", ["backward", "vmap(grad)"])
+    @pytest.mark.parametrize("kind", ["list", "function"])
+    def test_selective_contexts_are_policies(self, way, kind):
+        def saves_products(context, op, *args, **kwargs):
+            saved = op == torch.ops.aten.mm.default
+            policy = theirs.CheckpointPolicy
+            return policy.MUST_SAVE if saved else policy.PREFER_RECOMPUTE
+
+        ops = [torch.ops.aten.mm.default] if kind == "list" else saves_products
+        selective = functools.partial(theirs.create_selective_checkpoint_contexts, ops)
+        w = numbers(4, 4)
+
+        def find(**options):
+            def loss(x):
+                return functx.checkpoint(
+                    lambda x: torch.tanh(torch.sin(x @ w) @ w), x, use_reentrant=False, **options
+                ).sum()
+
+            if way == "backward":
+                return gradients(loss, numbers(3, 4))
+            return functx.vmap(functx.grad(loss))(numbers(2, 3, 4))
+
+        assert_same(find(context_fn=selective), find())
+        everything, saved = count(find), count(find, context_fn=selective)
+        assert saved["tanh"] == everything["tanh"] == 2
+        if way == "backward":
+            assert saved["mm"] == everything["mm"] - 2
+
+
+class TestSequential:
+    @pytest.mark.parametrize("segments", [1, 2, 3, 5])
+    @pytest.mark.parametrize("kind", ["functions", "modules"])
+    def test_values_and_gradients(self, segments, kind):
+        torch.manual_seed(0)
+        chain = [torch.sin, torch.exp, torch.tanh, torch.sin, torch.cos]
+        if kind == "modules":
+            chain = nn.Sequential(*(nn.Linear(4, 4, dtype=DTYPE) for _ in chain))
+
+        def ours(x):
+            return functx.checkpoint_sequential(chain, segments, x, use_reentrant=False).sum()
+
+        def plain(x):
+            for f in chain:
+                x = f(x)
+            return x.sum()
+
+        assert_same(gradients(ours, X), gradients(plain, X), eps=8)
+        batch = numbers(3, 4)
+        assert_same(
+            functx.vmap(functx.grad(ours))(batch), functx.vmap(functx.grad(plain))(batch), eps=8
+        )
+
+    @pytest.mark.parametrize("segments", [1, 2, 3, 4, 7])
+    def test_it_cuts_where_torch_cuts_and_the_last_segment_is_no_region(self, segments):
+        """A region of ``n`` functions runs ``n - 1`` of them again."""
+        x = X.clone().requires_grad_()
+        out = functx.checkpoint_sequential([torch.sin] * 7, segments, x, use_reentrant=False)
+        regions, size = segments - 1, 7 // segments
+        assert count(out.sum().backward)["sin"] == regions * (size - 1)
+
+    def test_options_are_passed_on(self):
+        with pytest.raises(ValueError, match="determinism_check"):
+            functx.checkpoint_sequential([torch.sin] * 3, 2, X, determinism_check="sometimes")
+        with pytest.raises(ValueError, match="Unexpected keyword arguments: nothing"):
+            functx.checkpoint_sequential([torch.sin] * 3, 1, X, nothing=1)
+
+    @pytest.mark.parametrize("segments", [0, -1, 4])
+    def test_segments_out_of_range_are_an_error(self, segments):
+        with pytest.raises(ValueError, match="segments"):
+            functx.checkpoint_sequential([torch.sin] * 3, segments, X, use_reentrant=False)

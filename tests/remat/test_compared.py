@@ -1,0 +1,257 @@
+"""Rule 3: a replay that departs raises an error that names the call, the line and both sides."""
+
+import random
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import functx
+
+from .programs import STACKS, X, numbers, same
+
+NOW = SimpleNamespace(second=False)
+
+
+@pytest.fixture(autouse=True)
+def _first():
+    NOW.second = False
+    yield
+    NOW.second = False
+
+
+def pick(first, then):
+    """What a region reads and does not keep: another thing once the forward has returned."""
+    return then if NOW.second else first
+
+
+def drop_one(x):
+    x = x.sin()
+    if pick(True, False):
+        x = x.exp()
+    return x.cos()
+
+
+def one_of_two_results(a, b):
+    s, c = a.sin(), b.cos()
+    return pick(s, c).exp()
+
+
+class Case(NamedTuple):
+    f: Any  # of two vectors
+    call: str  # a regular expression for the name of the call that departs
+    sides: tuple[str, str]  # and for what was found there by the forward and by the replay
+
+
+NUMBERS = {
+    "a number": Case(lambda a, b: (a * pick(2.0, 3.0)).sin(), "mul", (r"2\.0", r"3\.0")),
+    "an integer": Case(lambda a, b: a.pow(pick(2, 3)).sin(), "pow", ("2", "3")),
+    "NumPy's number": Case(
+        lambda a, b: (a * np.float64(pick(2.0, 3.0))).sin(), "mul", (r"2\.0", r"3\.0")
+    ),
+    "a keyword": Case(
+        lambda a, b: torch.sum(a * a, 0, keepdim=pick(True, False)).sin(), "sum", ("True", "False")
+    ),
+    "a string": Case(
+        lambda a, b: F.gelu(a, approximate=pick("none", "tanh")).sin(), "gelu", ("none", "tanh")
+    ),
+    "nothing": Case(
+        lambda a, b: torch.clamp(a.sin(), pick(None, 0.0), 1.0).sin(), "clamp", ("None", r"0\.0")
+    ),
+    "in a list": Case(lambda a, b: torch.roll(a, [pick(1, 2)], [0]).sin(), "roll", ("1", "2")),
+    "in a slice": Case(lambda a, b: a[pick(0, 1) : pick(2, 3)].sin(), "getitem", ("2", "3")),
+    "an index": Case(lambda a, b: a[pick(1, 2)].sin(), "getitem", ("1", "2")),
+    "in a list of indices": Case(lambda a, b: a[[0, pick(1, 2)]].sin(), "getitem", ("1", "2")),
+    "in a small array": Case(
+        lambda a, b: a[np.array([0, pick(1, 2)])].sin(), "getitem", ("1", "2")
+    ),
+    "a dtype": Case(
+        lambda a, b: a.to(pick(torch.float32, torch.bfloat16)).sin(),
+        r"\bto\b",
+        ("float32", "bfloat16"),
+    ),
+    "the shape that is asked for": Case(
+        lambda a, b: (torch.ones(pick(3, 1)) * a).sin(), "ones", ("3", "1")
+    ),
+    "a flag of a module": Case(
+        lambda a, b: F.dropout(a.sin(), 0.5, training=pick(True, False)).sin(),
+        "dropout",
+        ("True", "False"),
+    ),
+}
+SEQUENCES = {
+    "a function": Case(lambda a, b: pick(torch.sin, torch.cos)(a * a).exp(), "sin", ("sin", "cos")),
+    "a method": Case(
+        lambda a, b: getattr(a * a, pick("sin", "cos"))().exp(), "sin", ("sin", "cos")
+    ),
+    "the order": Case(
+        lambda a, b: a.sin().exp() if pick(True, False) else a.exp().sin(), "sin", ("sin", "exp")
+    ),
+    "a call less": Case(lambda a, b: drop_one(a), "exp", ("exp", "cos")),
+    "a call more": Case(
+        lambda a, b: a.exp().cos() if pick(True, False) else a.exp().sin().cos(),
+        "cos",
+        ("cos", "sin"),
+    ),
+    "an end that comes early": Case(
+        lambda a, b: a.sin().exp().cos() if pick(True, False) else a.sin().exp(), "cos", ("cos", "")
+    ),
+    "an end that comes late": Case(
+        lambda a, b: a.sin().exp() if pick(True, False) else a.sin().exp().cos(), "cos", ("", "cos")
+    ),
+}
+INPUT, RESULT = "input|argument", "result|call|makes"
+OPERANDS = {
+    "another argument": Case(lambda a, b: pick(a, b).sin(), "sin", (INPUT, INPUT)),
+    "another intermediate": Case(one_of_two_results, "exp", (RESULT, RESULT)),
+    "an intermediate in place of an argument": Case(
+        lambda a, b: pick(*(lambda s: (a, s))(a.sin())).exp(), "exp", (INPUT, RESULT)
+    ),
+    "another result of the same call": Case(
+        lambda a, b: pick(*torch.stack([a, b]).unbind()).sin(), "sin", (RESULT, RESULT)
+    ),
+    "two arguments in another order": Case(
+        lambda a, b: torch.sub(*pick((a, b), (b, a))).sin(), "sub", (INPUT, INPUT)
+    ),
+    "an argument in a list": Case(
+        lambda a, b: torch.stack(pick([a, b], [b, a]))[0].sin(), "stack", (INPUT, INPUT)
+    ),
+}
+ALL = NUMBERS | SEQUENCES | OPERANDS
+
+
+def differentiate(stack, f, **options):
+    """Of a region that is run again when `NOW` has changed."""
+
+    def loss(a):
+        NOW.second = False
+        y = functx.remat(f, **options)(a, a.cos())
+        NOW.second = True
+        return y.sum()
+
+    return STACKS[stack](loss, X)
+
+
+def check_message(message, case):
+    """It names the call, a line of the region, and both sides."""
+    first, last = (
+        case.f.__code__.co_firstlineno,
+        max(line for *_, line in case.f.__code__.co_lines() if line),
+    )
+    lines = [int(n) for n in re.findall(r"test_compared\.py\D{1,12}(\d+)", message)]
+    inner = [drop_one.__code__.co_firstlineno + i for i in range(6)]
+    assert any(first <= n <= last or n in inner for n in lines), message
+    for part in (case.call, *case.sides):
+        assert re.search(part, message), f"{part} is not in: {message}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_departure_raises(name):
+    with pytest.raises(functx.ReplayError) as caught:
+        differentiate("backward", ALL[name].f)
+    check_message(str(caught.value), ALL[name])
+
+
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != "backward"])
+@pytest.mark.parametrize("name", ["a number", "in a slice", "a call less", *OPERANDS])
+def test_under_transforms(name, stack):
+    with pytest.raises(functx.ReplayError) as caught:
+        differentiate(stack, ALL[name].f)
+    check_message(str(caught.value), ALL[name])
+
+
+@pytest.mark.parametrize("name", ["a number", "a call less", "another intermediate"])
+def test_in_a_region_in_a_region(name):
+    with pytest.raises(functx.ReplayError):
+        differentiate("grad", lambda a, b: functx.remat(ALL[name].f)(a.sin(), b).exp())
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_what_does_not_depart_raises_nothing(stack):
+    NOW.second = False
+    f = one_of_two_results
+    ours = STACKS[stack](lambda a: functx.remat(f)(a, a.cos()).sum(), X)
+    same(ours, STACKS[stack](lambda a: f(a, a.cos()).sum(), X))
+
+
+class TestWhereRandomDecides:
+    """Of two branches that look alike, the replay must take the forward's."""
+
+    def branch(self, a, b):
+        return (a if random.random() < 0.5 else b).sin()
+
+    def branch_of_intermediates(self, a, b):
+        p, q = a * 2, b * 3
+        return (p if random.random() < 0.5 else q).sin()
+
+    @pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)"])
+    @pytest.mark.parametrize("name", ["branch", "branch_of_intermediates"])
+    def test_it_is_right_or_an_error(self, name, stack):
+        messages = []
+        for seed in range(12):
+
+            def loss(a, f, seed=seed):
+                random.seed(seed)
+                return f(a, a.cos()).sum()
+
+            expected = STACKS[stack](lambda a: loss(a, getattr(self, name)), X)
+            try:
+                ours = STACKS[stack](lambda a: loss(a, functx.remat(getattr(self, name))), X)
+            except functx.ReplayError as error:
+                messages.append(str(error))
+            else:
+                same(ours, expected)
+        assert 0 < len(messages) < 12
+        assert all("sin" in message for message in messages)
+
+    @pytest.mark.parametrize("name", ["branch", "branch_of_intermediates"])
+    def test_it_is_right_with_pythons_generator_restored(self, name):
+        for seed in range(6):
+            random.seed(seed)
+            f = functx.remat(getattr(self, name), preserve_rng_state="all")
+            ours = functx.grad(lambda a: f(a, a.cos()).sum())(X)  # noqa: B023
+            random.seed(seed)
+            same(ours, functx.grad(lambda a: getattr(self, name)(a, a.cos()).sum())(X))
+
+
+def rows(x):
+    return x[torch.rand(64) > 0.5].sin().sin()
+
+
+def test_a_shape_that_only_shows_in_the_result():
+    x = numbers(64).requires_grad_()
+    torch.manual_seed(1)
+    y = functx.remat(rows, preserve_rng_state=False)(x)
+    torch.manual_seed(2)
+    with pytest.raises(functx.ReplayError) as caught:
+        y.sum().backward()
+    torch.manual_seed(2)
+    shape = str(int((torch.rand(64) > 0.5).sum()))
+    case = Case(rows, "getitem|index", (str(len(y)), shape))
+    check_message(str(caught.value), case)
+
+
+class TestDeterminismCheckNone:
+    @pytest.mark.parametrize("name", ["a number", "in a slice", "an index", "a dtype"])
+    def test_numbers_are_not_compared(self, name):
+        differentiate("backward", NUMBERS[name].f, determinism_check="none")
+
+    def test_shapes_are_not_compared(self):
+        differentiate(
+            "backward",
+            lambda a, b: (a.sin() * torch.ones(pick(3, 1), dtype=a.dtype)).sin().sum(),
+            determinism_check="none",
+        )
+
+    @pytest.mark.parametrize("name", SEQUENCES)
+    def test_the_sequence_of_calls_is(self, name):
+        with pytest.raises(functx.ReplayError):
+            differentiate("backward", SEQUENCES[name].f, determinism_check="none")
+
+    def test_other_values_are_refused(self):
+        with pytest.raises(ValueError, match="determinism_check"):
+            functx.remat(torch.sin, determinism_check="strict")

@@ -1,0 +1,170 @@
+"""``remat(f)`` is ``f`` in every stack of transforms, at every position, to depth three.
+
+The reference is the same stack without remat, in float64. What comes out is differentiated once
+more, by plain autograd. The normal suite takes all pairs of transforms, positions and functions; a
+sweep takes the whole grid of 399 stacks, which are of up to sixth order.
+"""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import functx
+
+from .programs import identity, numbers, same, total
+
+TRANSFORMS = ("vmap", "grad", "jvp", "vjp", "jacrev", "jacfwd", "hessian")
+ORDER = {"vmap": 0, "hessian": 2}  # the others differentiate once
+W = numbers(2, 2, start=0.4)
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_nobody_wrote_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def layer(x, remat):
+    return torch.tanh(x @ W)
+
+
+def closure(x, remat):
+    outer = torch.exp(x)  # a tensor of every level around
+    return remat(lambda y: torch.sin(y * outer))(x)
+
+
+def tree(x, remat):
+    inner = remat(lambda xs, by: {"a": xs[0].sin() * by, "b": [xs[1].exp()]})
+    out = inner((x, x[..., :1]), by=0.5)
+    return out["a"] * out["b"][0]
+
+
+FUNCTIONS = {"layer": layer, "closure": closure, "tree": tree}
+
+
+def apply(name, f):
+    """``f``, a function of a tensor, under a transform: again one."""
+
+    def flat(x):
+        return torch.cat([t.reshape(-1) for t in pytree.tree_leaves(f(x))])
+
+    def like(x, start):
+        return numbers(*x.shape, start=start)
+
+    if name == "vmap":
+        return functx.vmap(f)
+    if name == "grad":
+        return functx.grad(lambda x: total(f(x)))
+    if name == "hessian":
+        return functx.hessian(lambda x: total(f(x)))
+    if name == "jvp":
+        return lambda x: sum(functx.jvp(f, (x,), (like(x, 0.5),)))
+    if name == "vjp":
+
+        def vjp(x):
+            out, pullback = functx.vjp(flat, x)
+            return pullback(like(out, 0.7))[0] * x
+
+        return vjp
+    return getattr(functx, name)(flat)
+
+
+def run(name, stack, places, remat):
+    """Values of a stack, given innermost first, and the gradient of their sum.
+
+    ``places`` says where ``remat`` goes: 0 around the function, i around the first i transforms.
+    """
+    f = lambda x: FUNCTIONS[name](x, remat if places else identity)  # noqa: E731
+    f = remat(f) if 0 in places else f
+    for place, transform in enumerate(stack, start=1):
+        f = apply(transform, f)
+        f = remat(f) if place in places else f
+    x = numbers(*(2,) * (1 + stack.count("vmap"))).requires_grad_()
+    out = f(x)
+    return out, torch.autograd.grad(total(out), x, allow_unused=True, materialize_grads=True)
+
+
+@cache
+def reference(name, stack):
+    return run(name, stack, (), identity)
+
+
+def positions(depth):
+    return [*((place,) for place in range(depth + 1)), tuple(range(depth + 1))]
+
+
+STACKS = [s for depth in (1, 2, 3) for s in itertools.product(TRANSFORMS, repeat=depth)]
+
+
+def pairwise():
+    """All stacks of one and two. Of three, those of up to third order from an orthogonal array of
+    49, of which any two of transforms, position and function take all pairs of values."""
+    chosen = set()
+    for a, b in itertools.product(range(7), repeat=2):
+        for numbers_of in ((a,), (a, b), (a, b, (a + b) % 7)):
+            stack = tuple(TRANSFORMS[i] for i in numbers_of)
+            names = list(FUNCTIONS)[: 2 if len(stack) == 3 else 3]
+            places = positions(len(stack))
+            if len(stack) < 3 or sum(ORDER.get(name, 1) for name in stack) <= 3:
+                name = names[(a + 3 * b) % 7 % len(names)]
+                chosen.add((name, stack, places[(a + 2 * b) % 7 % len(places)]))
+    return chosen
+
+
+def title(case):
+    name, stack, places = case
+    return f"{'('.join(reversed(stack))} of {name} at {''.join(map(str, places))}"
+
+
+@pytest.mark.parametrize("case", sorted(pairwise()), ids=title)
+def test_values_and_gradients(case):
+    same(run(*case, functx.remat), reference(*case[:2]))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("stack", STACKS, ids="(".join)
+def test_the_whole_grid(stack, name):
+    for places in positions(len(stack)):
+        same(run(name, stack, places, functx.remat), reference(name, stack))
+
+
+@pytest.mark.parametrize("places", positions(0))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_in_plain_autograd(name, places):
+    same(run(name, (), places, functx.remat), reference(name, ()))
+
+
+@pytest.mark.parametrize("inner", TRANSFORMS)
+@pytest.mark.parametrize("outer", TRANSFORMS)
+def test_a_region_inside_two_levels_closes_over_the_outer(outer, inner):
+    def build(remat):
+        def middle(x):
+            scale = x.exp()
+            f = apply(inner, remat(lambda y: torch.sin(y * scale)))
+            return f(numbers(2, 2) if inner == "vmap" else x.detach() * 0.5 + 0.1)
+
+        x = (numbers(2, 2) if outer == "vmap" else numbers(2)).requires_grad_()
+        out = apply(outer, middle)(x)
+        return out, torch.autograd.grad(total(out), x)
+
+    same(build(functx.remat), build(identity))
+
+
+def test_the_comparison_can_fail():
+    """A remat that loses a derivative, or is off by little, does not pass."""
+    expected = reference("layer", ("jvp",))
+
+    def detached(f):
+        return lambda x: f(x.detach()) + 0 * x.sum()
+
+    def inexact(f):
+        return lambda x: f(x) * (1 + 1e-9)
+
+    for broken in (detached, inexact):
+        with pytest.raises(AssertionError):
+            same(run("layer", ("jvp",), (0,), broken), expected)

@@ -1,0 +1,244 @@
+"""Rule 4: a tensor that requires grad and leaves otherwise than by return."""
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from references import assert_same
+from torch import nn
+
+import functx
+from remat.refusals import refused, right_or_refused, same
+
+X = numbers(4)
+
+
+def appended(remat):
+    aux = []
+
+    def region(x):
+        h = x.sin()  # leaves
+        aux.append(h)
+        return h.exp()
+
+    return lambda x: remat(region)(x).sum() + (aux.pop() * X).sum()
+
+
+def twice(remat):
+    """Of two regions, read in a third."""
+
+    def f(x):
+        aux = []
+
+        def region(x):
+            h = x.sin()  # leaves
+            aux.append(h)
+            return x.exp()
+
+        y = remat(region)(remat(region)(x))
+        return remat(lambda y: (y * aux[0] * aux[1]).sum())(y) + (aux[0] * aux[1]).sum()
+
+    return f
+
+
+def by_nonlocal(remat):
+    def f(x):
+        kept = None
+
+        def region(x):
+            nonlocal kept
+            kept = x.sin()  # leaves
+            return kept.exp()
+
+        return remat(region)(x).sum() + (kept * X).sum()
+
+    return f
+
+
+def by_attribute(remat):
+    class Holder:
+        pass
+
+    def region(x):
+        Holder.aux_loss = x.sin().square().sum()  # leaves
+        return x.exp()
+
+    return lambda x: remat(region)(x).sum() + 3 * Holder.aux_loss
+
+
+def of_an_inner_region(remat):
+    """Kept by the inner of three regions, read in the next and outside of all."""
+    aux = []
+
+    def inner(x):
+        h = x.sin()  # leaves
+        aux.append(h)
+        return x.exp()
+
+    def outer(x):
+        return remat(inner)(x * 2) * aux[-1]
+
+    def f(x):
+        out = remat(lambda x: remat(outer)(x))(x).sum() + (aux[-1] * X).sum()
+        aux.clear()
+        return out
+
+    return f
+
+
+def several(remat):
+    """Alive together, one a function of another."""
+    aux = []
+
+    def region(x):
+        h = x.sin()  # leaves
+        g = h.exp()  # leaves
+        aux.extend([h, g])
+        return (g * h).cos()
+
+    return lambda x: remat(region)(x).sum() + (aux.pop() * aux.pop() * X).sum()
+
+
+ESCAPES = [
+    appended,
+    twice,
+    by_nonlocal,
+    by_attribute,
+    of_an_inner_region,
+    several,
+]
+escapes = pytest.mark.parametrize("build", ESCAPES, ids=lambda f: f.__name__)
+
+
+@escapes
+def test_in_plain_autograd_it_is_a_further_result(build):
+    def program(remat):
+        x = X.clone().requires_grad_()
+        value = build(remat)(x)
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        return first, torch.autograd.grad((first * X).sum(), x)
+
+    same(program)
+
+
+@escapes
+def test_so_does_the_gradient_of_a_captured_leaf(build):
+    def program(remat):
+        w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
+        value = remat(lambda x: build(remat)(x * w))(x)
+        return torch.autograd.grad(value, (x, w))
+
+    same(program)
+
+
+@escapes
+def test_under_grad_it_is_an_error(build):
+    with refused("# leaves", "return", shape=() if build is by_attribute else (4,)):
+        functx.grad(build(functx.remat))(X)
+
+
+WAYS = {
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f))(numbers(3, 4)),
+    "jacrev(grad)": lambda f: functx.jacrev(functx.grad(f))(X),
+    "jvp": lambda f: functx.jvp(f, (X,), (X.cos(),)),
+    "jacfwd": lambda f: functx.jacfwd(f)(X),
+    "torch.func.grad": lambda f: torch.func.grad(f)(X),
+    "vjp": lambda f: functx.vjp(f, X)[1](torch.ones((), dtype=DTYPE)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("build", [appended, by_nonlocal, of_an_inner_region])
+def test_under_other_transforms_it_is_never_a_constant(build, way):
+    right_or_refused(lambda remat: WAYS[way](build(remat)), eps=16)
+
+
+def test_a_view_that_leaves_is_right_or_an_error():
+    def program(remat):
+        aux = []
+
+        def region(x):
+            h = x.sin()
+            aux.append(h[1:])
+            return h.exp()
+
+        x = X.clone().requires_grad_()
+        value = remat(region)(x).sum() + (aux[0] * X[1:]).sum()
+        return torch.autograd.grad(value, x)
+
+    right_or_refused(program)
+
+
+def test_what_also_is_returned_is_right_or_an_error():
+    def program(remat):
+        aux = []
+
+        def region(x):
+            aux.append(x.sin())
+            return aux[0]
+
+        x = X.clone().requires_grad_()
+        value = remat(region)(x).sum() + (aux[0] * X).sum()
+        return torch.autograd.grad(value, x)
+
+    right_or_refused(program)
+
+
+def test_a_leaf_made_inside_is_right_or_an_error():
+    def program(remat):
+        held = []
+
+        def region(x):
+            held.append(x.detach().sin().requires_grad_())
+            return (held[-1] * x).sum()
+
+        remat(region)(X.clone().requires_grad_()).backward()
+        return held[0].grad
+
+    right_or_refused(program)
+
+
+def test_what_does_not_require_grad_may_leave():
+    log = []
+
+    def region(x):
+        h = x.sin()
+        log.extend([h.detach(), h.detach().sum().item()])
+        return h.exp()
+
+    x = X.clone().requires_grad_()
+    functx.remat(region)(x).sum().backward()
+    assert_same((log[0], x.grad), (X.sin(), X.cos() * X.sin().exp()), eps=8)
+    assert functx.grad(lambda x: functx.remat(region)(x).sum())(X).shape == (4,)
+
+
+def test_what_is_gone_when_the_region_ends_is_no_error():
+    scratch = []
+
+    def region(x):
+        scratch.append(x.sin())
+        return scratch.pop().exp()
+
+    found = functx.grad(lambda x: functx.remat(region)(x).sum())(X)
+    assert_same(found, X.cos() * X.sin().exp(), eps=8)
+
+
+class TestForwardHooks:
+    """Models record hidden states and router logits so."""
+
+    @staticmethod
+    def gradients(remat, nested):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(DTYPE) for _ in range(3)]
+        kept = []
+        for block in blocks:
+            block[0].register_forward_hook(lambda module, args, out: kept.append(out))
+        x = y = numbers(2, 4).requires_grad_()
+        for block in blocks:
+            y = remat(lambda y, b=block: remat(b)(y))(y) if nested else remat(block)(y)
+        value = y.sum() + sum(h.square().sum() * (i + 1) for i, h in enumerate(kept[:3]))
+        assert len(kept) == 3
+        return torch.autograd.grad(value, [x, *nn.ModuleList(blocks).parameters()])
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_what_they_record_has_its_gradient(self, nested):
+        same(lambda remat: self.gradients(remat, nested))

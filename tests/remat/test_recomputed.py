@@ -1,0 +1,233 @@
+"""Rule 6: a pullback recomputes what it reads, once, and nothing else: counted."""
+
+import random
+
+import pytest
+import torch
+
+import functx
+
+from .counters import op_counts
+from .programs import identity, numbers, same
+
+X = numbers(4)
+W = [numbers(4, 4, start=float(i)) for i in range(4)]
+
+
+def nested(regions, remat=functx.remat):
+    """A chain of sines: ``"s"`` is one, a list is a region around a chain."""
+
+    def chain(x):
+        for one in regions:
+            x = torch.sin(x) if one == "s" else remat(nested(one, remat))(x)
+        return x
+
+    return chain
+
+
+def size(regions):
+    return sum(1 if one == "s" else size(one) for one in regions)
+
+
+def again(regions, inside=False):
+    """How many sines are computed again: in a region, all that come before its last part; and what
+    the regions in it compute again. The value of a last part is read by nobody."""
+    own = size(regions[:-1]) if inside else 0
+    return own + sum(again(one, True) for one in regions if one != "s")
+
+
+def halves(n):
+    """A region around the first half, each half built the same way."""
+    if n <= 2:
+        return ["s"] * n
+    return [halves(n // 2), *halves(n // 2)]
+
+
+def binomial(n):
+    """A region around both halves together, each half built the same way."""
+    return ["s"] if n == 1 else [[*binomial(n // 2), *binomial(n // 2)]]
+
+
+def drawn(choose, depth):
+    parts = choose.randint(1, 4)
+    return ["s" if depth == 0 or choose.random() < 0.5 else drawn(choose, depth - 1)
+            for _ in range(parts)]  # fmt: skip
+
+
+PROGRAMS = {
+    "two in one region": ([["s", "s"]], 1),
+    "a region of a region": ([[["s", "s"]]], 1),
+    "three deep": ([[[["s", "s"]]]], 1),
+    "eight regions of one": ([["s"]] * 8, 0),
+    "two regions of four": ([list("ssss")] * 2, 6),
+    **{f"halves, {n}": (halves(n), count) for n, count in ((4, 1), (8, 5), (16, 17), (32, 49))},
+    **{f"binomial, {n}": (binomial(n), count) for n, count in ((4, 4), (8, 12))},
+}
+
+
+def by_backward(f):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x).sum(), x)[0]
+
+    return gradient
+
+
+LEVELS = {
+    "backward": by_backward,
+    "grad": lambda f: functx.grad(lambda x: f(x).sum()),
+    "vmap(grad)": lambda f: lambda x: functx.vmap(functx.grad(lambda x: f(x).sum()))(x[None])[0],
+    "backward(vmap)": lambda f: by_backward(lambda x: functx.vmap(f)(x[None])),
+    "torch.func.grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "jacrev": lambda f: functx.jacrev(lambda x: f(x).sum()),
+}
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "torch.func.grad"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_sines(name, level):
+    regions, expected = PROGRAMS[name]
+    assert again(regions) == expected
+    gradient = LEVELS[level](nested(regions))
+    counts = op_counts(gradient, X)
+    assert counts["sin"] == size(regions) + expected
+    assert counts["cos"] == size(regions)
+    same(gradient(X), LEVELS[level](nested(regions, identity))(X))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sines_in_random_nests(seed):
+    regions = drawn(random.Random(seed), 4)
+    for level in ("backward", "vmap(grad)"):
+        counts = op_counts(LEVELS[level](nested(regions)), X)
+        assert counts["sin"] == size(regions) + again(regions)
+
+
+def layers(x, weights=W):
+    for w in weights:
+        x = torch.tanh(x @ w)  # its derivative reads its result
+    return x
+
+
+class TestLayers:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_whose_results_are_read_run_twice(self, level):
+        x = numbers(4, 4)
+        plain, ours = (
+            op_counts(LEVELS[level](remat(layers)), x) for remat in (identity, functx.remat)
+        )
+        assert ours["tanh"] == 2 * len(W)
+        assert ours["tanh_backward"] == plain["tanh_backward"]
+        mm = [ours[name] - plain[name] for name in ("mm", "bmm") if plain[name]]
+        assert sum(mm) == len(W)
+
+    def test_run_once_where_nothing_is_differentiated(self):
+        for f in (functx.remat(layers), functx.vmap(functx.remat(layers))):
+            assert op_counts(f, numbers(2, 4, 4))["tanh"] == len(W)
+        with torch.no_grad():
+            x = numbers(4, 4).requires_grad_()
+            assert op_counts(functx.remat(layers), x)["tanh"] == len(W)
+
+    def test_run_once_in_forward_mode(self):
+        x = numbers(4, 4)
+        plain, ours = (
+            op_counts(lambda f=f: functx.jvp(f, (x,), (x,))) for f in (layers, functx.remat(layers))
+        )
+        assert ours["tanh"] == plain["tanh"] == len(W)
+        assert ours["mm"] == plain["mm"]
+
+    def test_run_again_for_each_pullback(self):
+        def run():
+            value, pullback = functx.vjp(functx.remat(layers), numbers(4, 4))
+            pullback(value)
+            pullback(value)
+
+        assert op_counts(run)["tanh"] == 3 * len(W)
+
+    def test_run_again_once_for_all_rows_of_a_jacobian(self):
+        assert op_counts(functx.jacrev(functx.remat(layers)), numbers(2, 4))["tanh"] == 2 * len(W)
+
+    def test_a_region_without_a_differentiated_input_runs_once(self):
+        x = numbers(4, 4)
+
+        def f(x, y):
+            return x.sum() * functx.remat(layers)(y).sum()
+
+        assert op_counts(functx.grad(f), x, x)["tanh"] == len(W)
+        assert op_counts(lambda: f(x.clone().requires_grad_(), x).backward())["tanh"] == len(W)
+
+
+class TestWhatNobodyAsksFor:
+    """``needs_input_grad``, honoured."""
+
+    @staticmethod
+    def two_branches(a, b):
+        return a.sin().sin().sin() + b.exp().exp().exp()
+
+    def test_a_branch_of_an_input_that_needs_no_gradient_is_not_computed_again(self):
+        a, b = (X.clone().requires_grad_(r) for r in (True, False))
+        f = functx.remat(self.two_branches)
+        counts = op_counts(lambda: torch.autograd.grad(f(a, b).sum(), a))
+        assert (counts["sin"], counts["exp"]) == (5, 3)
+        counts = op_counts(functx.grad(lambda a, b: f(a, b).sum()), X, X)
+        assert (counts["sin"], counts["exp"]) == (5, 3)
+
+    def test_gradients_of_frozen_weights_are_not_computed(self):
+        x = numbers(4, 4)
+        plain, ours = (
+            op_counts(functx.grad(lambda x, f=f: f(x).sum()), x)["mm"]
+            for f in (layers, functx.remat(layers))
+        )
+        assert ours == plain + len(W)
+
+    def test_nor_those_of_inputs_that_a_call_does_not_ask_for(self):
+        """Both need gradients; one is asked for. What plain autograd leaves out, a region does."""
+        a, w = numbers(4, 4).requires_grad_(), numbers(4, 4, start=1.0).requires_grad_()
+
+        def counts(remat, *asked):
+            f = remat(lambda a, w: torch.tanh(a @ w))
+            return op_counts(lambda: torch.autograd.grad(f(a, w).sum(), asked))["mm"]
+
+        for asked in ((a,), (w,), (a, w)):
+            assert counts(functx.remat, *asked) == counts(identity, *asked) + 1
+
+    def test_a_result_that_nobody_reads_is_not_computed_again(self):
+        def f(x):
+            return x.sin().sin(), x.exp().exp().exp()
+
+        x = X.clone().requires_grad_()
+        counts = op_counts(lambda: torch.autograd.grad(functx.remat(f)(x)[0].sum(), x))
+        assert counts["sin"] == 3
+
+    def test_what_is_linear_is_not_computed_again(self):
+        f = functx.remat(lambda x: (x @ W[0] * 2 + x) @ W[1])
+        for level in ("backward", "vmap(grad)"):
+            ours, plain = (op_counts(LEVELS[level](g), numbers(4, 4))
+                           for g in (f, lambda x: (x @ W[0] * 2 + x) @ W[1]))  # fmt: skip
+            assert sum(ours[n] for n in ("mm", "bmm", "mul")) == sum(
+                plain[n] for n in ("mm", "bmm", "mul")
+            )
+
+
+class TestSecondOrder:
+    def test_of_a_chain_costs_a_replay_of_the_pullback(self):
+        """Forward, replay, and for the outer pass each of the two once more."""
+        f = functx.remat(layers)
+        for second in (
+            functx.grad(lambda x: functx.grad(lambda x: f(x).sum())(x).sum()),
+            functx.vmap(functx.grad(lambda x: functx.grad(lambda x: f(x).sum())(x).sum())),
+        ):
+            assert 2 * len(W) < op_counts(second, numbers(1, 4, 4))["tanh"] <= 4 * len(W)
+
+    def test_of_a_chain_of_regions_grows_linearly(self):
+        def sines(n):
+            f = nested([["s", "s"]] * n)
+            second = functx.grad(lambda x: functx.grad(lambda x: f(x).sum())(x).sum())
+            return op_counts(second, X)["sin"]
+
+        assert sines(8) - sines(4) == 2 * (sines(4) - sines(2))
+
+
+def test_a_remat_that_does_nothing_is_seen():
+    counts = op_counts(by_backward(nested([["s", "s"]], identity)), X)
+    assert counts["sin"] != 2 + again([["s", "s"]])

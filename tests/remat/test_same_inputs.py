@@ -1,0 +1,265 @@
+"""Rule 1: a replay finds the arguments of the call, and every tensor that it read.
+
+Each loss changes what the region reads after the call, and is differentiated when it has returned.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import functx
+
+from .programs import STACKS, X, Y, check, identity, naive, numbers, right_or_raises, same
+
+SETTINGS = {"scale": Y, "weights": [Y]}
+every_stack = pytest.mark.parametrize("stack", STACKS)
+
+
+def check_loss(stack, build, **options):
+    """``build(remat)`` is a loss of one vector."""
+    check(lambda remat: STACKS[stack](build(remat), X), **options)
+
+
+class Holder:
+    def __init__(self, w=Y):
+        self.w = w
+
+    def __call__(self, x):
+        return (x * self.w).sin()
+
+
+@every_stack
+class TestCells:
+    def test_rebound_after_the_call(self, stack):
+        def build(remat):
+            def loss(x):
+                w, number, f = Y, 2.0, torch.sin
+                y = remat(lambda x: f(x * w) * number * x)(x)
+                w, number, f = 5 * Y, 7.0, torch.cos
+                return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    def test_rebound_by_a_loop_that_makes_regions(self, stack):
+        def build(remat):
+            def loss(x):
+                for i in range(3):
+                    w = numbers(3, start=float(i))
+                    x = remat(lambda x: (x * w).sin() * (i + 1))(x)  # noqa: B023
+                return x.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    def test_rebound_tensor_of_a_function_that_the_region_calls(self, stack):
+        def build(remat):
+            def loss(x):
+                w = Y
+
+                def scaled(x):
+                    return x * w
+
+                y = remat(lambda x: scaled(x).sin() * scaled(x))(x)
+                w = 5 * Y
+                return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+
+@every_stack
+class TestArguments:
+    def test_containers_that_the_caller_changes_after_the_call(self, stack):
+        def build(remat):
+            def f(tensors, named, *, last):
+                x = tensors[0] * named["w"]["y"] * tensors[1]
+                return (x * last[0]).sin() * x
+
+            def loss(x):
+                tensors, named, last = [x, 3.0], {"w": {"y": Y}}, [2.0]
+                y = remat(f)(tensors, named, last=last)
+                tensors.clear()
+                named["w"]["y"], last[0] = 5 * Y, 7.0
+                return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    def test_defaults_partials_and_methods(self, stack):
+        def build(remat):
+            def f(w, x, by=2.0, *, plus=Y):
+                return (x * w).sin() * by + (x * plus).sin()
+
+            def loss(x):
+                holder = Holder()
+                y = remat(functools.partial(f, Y, by=3.0))(x) + remat(f)(Y, x)
+                y = y + remat(holder)(x) * remat(holder.__call__)(x)
+                holder.w = 5 * Y
+                return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    def test_one_tensor_given_twice_and_captured(self, stack):
+        def build(remat):
+            return lambda x: remat(lambda a, b: (a * b).sin() * x)(x, x).sum()
+
+        check_loss(stack, build)
+
+    def test_requires_grad_says_what_it_says_without_remat(self, stack):
+        """Of an argument and of a constant, in the forward and in the replay."""
+
+        def build(remat):
+            def f(x, c):
+                x = x.sin() * x if x.requires_grad else x.cos().exp()
+                return x * (c.exp() if c.requires_grad else c)
+
+            return lambda x: remat(f)(x, Y).sum()
+
+        check_loss(stack, build)
+
+
+def test_requires_grad_also_where_one_gradient_is_asked_for():
+    def program(remat):
+        a, b = X.clone().requires_grad_(), Y.clone().requires_grad_()
+        out = remat(lambda a, b: (a.sin() * b).exp() if b.requires_grad else a * b)(a, b)
+        return torch.autograd.grad(out.sum(), a)
+
+    check(program)
+
+
+@every_stack
+class TestAttributesAndGlobals:
+    def test_a_rebound_attribute(self, stack):
+        def build(remat):
+            def loss(x):
+                holder = Holder()
+                y = remat(lambda x: holder(x) * x)(x)
+                holder.w = 5 * Y
+                return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    def test_a_rebound_global_and_list_element(self, stack, monkeypatch):
+        def f(x):
+            return (x * SETTINGS["scale"] * SETTINGS["weights"][0]).sin() * x
+
+        def build(remat):
+            def loss(x):
+                with monkeypatch.context() as patch:
+                    y = remat(f)(x)
+                    patch.setitem(SETTINGS, "scale", 5 * Y)
+                    patch.setitem(SETTINGS, "weights", [7 * Y])
+                    return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    def test_a_constant_argument_also_reached_by_an_attribute_that_is_rebound(self, stack):
+        def build(remat):
+            def loss(x):
+                holder = Holder()
+                y = remat(lambda x, w: holder(x) * (w + x))(x, holder.w)
+                holder.w = 5 * Y
+                return y.sum()
+
+            return loss
+
+        right_or_raises(lambda remat: STACKS[stack](build(remat), X))
+
+
+class Net(nn.Module):
+    """Two layers; ``remat`` goes around the second, or the whole."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("scale", Y.clone())
+        self.double()
+
+    def tail(self, x):
+        return torch.sin(self.second(x) * self.scale)
+
+    def forward(self, x, remat):
+        return remat(self.tail)(torch.sin(self.first(x)))
+
+
+def swapped(net):
+    return {name: t.detach() * 0.5 for name, t in net.state_dict().items()}
+
+
+class TestModules:
+    @every_stack
+    def test_parameters_and_buffers_replaced_after_the_call(self, stack):
+        def build(remat):
+            net = Net()
+
+            def loss(x):
+                y = net(x, remat)
+                net.second.weight, net.scale = nn.Parameter(numbers(3, 3)), 5 * Y
+                return y.sum()
+
+            return loss
+
+        check_loss(stack, build)
+
+    @pytest.mark.parametrize("around", ["inside", "whole", "functional_call"])
+    @pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "backward", "backward(vmap)"])
+    def test_parameters_that_functional_call_had_swapped_in(self, stack, around):
+        """The pullback runs when the module has its own parameters again."""
+
+        def program(remat):
+            net = Net()
+
+            def call(net, tree, x):
+                inner = remat if around != "whole" else (lambda f: f)
+                return functx.functional_call(net, tree, (x, inner)).square().sum()
+
+            f = remat(functools.partial(call, net)) if around == "whole" else None
+            if around == "functional_call":
+                f = remat(lambda tree, x: call(net, tree, x))
+
+            def loss(tree, x):
+                return f(tree, x) if f else call(net, tree, x)
+
+            tree = swapped(net)
+            if stack == "grad":
+                found = functx.grad(loss)(tree, X)
+            elif stack == "vmap(grad)":
+                found = functx.vmap(functx.grad(loss), (None, 0))(tree, numbers(4, 3))
+            else:
+                tree = {name: t.requires_grad_() for name, t in tree.items()}
+                if stack == "backward":
+                    value = loss(tree, X)
+                else:
+                    value = functx.vmap(loss, (None, 0))(tree, numbers(4, 3)).sum()
+                found = torch.autograd.grad(value, list(tree.values()))
+            assert all(p.grad is None for p in net.parameters())
+            return found
+
+        check(program)
+
+
+def test_the_comparison_can_fail():
+    """A recompute that reads what is there at the time of the backward is seen."""
+
+    def program(remat):
+        holder, x = Holder(), X.clone().requires_grad_()
+        y = remat(lambda x: holder(x) * x)(x)
+        holder.w = 5 * Y
+        return torch.autograd.grad(y.sum(), x)
+
+    with pytest.raises(AssertionError):
+        same(program(naive), program(identity))

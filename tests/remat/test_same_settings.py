@@ -1,0 +1,258 @@
+"""Rule 1: a replay finds the forward's autocast, grad mode, default device and dtype, SDPA
+backends, deterministic and matmul-precision flags; and afterwards they are the user's again.
+
+Each loss enters a setting for the forward only, and is differentiated when it has returned.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import functx
+
+from .counters import op_counts
+from .programs import STACKS, X, Y, check, identity, numbers, same
+
+every_stack = pytest.mark.parametrize("stack", STACKS)
+
+
+@contextlib.contextmanager
+def flag(get, put, value):
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def default_dtype(dtype):
+    return flag(torch.get_default_dtype, torch.set_default_dtype, dtype)
+
+
+FLAGS = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    ),
+    "matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "medium",
+    ),
+    "flash attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+        False,
+    ),
+    "memory-efficient attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        False,
+    ),
+    "math attention": (
+        torch.backends.cuda.math_sdp_enabled,
+        torch.backends.cuda.enable_math_sdp,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("stack", ["backward", "vmap(grad)", "grad(grad)"])
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_a_flag_reads_as_in_the_forward(name, around, stack):
+    """Set around the forward only, or for the backward only; and it stays as it was set."""
+    get, put, value = FLAGS[name]
+
+    def f(x):
+        return x.sin() * x.sin() if get() == value else x.cos() * x.exp()
+
+    def program(remat):
+        with flag(get, put, get()):
+
+            def loss(x):
+                if around == "forward":
+                    with flag(get, put, value):
+                        return remat(f)(x).sum()
+                y = remat(f)(x)
+                put(value)
+                return y.sum()
+
+            found = STACKS[stack](loss, X)
+            assert (get() == value) is (around == "backward")
+            return found
+
+    check(program)
+
+
+@every_stack
+def test_the_default_dtype_of_what_a_region_makes(stack):
+    def program(remat):
+        def loss(x):
+            with default_dtype(torch.float64):
+                return remat(lambda x: (x * torch.linspace(0.1, 1, 3)).sin())(x).sum()
+
+        return STACKS[stack](loss, X)
+
+    check(program)
+
+
+@every_stack
+def test_the_default_device(stack):
+    def f(x):
+        return (x.sin() if torch.empty(1).device.type == "meta" else x).sin()
+
+    def program(remat):
+        def loss(x):
+            with torch.device("meta"):
+                y = remat(f)(x)
+            return (y * remat(f)(x)).sum()
+
+        found = STACKS[stack](loss, X)
+        assert torch.empty(1).device.type == "cpu"
+        return found
+
+    check(program)
+
+
+def test_a_backward_inside_another_default_device():
+    def program(remat):
+        x = X.clone().requires_grad_()
+        with torch.device("cpu"):
+            y = remat(lambda x: (x * torch.arange(3.0)).sin())(x)
+        cotangent = torch.ones_like(y)
+        with torch.device("meta"):
+            found = torch.autograd.grad(y, x, cotangent)
+            assert torch.empty(3).device.type == "meta"
+        return found
+
+    check(program)
+
+
+class TestGradMode:
+    @every_stack
+    def test_a_part_without_it_stays_one(self, stack):
+        def f(x):
+            with torch.no_grad():
+                scale = x.exp()
+                assert not torch.is_grad_enabled()
+            return (x.sin() if torch.is_grad_enabled() else x).sin() * scale
+
+        check(lambda remat: STACKS[stack](lambda x: remat(f)(x).sum(), X))
+
+    def test_the_backward_may_run_without_it(self):
+        def program(remat):
+            x = X.clone().requires_grad_()
+            y = remat(lambda x: x.sin().sin() if torch.is_grad_enabled() else x)(x).sum()
+            with torch.no_grad():
+                y.backward()
+            return x.grad
+
+        check(program)
+
+    def test_a_region_without_it_records_nothing(self):
+        x = X.clone().requires_grad_()
+        with torch.no_grad():
+            y = functx.remat(lambda x: x.sin() * float(torch.is_grad_enabled()))(x)
+        assert not y.requires_grad
+        same(y, torch.zeros(3, dtype=y.dtype))
+
+
+def attention(x):
+    q = x * torch.ones(1, 2, 4, 1, dtype=x.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos())
+
+
+@pytest.mark.parametrize("stack", ["backward", "double backward", "grad", "vmap(grad)", "vjp"])
+def test_attention_runs_by_the_backend_chosen_around_the_forward(stack):
+    def program(remat):
+        def loss(x):
+            with sdpa_kernel(SDPBackend.MATH):
+                return remat(attention)(x).sin().sum()
+
+        return STACKS[stack](loss, X)
+
+    check(program)
+    counts = op_counts(program, functx.remat)
+    assert not any("flash" in name for name in counts)
+
+
+class TestAutocast:
+    """Gradients that a cast weight gets in two places may be added in bfloat16 or float32."""
+
+    W = numbers(4, 4, start=1.0).float()
+
+    def program(self, remat, body, where, used_after=False, **options):
+        def f(x, w):
+            with (
+                torch.autocast("cpu", **options) if where == "inside" else contextlib.nullcontext()
+            ):
+                return body(x, w)
+
+        x, w = numbers(4, 4).float().requires_grad_(), self.W.clone().requires_grad_()
+        with torch.autocast("cpu", **options) if where == "around" else contextlib.nullcontext():
+            y = remat(f)(x, w)
+            if used_after:
+                y = torch.tanh(y @ w)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "backward"):
+            return y, torch.autograd.grad(y.float().sum(), (x, w))
+
+    @pytest.mark.parametrize("cache", [True, False])
+    @pytest.mark.parametrize("where", ["inside", "around", "backward"])
+    def test_is_as_in_the_forward(self, where, cache):
+        options = {"dtype": torch.bfloat16, "cache_enabled": cache}
+
+        def body(x, w):
+            return torch.tanh(torch.tanh(x @ w))
+
+        ours, plain = (
+            self.program(remat, body, where, **options) for remat in (functx.remat, identity)
+        )
+        assert ours[0].dtype == (torch.float32 if where == "backward" else torch.bfloat16)
+        same(ours, plain, exact=True)
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled()
+
+    @pytest.mark.parametrize("used_after", [True, False])
+    def test_a_cached_cast_loses_no_gradient(self, used_after):
+        """The cast of a weight in a region is not what a later part of the forward uses."""
+
+        def body(x, w):
+            return torch.tanh(torch.tanh(x @ w) @ w)
+
+        ours, plain = (
+            self.program(remat, body, "around", used_after, dtype=torch.bfloat16)
+            for remat in (functx.remat, identity)
+        )
+        same(ours[0], plain[0], exact=True)
+        torch.testing.assert_close(ours[1], plain[1], rtol=0.05, atol=0.05)
+
+    def test_a_cast_cached_before_the_region_is_found_by_no_replay(self):
+        def program(remat):
+            x, w = numbers(4, 4).float().requires_grad_(), self.W.clone().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = torch.tanh(x @ w)
+                y = remat(lambda h: torch.tanh(torch.tanh(h) @ w))(h).float().sum()
+                return torch.autograd.grad(y, (x, w))
+
+        torch.testing.assert_close(program(functx.remat), program(identity), rtol=0.05, atol=0.05)
+
+    @pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "vjp", "backward(vmap)"])
+    def test_under_transforms(self, stack):
+        def program(remat):
+            w = numbers(3, 3).float()
+
+            def loss(x):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    y = remat(lambda x: torch.tanh(torch.tanh(x @ w)))(x)
+                assert y.dtype == torch.bfloat16
+                return y.float().sum()
+
+            return STACKS[stack](loss, Y.float())
+
+        check(program, exact=True)

@@ -1,0 +1,136 @@
+"""Models of Hugging Face as they come: caches, router logits, hidden states, hooks."""
+
+import warnings
+
+import hf
+import pytest
+import torch
+from references import assert_same, peak
+from transformers import DynamicCache
+
+import functx
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable.*:FutureWarning",
+    "ignore:.*use_cache:UserWarning",
+    "ignore:There is a performance drop",  # experts are counted by histc
+)
+ways = pytest.mark.parametrize("way", ["patch", "apply"])
+
+
+def checkpointed(model, way):
+    """``model``, checkpointed, and the context to use it in."""
+    if way == "patch":
+        model.gradient_checkpointing_enable()
+        return model, functx.patch_checkpoint()
+    return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()
+
+
+def inputs_of(name, **options):
+    return {key: value[0] for key, value in hf.batch(name, **options).items()}
+
+
+def train(model, inputs, **options):
+    torch.manual_seed(3)
+    loss = model(**inputs, **options).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+@ways
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_training_with_the_cache_at_its_default(name, way, attention):
+    build = {"attention": attention, "dropout": 0.2}
+    model, context = checkpointed(hf.build(name, **build), way)
+    with context:
+        ours = train(model, inputs_of(name))
+    assert_same(ours, train(hf.build(name, **build), inputs_of(name)), eps=256)
+
+
+@ways
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_per_sample_gradients_take_less_memory(name, way):
+    def per_sample(model):
+        def loss(parameters, inputs):
+            return functx.functional_call(model, parameters, (), inputs).loss
+
+        inputs = hf.batch(name, length=28)
+        return functx.vmap(functx.grad(loss), (None, 0))(hf.parameters(model), inputs)
+
+    plain = hf.build(name)
+    model, context = checkpointed(hf.build(name), way)
+    with context:
+        assert_same(per_sample(model), per_sample(plain), eps=64)
+        assert peak(per_sample, model) < 0.8 * peak(per_sample, plain)
+
+
+@ways
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_recorded_hidden_states_and_router_logits_are_on_the_tape(name, way):
+    wanted = {"output_hidden_states": True, "use_cache": False}
+    if name == "mixtral":
+        wanted["output_router_logits"] = True
+
+    def run(model):
+        out = model(**inputs_of(name), **wanted)
+        recorded = [*out.hidden_states, *(out.router_logits if name == "mixtral" else ())]
+        total = sum((i + 1) * t.square().sum() for i, t in enumerate(recorded))
+        gradients = torch.autograd.grad(
+            total, list(model.parameters()), allow_unused=True, materialize_grads=True
+        )
+        return [t.detach() for t in recorded], gradients
+
+    model, context = checkpointed(hf.build(name), way)
+    with context:
+        ours = run(model)
+    assert_same(ours, run(hf.build(name)), eps=512)
+
+
+@ways
+def test_the_routers_own_loss_counts(way):
+    def gradients(coefficient):
+        model, context = checkpointed(hf.build("mixtral"), way)
+        model.router_aux_loss_coef = coefficient
+        with context:
+            model(**inputs_of("mixtral")).loss.backward()
+        return model.model.layers[0].mlp.gate.weight.grad
+
+    assert not torch.allclose(gradients(0.0), gradients(0.5))
+
+
+def test_a_whole_model_is_a_region():
+    """Hooks that the model installs in its first call, and what they record."""
+
+    def run(remat):
+        model = hf.build("llama")
+        region, found = remat(model), []
+        for _ in range(2):
+            out = region(**inputs_of("llama"), output_hidden_states=True, use_cache=False)
+            found.append(len(out.hidden_states))
+            (out.loss + sum(h.square().sum() for h in out.hidden_states)).backward()
+        return found, [p.grad for p in model.parameters()]
+
+    assert_same(run(functx.remat), run(lambda model: model), eps=512)
+
+
+def test_a_cache_of_keys_as_an_argument_is_an_error_that_names_use_cache():
+    def region(x, cache):
+        keys, values = cache.update(x.sin(), x.cos(), 0)
+        return keys * values
+
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    with pytest.raises(functx.RematError, match="use_cache=False"):
+        functx.remat(region)(x.clone().requires_grad_(), DynamicCache())
+    with pytest.raises(functx.RematError, match="use_cache=False"):
+        functx.grad(lambda x: functx.remat(region)(x, cache=DynamicCache()).sum())(x)
+
+
+def test_generation_uses_its_cache():
+    model = functx.apply_remat(hf.build("llama").eval(), "gradient_checkpointing")
+    ids = inputs_of("llama")["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = model.generate(ids, max_new_tokens=5, do_sample=False)
+    plain = hf.build("llama").eval()
+    assert torch.equal(ours, plain.generate(ids, max_new_tokens=5, do_sample=False))
