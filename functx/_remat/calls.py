@@ -43,9 +43,11 @@ LOOKS = {
     *(Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
-    *(torch._C._set_grad_enabled, torch.is_grad_enabled),
+    *(torch._C._set_grad_enabled, torch.is_grad_enabled, Tensor.output_nr.__get__),
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset),
 }
+# Hangs something on a tensor, where it requires grad, say; nothing is computed.
+HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
 # What makes a tensor of Python's or NumPy's data: kept, not made again (rule 3).
 MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.frombuffer}
 MAKERS |= {Tensor.new_tensor}
@@ -93,6 +95,8 @@ class Listener(TorchFunctionMode):
         self.ledger, self.outer, self.expected = ledger, outer, expected
         self.ledgers: tuple[Any, ...] = (ledger, *(outer.ledgers if outer is not None else ()))
         self.asleep = False
+        self.n_args = 0
+        self.standins: list[Tensor] = []
         self.known: dict[int, tuple[Any, int]] = {}
         self.calls: list[Call] = []
         self.serial = 0
@@ -126,9 +130,47 @@ class Listener(TorchFunctionMode):
         """How many levels the region was called in."""
         raise NotImplementedError
 
-    def meet(self, t: Tensor, path: Any) -> tuple[int, Tensor]:
-        """The number of a tensor not seen before, and what to put in its place."""
+    def meet(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor]:
+        """The number of a tensor that is not known, or not as expected, and what to put there.
+
+        Args:
+            t: the tensor.
+            number: its number, if it is known.
+            due: what the forward met here; ``None`` in a first run.
+        """
         raise NotImplementedError
+
+    def due(self) -> Call | None:
+        """What the expected log has here."""
+        if self.expected is None or len(self.calls) >= len(self.expected):
+            return None
+        return self.expected[len(self.calls)]
+
+    def due_number(self, operands: list[int]) -> int | None:
+        """What the expected log has as the next operand."""
+        due = self.due()
+        return None if due is None or len(operands) >= len(due.operands) else due.operands[len(operands)]
+
+    def _as_expected(self, operands: list[int]) -> bool:
+        due = self.due()
+        return due is not None and due.operands == operands
+
+    def placed(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor] | None:
+        """The input that the forward met here, whatever lies here now (see NOTE [by place]).
+
+        ``None`` where it met no input, or where ``t`` is a result, or another argument.
+        """
+        if due is None or due >= 0:
+            return None
+        if number is None:
+            number = self.number_within(t)
+        if number == due:
+            return due, t
+        if number is not None and (number >= 0 or max(-1 - number, -1 - due) < self.n_args):
+            return None
+        if _torch.level_of(levels.alive(t)) > self.depth() or -1 - due >= len(self.standins):
+            return None
+        return due, self.standins[-1 - due]
 
     # -- calls
 
@@ -147,6 +189,9 @@ class Listener(TorchFunctionMode):
         """One call of the region's code."""
         if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
             return self.keep(lambda: func(*args, **kwargs))
+        if func in HOOKS:
+            self.hang(args[0])
+            return func(*args, **kwargs)
         operands: list[int] = []
         others: list[Any] = []
         given = args, kwargs
@@ -158,13 +203,13 @@ class Listener(TorchFunctionMode):
             if (k := known.get(id(a))) is not None and k[0]() is a:
                 operands.append(k[1])
                 continue
-            operands, others = [], []
-            args, kwargs = self._look(func, args, kwargs, operands, others)
+            looked = False
             break
         else:
-            if kwargs:
-                operands, others = [], []
-                args, kwargs = self._look(func, args, kwargs, operands, others)
+            looked = not kwargs and (self.expected is None or self._as_expected(operands))
+        if not looked:
+            operands, others = [], []
+            args, kwargs = self._look(func, args, kwargs, operands, others)
         call = Call(func, operands, others)
         for ledger in self.ledgers:
             ledger.next_call()
@@ -194,8 +239,8 @@ class Listener(TorchFunctionMode):
             return a
         if isinstance(a, Tensor):
             number = self.number_of(a)
-            if number is None:
-                number, a = self.meet(a, len(operands))
+            if number is None or (self.expected is not None and number != self.due_number(operands)):
+                number, a = self.meet(a, number, self.due_number(operands))
             operands.append(number)
             return a
         if kind is list or kind is tuple:
@@ -264,6 +309,9 @@ class Listener(TorchFunctionMode):
 
     def may_leave(self, known: tuple[Any, int], call: Call) -> None:
         """A result that requires grad, which may leave otherwise than by return (rule 4)."""
+
+    def hang(self, t: Tensor) -> None:
+        """A hook is about to be hung on a tensor."""
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside (rule 3)."""

@@ -25,11 +25,6 @@ from functx._remat.ledger import Record
 from functx._remat.operators import storage_of
 from functx._remat.region import Inputs
 
-_HOOKS = {
-    Tensor.register_hook: "hangs a hook on",
-    Tensor.register_post_accumulate_grad_hook: "hangs a hook on",
-    Tensor.retain_grad: "asks for the gradient (retain_grad) of",
-}
 _REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 # Pulls back what it is given, with the closures of that.
 _ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
@@ -54,6 +49,7 @@ class Captures(Listener):
     ) -> None:
         super().__init__(record, outer, expected)
         self.region, self.inputs, self.record = region, inputs, record
+        self.standins = inputs.standins
         self.captured: dict[int, int] = {}
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
@@ -67,7 +63,7 @@ class Captures(Listener):
 
     def admit(self, t: Tensor) -> int:
         """A further input; returns its number."""
-        number = len(self.inputs.standins)
+        number = len(self.standins)
         standin = self.inputs.admit(t)
         if self.number_of(standin) is None:
             self.know(standin, -1 - number)
@@ -76,12 +72,15 @@ class Captures(Listener):
         self.record.outside.update(self.inputs.memory[number])
         return number
 
-    def meet(self, t: Tensor, path: Any) -> tuple[int, Tensor]:
-        number = self.number_within(t)
-        if number is not None:
+    def meet(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor]:
+        if (placed := self.placed(t, number, due)) is not None:
+            return placed
+        if number is None:
+            number = self.number_within(t)
+        if number is not None and due != -1 - len(self.standins):
             return number, t
         value = levels.alive(t)
-        if self._is_inside(value):
+        if due == INSIDE or (due is None and self._is_inside(value)):
             return INSIDE, t
         if _torch.level_of(value) > self.depth():
             if not levels.is_tracked(value):
@@ -91,18 +90,13 @@ class Captures(Listener):
                 "transform of torch.func, where functx can't put a stand-in for it. Use the "
                 "transform of functx of the same name, or pass the tensor as an argument."
             )
-        if self.outer is not None:
-            (value,) = self.outer.take("a capture of a region inside", [value])
-            if (number := self.number_of(value)) is not None:
-                return number, value
-        return self._capture(value)
-
-    def _capture(self, t: Tensor) -> tuple[int, Tensor]:
-        number = self.captured.get(id(t))
-        if number is None:
+        captured = self.captured.get(id(t))
+        if captured is None or due is not None:
             self.held.append(t)
-            number = self.captured[id(t)] = self.admit(levels.alive(t))
-        return -1 - number, self.inputs.standins[number]
+            if self.outer is not None:
+                (value,) = self.outer.take("a capture of a region inside", [value])
+            captured = self.captured[id(t)] = self.admit(levels.alive(value))
+        return -1 - captured, self.standins[captured]
 
     def _is_inside(self, t: Tensor) -> bool:
         """See NOTE [inside or foreign]."""
@@ -122,7 +116,7 @@ class Captures(Listener):
         if self.sequence != _torch.next_sequence_number():
             self.unseen = True
         if self.expected is not None:
-            expected = _at(self.expected, len(self.calls))
+            expected = self.due()
             differs = (
                 expected is None
                 or not same_function(expected.func, call.func)
@@ -148,17 +142,23 @@ class Captures(Listener):
         elif func in _ENGINE:
             self.unseen = True
         elif isinstance(t := args[0], Tensor) and self._is_given(t):
-            if func in _HOOKS:
-                raise departures.refused(
-                    f"{self.region.title} {_HOOKS[func]} a tensor that it did not make, of shape "
-                    f"{tuple(t.shape)}: a replay would not. Do it outside of the region."
-                )
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if func in _REQUIRES and wanted != t.requires_grad:
                 raise departures.refused(
                     f"{self.region.title} changes requires_grad of a tensor that it did not make, "
                     f"of shape {tuple(t.shape)}. Do it outside of the region."
                 )
+
+    def hang(self, t: Tensor) -> None:
+        number = self.number_of(t)
+        if number is None:
+            number, _ = self.meet(t, None, None)
+        if number < 0 and -1 - number not in self.made:
+            raise departures.refused(
+                f"{self.region.title} hangs a hook on a tensor that it did not make, of shape "
+                f"{tuple(t.shape)}, or asks for its gradient (retain_grad): a replay would not. Do "
+                "it outside of the region."
+            )
 
     def _is_given(self, t: Tensor) -> bool:
         """Whether it is an input itself, no wrapper of it, and not made of data inside."""
@@ -176,13 +176,13 @@ class Captures(Listener):
         self.made.add(number)
         self.held.append(t)
         self.end(call)
-        return self.inputs.standins[number]
+        return self.standins[number]
 
     def _check_written(self) -> None:
         """A call has written to inputs: no history may have got into them (rule 4)."""
         for number in self.constants:
-            if number not in self.made and levels.is_tracked(self.inputs.standins[number]):
-                self._refuse_history(self.inputs.standins[number])
+            if number not in self.made and levels.is_tracked(self.standins[number]):
+                self._refuse_history(self.standins[number])
 
     def _refuse_history(self, standin: Tensor) -> None:
         shape = tuple(standin.shape)
@@ -216,11 +216,7 @@ class Captures(Listener):
         return None if self.expected is None else self.expected[len(self.calls) - 1].inner
 
 
-_SPECIAL = {*READERS, *_ENGINE, *_HOOKS, *_REQUIRES}
-
-
-def _at(calls: list[Call], i: int) -> Call | None:
-    return calls[i] if i < len(calls) else None
+_SPECIAL = {*READERS, *_ENGINE, *_REQUIRES}
 
 
 def same_function(one: Any, other: Any) -> bool:

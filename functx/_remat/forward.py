@@ -89,7 +89,7 @@ def _run(
         outer.calls[-1].inner = captures.calls
     for t in tensors:
         captures.admit(levels.alive(t))
-    region.n_args = len(tensors)
+    region.n_args = captures.n_args = len(tensors)
     writes = record.writes = Writes(inputs, captures.made, title)
     if options.policy is not None:
         record.saver = Saver(options.policy, region)

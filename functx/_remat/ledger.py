@@ -144,7 +144,7 @@ class Record(Ledger):
 
     def _note(self, operator: Operator, reads: list[int], out: Any, touched: list[int]) -> None:
         overload, kind = operator.overload, operator.kind
-        if type(out) is Tensor and kind is NEW and out.layout is torch.strided:
+        if kind is NEW and _is_plain(out) and type(out) is Tensor:
             storage = out.untyped_storage()
             key = storage._cdata
             if key in touched:  # it gave a view after all
@@ -205,7 +205,9 @@ def _is_plain(out: Any) -> bool:
     """Whether memory can stand in for the results: dense tensors of no subclass."""
     if isinstance(out, (list, tuple)):
         return all(map(_is_plain, out))
-    return out is None or (type(out) is Tensor and out.layout is torch.strided)
+    return out is None or (
+        type(out) is Tensor and out.layout is torch.strided and storage_of(out) != -1
+    )
 
 
 def layout_of(out: Any) -> Layout:

@@ -36,33 +36,22 @@ class Replayer(Listener):
         self.strict = region.options.determinism_check != "none"
         self.further: dict[int, Any] = dict.fromkeys(region.further)
         self._depth = _torch.functorch_depth()
-        # (Captured ones are found by place; the program may reach them by names bound again.)
-        for number, t in enumerate(standins[: region.n_args]):
+        self.n_args = region.n_args
+        for number, t in enumerate(standins):
             self.know(t, -1 - number)
 
     def depth(self) -> int:
         return self._depth
 
-    def _due(self) -> Call | None:
-        """What the forward called here."""
-        n = len(self.calls)
-        return self.expected[n] if n < len(self.expected) else None  # type: ignore[arg-type, index]
-
-    def meet(self, t: Tensor, path: int) -> tuple[int, Tensor]:
-        number = self.number_within(t)
-        if number is not None:
-            return number, t
-        due = self._due()
-        if due is not None and path < len(due.operands):
-            number = due.operands[path]
-            if number < 0:
-                return number, self.standins[-1 - number]
-            if number == INSIDE:
-                return number, t
-        return INSIDE, t
+    def meet(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor]:
+        if (placed := self.placed(t, number, due)) is not None:
+            return placed
+        if number is None:
+            number = self.number_within(t)
+        return (INSIDE if number is None else number), t
 
     def begin(self, call: Call) -> None:
-        due = self._due()
+        due = self.due()
         if (
             due is None
             or not (due.func is call.func or same_function(due.func, call.func))
@@ -78,21 +67,21 @@ class Replayer(Listener):
 
     def end(self, call: Call) -> None:
         if self.strict:
-            due = self._due()
+            due = self.due()
             if due is not None and due.results != call.results:
                 raise self._departed(call, due)
         self.calls.append(call)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """Data that became a tensor in the forward: as it was then."""
-        call, due = Call("a tensor of data", [], []), self._due()
+        call, due = Call("a tensor of data", [], []), self.due()
         self.begin(call)
         self.end(call)
         return self.standins[due.kept]  # type: ignore[union-attr, index]
 
     def finish(self) -> None:
         """The region's code has returned."""
-        if (due := self._due()) is not None:
+        if (due := self.due()) is not None:
             raise self._departed(None, due)
 
     def expects_inside(self) -> list[Call] | None:
@@ -247,7 +236,7 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
 
 
 def _own(t: Tensor) -> Tensor:
-    """An argument as an object of its own: the program may reach a constant otherwise, too."""
+    """An input as an object of its own: names bound again may lead to a constant."""
     return t if t.requires_grad or _torch.level_of(t) > 0 else t.detach()
 
 
@@ -266,11 +255,11 @@ def _body(
     it = iter(kept)
     by_entry = {i: k.given([next(it) for _ in range(k.n)]) for i, k in region.kept.items()}
     rerun = Rerun(region.entries, region.starts, live, by_entry)
-    arguments = standins[: region.n_args] = [*map(_own, standins[: region.n_args])]
+    standins = [*map(_own, standins)]
     replayer = Replayer(region, rerun, standins, None)
     _torch.push_dispatch_mode(rerun)
     _torch.push_function_mode(replayer)
-    results = [*map(replayer.result, region.body(*arguments))]
+    results = [*map(replayer.result, region.body(*standins[: region.n_args]))]
     replayer.finish()
     _torch.pop_function_mode()
     _torch.pop_dispatch_mode(None)

@@ -149,7 +149,7 @@ class TestInsideAReplay:
         """In a process of its own: a lock that is waited for would be waited for ever after."""
         paths = os.pathsep.join(p for p in sys.path if p)
         done = subprocess.run(
-            [sys.executable, "-c", BOTH_DRAW],
+            [sys.executable, "-P", "-c", BOTH_DRAW],
             env={**os.environ, "PYTHONPATH": paths},
             timeout=4 * PATIENCE,
             capture_output=True,
