@@ -19,8 +19,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from functx._remat.inside import made_inside, taken_in
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 # The library, and the module that knows its transforms: `find(api, args, kwargs)` gives a backend
@@ -64,8 +62,7 @@ def by_arguments(transform: T) -> T:
         def transformed(*args: Any, **kwargs: Any) -> Any:
             backend = backend_of(name, args, kwargs)
             if backend is None:
-                args, kwargs = taken_in(name, (args, kwargs))
-                return made_inside(own(*args, **kwargs))
+                return own(*args, **kwargs)
             if backend not in theirs:
                 theirs[backend] = getattr(backend, name)(func, *options, **named)
             return theirs[backend](*args, **kwargs)
@@ -83,8 +80,7 @@ def by_primals(transform: T) -> T:
     def chosen(func: Any, *args: Any, **named: Any) -> Any:
         backend = backend_of(name, args, named)
         if backend is None:
-            args, named = taken_in(name, (args, named))
-            return made_inside(transform(func, *args, **named))
+            return transform(func, *args, **named)
         return getattr(backend, name)(func, *args, **named)
 
     return cast(T, chosen)

@@ -24,6 +24,7 @@ from torch.func import (
 from functx import _forward, _jacobian, _torch_compiler, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
+from functx._remat import inside
 from functx._validate import Argnums
 from functx._vmap import vmap_by_keys
 
@@ -51,9 +52,9 @@ __all__ = [
 ]
 
 
-vmap = by_arguments(vmap_by_keys)
-jacfwd = by_arguments(_forward.jacfwd)
-jvp = by_primals(_forward.jvp)
+vmap = by_arguments(inside.by_arguments(vmap_by_keys))
+jacfwd = by_arguments(inside.by_arguments(_forward.jacfwd))
+jvp = by_primals(inside.by_primals(_forward.jvp))
 
 
 @_torch_compiler.uncompiled

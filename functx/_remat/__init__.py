@@ -1,3 +1,15 @@
-"""The recompute engine (rewritten below)."""
+"""The recompute engine (docstring: below, with the rules)."""
+
+from functx._remat.api import checked_options as checked_options
+from functx._remat.api import name_of as name_of
 from functx._remat.api import remat as remat
+from functx._remat.call import differentiating as differentiating
+from functx._remat.call import on_budget as on_budget
+from functx._remat.call import run as run
+from functx._remat.module import RematModule as RematModule
 from functx._remat.names import checkpoint_name as checkpoint_name
+from functx._remat.observers import no_regions as no_regions
+from functx._remat.observers import on_name as on_name
+from functx._remat.observers import on_region as on_region
+from functx._remat.observers import on_replay as on_replay
+from functx._remat.region import Options as Options

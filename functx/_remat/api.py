@@ -1,28 +1,254 @@
-"""`remat`."""
+"""`remat`: the decorator, on functions, methods and modules."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, Literal, TypeVar, overload
 
-import torch
+from torch import nn
 
 from functx import _policies
-from functx._remat.call import call
+from functx._remat.call import run
+from functx._remat.cells import Wrapper
+from functx._remat.module import remat_module
 from functx._remat.region import Options
+from functx._remat.statics import check_static, checked_static
+from functx._validate import check_budget
+
+F = TypeVar("F", bound=Callable[..., Any])
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 
 
-def remat(f: Any = None, *, policy: Any = None, preserve_rng_state: Any = True, determinism_check: str = "default", debug: bool = False, static_argnums: Any = (), static_argnames: Any = (), budget: Any = None, prevent_cse: bool = True) -> Any:
+@overload
+def remat(
+    f: F,
+    *,
+    policy: Any = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    preserve_rng_state: bool | Literal["all"] = ...,
+    determinism_check: Literal["default", "none"] = ...,
+    debug: bool = ...,
+    budget: Any = ...,
+    prevent_cse: bool = ...,
+) -> F: ...
+
+
+@overload
+def remat(
+    f: None = None,
+    *,
+    policy: Any = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Sequence[str] = ...,
+    preserve_rng_state: bool | Literal["all"] = ...,
+    determinism_check: Literal["default", "none"] = ...,
+    debug: bool = ...,
+    budget: Any = ...,
+    prevent_cse: bool = ...,
+) -> Callable[[F], F]: ...
+
+
+def remat(
+    f: Any = None,
+    *,
+    policy: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    preserve_rng_state: bool | Literal["all"] = True,
+    determinism_check: Literal["default", "none"] = "default",
+    debug: bool = False,
+    budget: Any = None,
+    prevent_cse: bool = True,
+) -> Any:
+    """Make ``f`` keep only its inputs, and compute the rest again when it is differentiated.
+
+    ``remat(f)`` is ``f``: values and derivatives are those of ``f`` in every stack of transforms
+    (``vmap``, ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``jacfwd``, ``hessian``, of functx or of
+    torch.func, plain ``.backward()``, to any depth); only time and memory differ. As with
+    ``torch.utils.checkpoint`` and ``jax.checkpoint``, the Python code of ``f`` runs again. Tensors
+    that it reaches otherwise than through its arguments (closures, attributes, globals) get their
+    gradients too, and a replay sees what the forward saw.
+
+    Args:
+        f: any callable: function, lambda, partial, bound method. On a class's method, use it as a
+            decorator. An ``nn.Module`` gives an ``nn.Module`` that shares its parameters, buffers,
+            hooks and submodules. Arguments and results are any pytrees; leaves that are no tensors
+            just pass. ``None`` gives a decorator.
+        policy: what to keep beside the inputs, of what the pullback reads: one of
+            `functx.checkpoint_policies`, a list of ATen operators, or a function
+            ``policy(ctx, op, *args, **kwargs)`` that returns a bool or a
+            ``torch.utils.checkpoint.CheckpointPolicy``. ``None`` keeps nothing.
+        static_argnums: positions of arguments that are no tensors. As in JAX; here they need not be
+            declared.
+        static_argnames: likewise, by name.
+        preserve_rng_state: replay random numbers as they were drawn: torch's default generators on
+            every device, and each ``torch.Generator`` that ``f`` draws from. ``"all"``: Python's
+            and NumPy's global generators too. ``False`` draws anew, which is only right where
+            nothing is drawn.
+        determinism_check: ``"default"`` compares the calls of a replay with those of the forward,
+            and raises where they differ. ``"none"`` compares their order alone, not shapes, dtypes
+            and numbers.
+        debug: where a replay departs, show what the forward and the replay called side by side.
+        budget: the most bytes that ``f`` and its pullback may have live, or, as a float up to 1, a
+            share of what they have without remat. What to recompute is chosen by `functx.plan` at
+            the first call with such shapes.
+        prevent_cse: accepted for compatibility with JAX; nothing merges a replay with its forward.
+
+    Returns:
+        A callable (or module) that does what ``f`` does.
+
+    Raises:
+        TypeError: ``f`` is not callable, or an option has the wrong type.
+        ValueError: an option has a value that is not known; or, at the call, ``static_argnums`` is
+            out of range.
+        functx.RematError: when called, where the promise can't be kept.
+        functx.ReplayError: when differentiated, where a replay departs from the forward.
+
+    Example:
+        >>> import torch, functx
+        >>> w = torch.ones(3)
+        >>> block = functx.remat(lambda x: torch.sin(w * x).sum())
+        >>> functx.vmap(functx.grad(block))(torch.zeros(2, 3))
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+
+    Source:
+        Griewank and Walther, *Algorithm 799: revolve*, ACM TOMS 26(1), 2000; Chen et al.,
+        *Training deep nets with sublinear memory cost*, 2016; the pullback as a replay of the
+        function, Maclaurin et al., *autograd*, 2015.
+    """
+    options = checked_options(
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        debug=debug,
+        budget=budget,
+        static=checked_static(static_argnums, static_argnames),
+    )
     if f is None:
-        return functools.partial(remat, policy=policy, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, debug=debug)
-    p = None if policy is None else _policies.as_policy(policy)
-    if p == _policies.Everything(False):
-        p = None
-    options = Options(policy=p, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, debug=debug, name=getattr(f, "__qualname__", type(f).__name__))
+        return functools.partial(_rematted, options=options)
+    return _rematted(f, options)
 
-    def rematted(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return f(*args, **kwargs)
-        return call(f, args, kwargs, options)
 
-    return rematted
+def checked_options(
+    *,
+    policy: Any = None,
+    preserve_rng_state: bool | str = True,
+    determinism_check: str = "default",
+    debug: bool = False,
+    budget: Any = None,
+    static: Any = None,
+) -> Options:
+    """What the caller asked for, or an error if it is nothing that a region can do.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option has a value that is not known.
+    """
+    if determinism_check not in ("default", "none"):
+        raise ValueError(
+            f"remat: determinism_check is {determinism_check!r}, expected 'default' or 'none'."
+        )
+    if preserve_rng_state not in (True, False, "all"):
+        raise ValueError(
+            f"remat: preserve_rng_state is {preserve_rng_state!r}, expected True, False or 'all'."
+        )
+    if getattr(policy, "is_functx_plan", False):
+        if budget is not None:
+            raise ValueError("remat: a plan is a policy with a budget; don't give another budget.")
+        policy, budget = None, policy
+    elif budget is not None:
+        if policy is not None:
+            raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
+        check_budget(budget, "remat")
+    policy = None if policy is None else _policies.as_policy(policy)
+    if policy == _policies.Everything(False):
+        policy = None
+    return Options(
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        debug=bool(debug),
+        contexts=_policies.as_contexts(policy),
+        budget=budget,
+        static=static,
+    )
+
+
+class Rematted(Wrapper):
+    """A function that is a region at each call; pickles where the function does."""
+
+    def __init__(self, function: Any, options: Options) -> None:
+        try:
+            functools.update_wrapper(self, function)
+        except AttributeError:  # a callable object without a name
+            self.__wrapped__ = function
+        self.function, self.options = function, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, as a region."""
+        if self.options.static is not None:
+            check_static(self.options.static, args, kwargs)
+        return run(self.function, args, kwargs, self.options)
+
+    def with_function(self, function: Any) -> Rematted:
+        """The same, of another function."""
+        return Rematted(function, self.options)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return _by_reference(self) or (Rematted, (self.function, self.options))
+
+    def __repr__(self) -> str:
+        return f"functx.remat({self.function!r})"
+
+
+def _by_reference(rematted: Rematted) -> str | None:
+    """The name that a decorated function is found under in its module."""
+    import sys
+
+    name = getattr(rematted, "__qualname__", None)
+    found: Any = sys.modules.get(getattr(rematted, "__module__", ""))
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    return name if found is rematted else None
+
+
+def _rematted(f: Any, options: Options) -> Any:
+    if isinstance(f, nn.Module):
+        return remat_module(f, replace(options, name=type(f).__name__))
+    if isinstance(f, (staticmethod, classmethod)):
+        return type(f)(_rematted(f.__func__, options))
+    if not callable(f):
+        raise TypeError(
+            f"remat: expected a callable, got {type(f).__name__}. Give it a function, a method or "
+            "an nn.Module; to set options only, use remat(option=...) as a decorator."
+        )
+    options = replace(options, name=name_of(f))
+    if any(runs_later(f) for runs_later in _RUN_LATER):
+        warnings.warn(
+            f"remat: {options.name} is a generator or coroutine function, whose body runs after "
+            "the call, outside of any region: nothing is computed again. Make a region of what "
+            "it does in between.",
+            stacklevel=3,
+        )
+    return Rematted(f, options)
+
+
+def name_of(f: Any) -> str:
+    """What messages call ``f``."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__qualname__", None) or type(f).__qualname__

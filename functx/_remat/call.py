@@ -2,46 +2,95 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _tree
-from functx._remat import cells, departures, forward
+from functx import _torch_compiler, _tree
+from functx import _torch_engine as _torch
+from functx._arrays import backend_of
+from functx._remat import arguments, cells, departures, forward, observers
 from functx._remat.region import Options
 
 
-def call(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """``f(*args, **kwargs)``, as a region."""
-    frozen = cells.frozen(f)
-    result: list[Any] = []  # how the forward's result is put together
-    if not kwargs and all(type(a) is Tensor for a in args) and len({*map(id, args)}) == len(args):
-        tensors = [*args]
+def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """``f(*args, **kwargs)``, as a region where anything may be differentiated."""
+    if _torch_compiler.in_plain_graph():
+        # The compiler recomputes by its partitioner; it knows no transforms.
+        if torch.compiler.is_exporting():
+            return f(*args, **kwargs)
+        if options.contexts is not None:
+            return torch_checkpoint(
+                f, *args, use_reentrant=False, context_fn=options.contexts, **kwargs
+            )
+    return _run(f, args, kwargs, options)
 
-        def body(*ts: Tensor) -> list[Tensor]:
-            return _flat(f(*ts), result)
 
-        def again(*ts: Tensor) -> list[Tensor]:
-            return _flat(frozen(*ts), None)
-
-    else:
-        tensors, build = _flattened(args, kwargs)
-
-        def body(*ts: Tensor) -> list[Tensor]:
-            args, kwargs = build(ts)
-            return _flat(f(*args, **kwargs), result)
-
-        def again(*ts: Tensor) -> list[Tensor]:
-            args, kwargs = build(ts)
-            return _flat(frozen(*args, **kwargs), None)
-
+@_torch_compiler.uncompiled
+def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    if (backend := backend_of("remat", args, kwargs)) is not None:
+        if options.budget is not None:
+            raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
+        return backend.remat(f, options.policy)(*args, **kwargs)
+    if not torch.is_grad_enabled() or observers.are_off() or torch.jit.is_tracing():
+        return f(*args, **kwargs)
+    if options.budget is not None:
+        return _on_budget[0](f, args, kwargs, options)
+    if _torch.dual_level() >= 0 and _has_tangents(args, kwargs):
+        warnings.warn(
+            f"remat: {options.name} runs without recomputing: its inputs are duals of plain "
+            "torch.autograd.forward_ad, which functx can't follow. Use functx.jvp.",
+            stacklevel=3,
+        )
+        return f(*args, **kwargs)
     title = f"the region {options.name} ({departures.line_now()})"
+    result: list[Any] = []  # how the forward's result is put together
+    frozen = cells.frozen(f)
+    tensors, call, call_again = _prepared(f, frozen, args, kwargs, options.name)
+
+    def body(*ts: Tensor) -> list[Tensor]:
+        return _flat(call(ts), result)
+
+    def again(*ts: Tensor) -> list[Tensor]:
+        return _flat(call_again(ts), None)
+
     results = forward.run(body, again, tensors, options, title)
     return _built(results, result[0])
 
 
-def _flattened(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
-    """The tensors in the arguments, each once, and what builds the arguments from stand-ins."""
+_on_budget: list[Callable[..., Any]] = []
+
+
+def on_budget(runner: Any) -> Any:
+    """Register what runs functions that have a budget."""
+    _on_budget.append(runner)
+    return runner
+
+
+def differentiating() -> bool:
+    """Whether anything may be differentiated here."""
+    return torch.is_grad_enabled()
+
+
+def _has_tangents(args: Any, kwargs: Any) -> bool:
+    return any(
+        isinstance(t, Tensor)
+        and _torch.level_of(t) <= 0
+        and fwAD.unpack_dual(t).tangent is not None
+        for t in _tree.leaves((args, kwargs))
+    )
+
+
+def _prepared(f: Any, frozen: Any, args: Any, kwargs: Any, name: str) -> tuple[list[Tensor], Any, Any]:
+    """The tensors in the arguments, each once, and calls of the function with stand-ins."""
+    if not kwargs and all(type(a) is Tensor for a in args) and len({*map(id, args)}) == len(args):
+        return [*args], lambda ts: f(*ts), lambda ts: frozen(*ts)
+    arguments.check(args, kwargs, name)
     leaves, spec = _tree.flatten((args, kwargs))
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
@@ -52,15 +101,29 @@ def _flattened(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
             if number == len(tensors):
                 tensors.append(leaf)
             places.append((place, number))
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves[place] = None
+    has_containers = len(leaves) != len(args) + len(kwargs)
 
     def build(ts: Any) -> Any:
-        filled = list(others)
+        filled = list(leaves)
         for place, number in places:
             filled[place] = ts[number]
         return _tree.unflatten(spec, filled)
 
-    return tensors, build
+    def call(ts: Any) -> Any:
+        args, kwargs = build(ts)
+        if not has_containers:
+            return f(*args, **kwargs)
+        containers = arguments.Containers(args, kwargs)
+        out = f(*args, **kwargs)
+        containers.check(out, name)
+        return out
+
+    def call_again(ts: Any) -> Any:
+        args, kwargs = build(ts)
+        return frozen(*args, **kwargs)
+
+    return tensors, call, call_again
 
 
 def _flat(out: Any, result: list[Any] | None) -> list[Tensor]:
@@ -81,4 +144,3 @@ def _built(results: list[Tensor], how: Any) -> Any:
     spec, others = how
     it = iter(results)
     return _tree.unflatten(spec, [next(it) if o is None else o[0] for o in others])
-

@@ -13,6 +13,20 @@ import types
 from typing import Any
 
 
+class Wrapper:
+    """What calls a ``function`` of the user's, whose cells are its own.
+
+    Attributes:
+        function: the user's.
+    """
+
+    function: Any
+
+    def with_function(self, function: Any) -> Any:
+        """The same, of another function."""
+        raise NotImplementedError
+
+
 def frozen(f: Any, copies: dict[int, Any] | None = None) -> Any:
     """A copy of ``f`` whose cells nobody can bind anew; ``f`` itself if it has none."""
     kind = type(f)
@@ -24,6 +38,9 @@ def frozen(f: Any, copies: dict[int, Any] | None = None) -> Any:
     if kind is types.MethodType:
         inner = frozen(f.__func__, copies)
         return f if inner is f.__func__ else types.MethodType(inner, f.__self__)
+    if isinstance(f, Wrapper):
+        inner = frozen(f.function, copies)
+        return f if inner is f.function else f.with_function(inner)
     return f
 
 

@@ -6,8 +6,10 @@ So functx's transforms ask the region around them for stand-ins first.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functx import _tree
@@ -32,3 +34,37 @@ def made_inside(tree: Any) -> Any:
     if listener is not None:
         listener.give([leaf for leaf in _tree.leaves(tree) if isinstance(leaf, Tensor)])
     return tree
+
+
+def by_arguments(transform: Any) -> Any:
+    """A transform of functions that tells the region around what the function it makes is given."""
+    name = transform.__name__
+
+    @functools.wraps(transform)
+    def told(func: Any, *options: Any, **named: Any) -> Any:
+        own = transform(func, *options, **named)
+
+        @functools.wraps(own)
+        def transformed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return own(*args, **kwargs)
+            args, kwargs = taken_in(name, (args, kwargs))
+            return made_inside(own(*args, **kwargs))
+
+        return transformed
+
+    return told
+
+
+def by_primals(transform: Any) -> Any:
+    """A transform that is given a function and its arguments at once, likewise."""
+    name = transform.__name__
+
+    @functools.wraps(transform)
+    def told(func: Any, *args: Any, **named: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return transform(func, *args, **named)
+        args, named = taken_in(name, (args, named))
+        return made_inside(transform(func, *args, **named))
+
+    return told

@@ -27,6 +27,9 @@ class Options:
         name: what messages call it.
         early_stop: whether a replay leaves out what no pullback reads.
         is_pullback: whether it is the pullback of another region.
+        budget: bytes, a share of what is kept without remat, or a plan.
+        contexts: the policy as ``torch.compile`` takes it; ``None`` if there is none that it can.
+        static: positions and names of arguments that are no tensors.
     """
 
     policy: Any = None
@@ -36,6 +39,9 @@ class Options:
     name: str = "a function"
     early_stop: bool = True
     is_pullback: bool = False
+    budget: Any = None
+    contexts: Any = None
+    static: Any = None
 
 
 class Region:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from .judge import Verdict, judge, warm
 from .program import Block, Inner, Line, Program
 
 STAND_INS = {"m": "m0", "v": "v0", "s": "v0.sum()", "i": "idx"}
+SIMPLE_ENDS = ("values", "backward", "of the input only")
 
 
 def apart(program: Program, library: Any = functx) -> Verdict:
@@ -53,11 +55,10 @@ def smaller(program: Program) -> Iterator[Program]:
         other = copy.deepcopy(program)
         del other.stack[n]
         yield other
-    for end in ("values", "backward", "of the input only"):
-        if program.end not in ("values", end):
-            other = copy.deepcopy(program)
-            other.end = end
-            yield other
+    for end in SIMPLE_ENDS[: (*SIMPLE_ENDS, program.end).index(program.end)]:
+        other = copy.deepcopy(program)
+        other.end = end
+        yield other
     for where, body in enumerate(list(program.bodies())):
         for n, statement in enumerate(body):
             other, bodies = changed()
@@ -79,14 +80,11 @@ def smaller(program: Program) -> Iterator[Program]:
                     other, bodies = changed()
                     bodies[where][n].wrappers[k : k + 1] = less
                     yield other
-    for name in ("m", "v", "s"):
-        for out in {s.out for s in program.body if isinstance(s, Line)} | {
-            o for s in program.body if isinstance(s, Inner) for o in s.outs
-        }:
-            if out.startswith(name) and program.result != out:
-                other = copy.deepcopy(program)
-                other.result = out
-                yield other
+    for out in re.findall(r"\b[mvs]\d+\b", program.result):
+        if program.result != out:
+            other = copy.deepcopy(program)
+            other.result = out
+            yield other
 
 
 def smallest(program: Program, library: Any = functx) -> tuple[Program, Verdict]:
