@@ -1,4 +1,4 @@
-"""Shared fixtures: fixed seeds, and a run of each engine test without saved-tensor hooks."""
+"""Shared fixtures: fixed seeds, and memory that nobody computed is NaN."""
 
 import contextlib
 import gc
@@ -7,10 +7,8 @@ import sys
 import pytest
 import torch
 from not_yet import NOT_YET
-from unwritten import unwritten_memory_shows
 
-from functx import _unwritten
-from functx._remat import _known_runs, _letting_go
+from functx._remat import ledger
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +19,30 @@ def _seed():
 @pytest.fixture(autouse=True, scope="session")
 def _unwritten_memory_shows():
     """What a replay hands out in place of what it leaves out, and reads by mistake, is NaN."""
-    with unwritten_memory_shows():
-        yield
+    real = ledger.unwritten
+
+    def nan(layout):
+        out = real(layout)
+        if isinstance(out, torch.Tensor):
+            with torch.no_grad():
+                if out.dtype.is_floating_point or out.dtype.is_complex:
+                    out.fill_(float("nan"))
+                elif out.dtype is not torch.bool:
+                    out.fill_(99)
+        return out
+
+    ledger.unwritten = nan
+    yield
+    ledger.unwritten = real
 
 
 @pytest.fixture(params=["hooks allowed", "hooks disabled"])
 def hooks(request):
-    """Run the test twice: as it is, and where any saved-tensor hook raises.
-
-    There memory of any size is let go as early as it may be, as that of large tensors is.
-
-    Engine test files ask for it with ``pytestmark = pytest.mark.usefixtures("hooks")``.
-    """
+    """Run the test twice: as it is, and where any saved-tensor hook raises."""
     with contextlib.ExitStack() as stack:
         if request.param == "hooks disabled":
             message = "functx uses no hooks"
             stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            for module in (_letting_go, _unwritten):
-                patch.setattr(module, "_WORTH", 0)
         yield
 
 

@@ -1,1 +1,0 @@
-"""Random programs, with remat and without: see `test_fuzz`."""
