@@ -113,7 +113,9 @@ def run(program: Program, remat: Any, library: Any = functx) -> Run:
         found = pytree.tree_map(_entries, found)
     left = _tensors() + sum(r() is not None for r in refs)
     after = modes()
-    return Run(found, error, trace, left, {k: (before[k], v) for k, v in after.items() if v != before[k]})
+    return Run(
+        found, error, trace, left, {k: (before[k], v) for k, v in after.items() if v != before[k]}
+    )
 
 
 class Entries:
@@ -151,7 +153,9 @@ def difference(expected: Any, actual: Any, loose: bool) -> str:
 
 
 def _shown(entry: Any) -> str:
-    return re.sub(r"\s+", " ", repr(entry.values))[:300] if isinstance(entry, Entries) else repr(entry)
+    return (
+        re.sub(r"\s+", " ", repr(entry.values))[:300] if isinstance(entry, Entries) else repr(entry)
+    )
 
 
 def _close(a: Any, b: Any, loose: bool) -> bool:
@@ -187,7 +191,9 @@ def quiet():
         torch.set_rng_state(state)
 
 
-def judge(program: Program, remat: Callable[..., Any] | None = None, library: Any = functx) -> Verdict:
+def judge(
+    program: Program, remat: Callable[..., Any] | None = None, library: Any = functx
+) -> Verdict:
     """Compare a program with itself without regions.
 
     Args:

@@ -163,7 +163,9 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="with the traceback")
     parser.add_argument("--show", type=int, metavar="SEED")
     parser.add_argument("--shrink", type=int, metavar="SEED")
-    parser.add_argument("--torch", action="store_true", help="compare with transforms of torch.func")
+    parser.add_argument(
+        "--torch", action="store_true", help="compare with transforms of torch.func"
+    )
     parser.add_argument("--features", action="store_true", help="shares of programs, and stop")
     args = parser.parse_args()
     library = torch.func if args.torch else functx

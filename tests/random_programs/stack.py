@@ -37,7 +37,9 @@ def layers(fx: Any) -> dict[str, Callable[..., Any]]:
     def pullback(f, times=1):
         def transformed(x, y):
             out, pull = fx.vjp(f, x, y)
-            pulled = [pull(pytree.tree_map(lambda t: numbers(t.shape, n), out)) for n in range(times)]
+            pulled = [
+                pull(pytree.tree_map(lambda t: numbers(t.shape, n), out)) for n in range(times)
+            ]
             return out, pulled
 
         return transformed

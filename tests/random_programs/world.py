@@ -136,13 +136,16 @@ def functions(library: Any) -> types.SimpleNamespace:
     """What programs call ``fx``: names of functx, the transforms of ``library``."""
     names = ("grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd", "hessian", "grad_and_value")
     found = types.SimpleNamespace(**{name: getattr(library, name) for name in names})
-    found.functional_call, found.checkpoint_name = torch.func.functional_call, functx.checkpoint_name
+    found.functional_call, found.checkpoint_name = (
+        torch.func.functional_call,
+        functx.checkpoint_name,
+    )
     if library is functx:
         found.value_and_grad = functx.value_and_grad
         found.functional_call = functx.functional_call
     else:
-        found.value_and_grad = lambda f, argnums=0, has_aux=False: lambda *args: (
-            library.grad_and_value(f, argnums, has_aux)(*args)[::-1]
+        found.value_and_grad = lambda f, argnums=0, has_aux=False: (
+            lambda *args: library.grad_and_value(f, argnums, has_aux)(*args)[::-1]
         )
     return found
 

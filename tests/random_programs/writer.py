@@ -83,7 +83,9 @@ class Writer:
         text = " ".join(stack)
         found = {s.split("(")[0] for s in stack}
         around = {"levels"} if found - {"remat"} else set()
-        around |= {"vmap"} if "per_example" in found or "jacfwd" in text or "hessian" in text else set()
+        around |= (
+            {"vmap"} if "per_example" in found or "jacfwd" in text or "hessian" in text else set()
+        )
         around |= {"jvp"} if found & {"pushforward", "hessian"} or "jacfwd" in text else set()
         around |= {"no draws"} if "hessian" in found or end == "batched" else set()
         around |= {"region"} if "remat" in found else set()
@@ -124,7 +126,9 @@ class Writer:
     def layer(self, below: str) -> str:
         """A transform; one that makes results much larger is there once."""
         pick = self.random.choice
-        expensive = () if re.search("jac|hess", below) else ("hessian", "jacfwd", "jacrev", "jacrev")
+        expensive = (
+            () if re.search("jac|hess", below) else ("hessian", "jacfwd", "jacrev", "jacrev")
+        )
         name = pick(("grad", "grad", "vjp", "jvp", "vmap", "vmap", *expensive))
         self.features.add("around: " + name)
         argnums = pick(("0", "0", "1", "(0, 1)"))
@@ -289,7 +293,9 @@ class Writer:
             region = Inner(f"f{kept[4:]}", "p", body, "p * 2", ["remat({})"], made, m)
             return [Line(f"{kept} = []"), region, Line(f"{out} = {kept}[0] * {made}", out)]
         body = [Line("p.mul_(q)")]
-        region = Inner(f"f{kept[4:]}", "p, q", body, "torch.sin(p)", ["remat({})"], made, f"{kept}, {m}")
+        region = Inner(
+            f"f{kept[4:]}", "p, q", body, "torch.sin(p)", ["remat({})"], made, f"{kept}, {m}"
+        )
         return [Line(f"{kept} = {m} * 2"), region, Line(f"{out} = {kept} + 1", out)]
 
     def inside(self, scope: Scope, own: list[str], around: set[str]) -> Scope:
@@ -305,7 +311,9 @@ class Writer:
         pick = self.random.choice
         candidates = [n for n in scope.own + scope.outer[-2:] if n[0] != "i"] + ["self.linear.bias"]
         given = [pick(candidates) for _ in range(pick((1, 1, 2, 2, 3)))]
-        given = [a if self.chance(0.9) else pick(WORLD[a[0] if "." not in a else "v"]) for a in given]
+        given = [
+            a if self.chance(0.9) else pick(WORLD[a[0] if "." not in a else "v"]) for a in given
+        ]
         if self.chance(0.1):
             given.append(given[0])
             self.features.add("the same tensor twice")
@@ -331,7 +339,9 @@ class Writer:
                         else self.line(inside, "linear only"))  # fmt: skip
         self.features.add("region in a region" if scope.depth else "region")
         self.features |= {"three regions deep"} if scope.depth == 2 else set()
-        inner = Inner(f"f{self.name('')}", parameters, unpacked + body, "", [self.remat()], "", arguments)
+        inner = Inner(
+            f"f{self.name('')}", parameters, unpacked + body, "", [self.remat()], "", arguments
+        )
         if scope.transforms and "vmap" in scope.around and self.chance(0.1):
             inner.wrappers = ["remat({})", "remat({})"]
         self.unpack(inner, inside, scope, names)
@@ -339,7 +349,9 @@ class Writer:
 
     def passed(self, names: list[str], given: list[str]) -> tuple[str, str, list]:
         """Parameters, arguments, and lines that take containers apart."""
-        form = self.random.choice(("positional", "positional", "keywords", "list", "dict", "nested"))
+        form = self.random.choice(
+            ("positional", "positional", "keywords", "list", "dict", "nested")
+        )
         self.features.add("arguments: " + form)
         if form == "positional":
             return ", ".join(names), ", ".join(given), []
@@ -413,7 +425,11 @@ class Writer:
         elif result == last[0]:
             value = f"{last} * torch.sin({parameter})" if given == result else f"torch.sin({last})"
         elif result == "v":
-            value = f"{parameter} * {last}.sum()" if given == "v" else f"{parameter}.sum(0) * {last}.sum()"
+            value = (
+                f"{parameter} * {last}.sum()"
+                if given == "v"
+                else f"{parameter}.sum(0) * {last}.sum()"
+            )
         else:
             value = f"{parameter} * {last}.sum()"
         wrappers = ["remat({})"] if regions[0] else []
@@ -432,10 +448,14 @@ class Writer:
             wrapper, arguments = f"fx.jvp({{}}, ({argument},), ({tangent},))", None
             target = f"_, {bound}"
         elif name == "vmap" and self.chance(0.3):
-            wrapper = wrapper.replace("{}", f"{{}}, {pick(('in_dims=1', 'out_dims=1', 'in_dims=-1'))}")
+            wrapper = wrapper.replace(
+                "{}", f"{{}}, {pick(('in_dims=1', 'out_dims=1', 'in_dims=-1'))}"
+            )
         function = f"f{self.name('')}"
         if arguments is None:  # the call is part of the wrapper
-            inner = Inner(function, parameter, body, value, [*wrappers, wrapper], target, None, after)
+            inner = Inner(
+                function, parameter, body, value, [*wrappers, wrapper], target, None, after
+            )
         else:
             wrappers += [wrapper, *(["remat({})"] if regions[1] else [])]
             inner = Inner(function, parameter, body, value, wrappers, target, argument, after)
