@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from functx import _torch_compiler, _tree
 from functx import _torch_engine as _torch
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, forward, observers
+from functx._remat import arguments, cells, departures, distributed, forward, observers
 from functx._remat.region import Options
 
 
@@ -50,7 +50,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return f(*args, **kwargs)
     title = f"the region {options.name} ({departures.line_now()})"
     result: list[Any] = []  # how the forward's result is put together
-    frozen = cells.frozen(f)
+    frozen = distributed.guarded(cells.frozen(f))
     tensors, call, call_again = _prepared(f, frozen, args, kwargs, options.name)
 
     def body(*ts: Tensor) -> list[Tensor]:
@@ -59,7 +59,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     def again(*ts: Tensor) -> list[Tensor]:
         return _flat(call_again(ts), None)
 
-    results = forward.run(body, again, tensors, options, title)
+    results = forward.run(body, again, tensors, options, title, getattr(f, "__code__", None))
     return _built(results, result[0])
 
 
@@ -102,7 +102,7 @@ def _prepared(f: Any, frozen: Any, args: Any, kwargs: Any, name: str) -> tuple[l
                 tensors.append(leaf)
             places.append((place, number))
             leaves[place] = None
-    has_containers = len(leaves) != len(args) + len(kwargs)
+    has_containers = any(map(_tree.is_node, (*args, *kwargs.values())))
 
     def build(ts: Any) -> Any:
         filled = list(leaves)

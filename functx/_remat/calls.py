@@ -28,6 +28,7 @@ from functx._remat import levels
 from functx._remat.ledger import Ledger
 
 INSIDE = 1 << 40
+_FURTHER, _INDEX, _SHIFT = 1 << 41, (1 << 40) - 1, 60
 _ATOMS = frozenset(
     {
         *(int, float, bool, str, bytes, complex, type(None), type(Ellipsis)),
@@ -97,6 +98,7 @@ class Listener(TorchFunctionMode):
         self.asleep = False
         self.n_args = 0
         self.standins: list[Tensor] = []
+        self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
         self.known: dict[int, tuple[Any, int]] = {}
         self.calls: list[Call] = []
         self.serial = 0
@@ -271,6 +273,8 @@ class Listener(TorchFunctionMode):
         """Number a result; an operand that is returned is the one that the caller has."""
         known = self.known.get(id(out))
         if known is not None and known[0]() is out:
+            if out.requires_grad:  # perhaps since this call, which has written to it
+                self.may_leave(known, call)
             return _as_given(out, given, args, kwargs)
         self.serial += 1
         self.known[id(out)] = r = ref(out), self.serial
@@ -309,6 +313,8 @@ class Listener(TorchFunctionMode):
 
     def may_leave(self, known: tuple[Any, int], call: Call) -> None:
         """A result that requires grad, which may leave otherwise than by return (rule 4)."""
+        if known[1] in self.wanted:
+            self.wanted[known[1]] = known[0]()
 
     def hang(self, t: Tensor) -> None:
         """A hook is about to be hung on a tensor."""
@@ -351,6 +357,19 @@ class Listener(TorchFunctionMode):
                     self.may_leave(r, call)
         self.sequence = _torch.next_sequence_number()
 
+    def give_further(self, results: list[tuple[int, Tensor]]) -> None:
+        """What a region inside has found to leave it otherwise than by return, by its numbers."""
+        call, index = self.calls[-1], len(self.calls) - 1
+        for number, t in results:
+            known = self.known[id(t)] = ref(t), number << _SHIFT | _FURTHER | index
+            self.may_leave(known, call)
+
+    def wanted_inside(self) -> dict[int, Tensor | None]:
+        """Which results the region inside that was just taken in is to hold, by its numbers."""
+        index = _FURTHER | (len(self.calls) - 1)
+        mask = (1 << _SHIFT) - 1
+        return {n >> _SHIFT: None for n in self.wanted if n > INSIDE and n & mask == index}
+
 
 def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:
     """The operand that ``out`` is, as the caller has it: no stand-in must get into a module."""
@@ -369,7 +388,7 @@ def _array(a: Any) -> Any:
         return type(a)
     if a.nbytes > _SMALL or a.dtype.hasobject:
         return a.shape, str(a.dtype)
-    return a.shape, str(a.dtype), a.tobytes()
+    return a.shape, str(a.dtype), a.tolist()
 
 
 def _inside_functorch() -> bool:

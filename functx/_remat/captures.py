@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch_engine as _torch
-from functx._remat import departures, levels
+from functx._remat import departures, distributed, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
 from functx._remat.ledger import Record
 from functx._remat.operators import storage_of
@@ -36,7 +36,7 @@ class Captures(Listener):
     Attributes:
         captured: by the id of a foreign tensor, the number of the input that it became.
         unseen: whether something may have passed by unseen, so that the tape must be looked at.
-        leavers: results that require grad, weakly, with the call that made them.
+        leavers: results that require grad, by number: weakly, and the call that made them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Captures(Listener):
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
         self.unseen = False
-        self.leavers: list[tuple[Any, int, Call]] = []
+        self.leavers: dict[int, tuple[Any, Call]] = {}
         self.first_node = self.sequence = _torch.next_sequence_number()
 
     def depth(self) -> int:
@@ -131,7 +131,12 @@ class Captures(Listener):
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _SPECIAL:
             self._special(call, func, args, kwargs)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError as error:
+            if _WRITES_A_LEAF not in str(error):
+                raise
+            raise departures.written(self.region.title, args) from error
         if self.record.written:
             self._check_written()
         return out
@@ -141,6 +146,8 @@ class Captures(Listener):
             self.record.need(storage_of(levels.base_of(args[0])))
         elif func in _ENGINE:
             self.unseen = True
+        elif func is _LABEL:
+            distributed.check(args[0], self.region.title)
         elif isinstance(t := args[0], Tensor) and self._is_given(t):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if func in _REQUIRES and wanted != t.requires_grad:
@@ -209,14 +216,19 @@ class Captures(Listener):
             raise departures.differently(self.region, None, self.expected[len(self.calls)])
 
     def may_leave(self, known: tuple[Any, int], call: Call) -> None:
-        self.leavers.append((*known, call))
+        super().may_leave(known, call)
+        if known[1] > 0 or -1 - known[1] in self.made:
+            self.leavers[known[1]] = known[0], call
 
     def expects_inside(self) -> list[Call] | None:
         """What the log of a region inside, which has just been taken in, must be."""
         return None if self.expected is None else self.expected[len(self.calls) - 1].inner
 
 
-_SPECIAL = {*READERS, *_ENGINE, *_REQUIRES}
+# Torch's error: a stand-in is a leaf where what it is for may be none.
+_WRITES_A_LEAF = "is being used in an in-place operation"
+_LABEL = torch.ops.profiler._record_function_enter_new
+_SPECIAL = {*READERS, *_ENGINE, *_REQUIRES, _LABEL}
 
 
 def same_function(one: Any, other: Any) -> bool:

@@ -43,7 +43,7 @@ def described(call: Call | None) -> str:
     if call is None:
         return "nothing more"
     operands = [_operand(n) for n in call.operands]
-    others = [repr(o) if len(repr(o)) < 40 else f"{repr(o)[:37]}..." for o in call.others]
+    others = [repr(o) if len(repr(o)) < 80 else f"{repr(o)[:77]}..." for o in call.others]
     return f"{name_of(call.func)}({', '.join(operands + others)})"
 
 
@@ -62,8 +62,12 @@ def differently(region: Any, call: Call | None, expected: Call | None, hint: str
                 f"{described(call)} and gets {_shapes(call)} where the forward got "
                 f"{_shapes(expected)}"
             )
+    at = line_now()
+    if call is None or call.func == "return":
+        code = region.code
+        at = f"the end of {code.co_filename}:{code.co_firstlineno}" if code else "the end"
     return ReplayError(
-        f"remat: at {line_now()} the replay of {region.title} calls {what}. A replay must make the "
+        f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the "
         f"calls that the forward made (rule 3). {hint or _HINT}"
     )
 
@@ -102,10 +106,28 @@ def refused(message: str) -> RematError:
     return RematError(f"remat: at {line_now()}: {message}")
 
 
+def written(title: str, operands: Any) -> RematError:
+    """An input with history is written in place."""
+    tensors = [t for t in operands if isinstance(t, torch.Tensor)]
+    shape = f" of shape {tuple(tensors[0].shape)}" if tensors else ""
+    return refused(
+        f"{title} writes in place to an argument or captured tensor{shape} that is "
+        "differentiated. Work on a copy, x.clone(), and return it."
+    )
+
+
 def drawn_by_others(region: Any, generator: torch.Generator) -> ReplayError:
     """A generator was not left as in the forward."""
     return ReplayError(
         f"remat: the replay of {region.title} leaves the generator of {generator.device} in another "
         "state than the forward: somebody else drew from it in between, in another thread perhaps. "
         "Give each thread a torch.Generator of its own."
+    )
+
+
+def not_left(region: Any) -> ReplayError:
+    """What left the forward otherwise than by return is not there."""
+    return ReplayError(
+        f"remat: the replay of {region.title} does not make a tensor that left the forward "
+        "otherwise than by return. Return it from the region."
     )

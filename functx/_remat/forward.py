@@ -7,9 +7,9 @@ differentiates anything, the results get one node a level (`node.attach`).
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
-import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
@@ -26,7 +26,15 @@ from functx._remat.settings import CastCache, Settings
 from functx._remat.writes import Writes
 
 
-def run(body: Body, again: Body, tensors: list[Tensor], options: Options, title: str) -> list[Any]:
+def run(
+    body: Body,
+    again: Body,
+    tensors: list[Tensor],
+    options: Options,
+    title: str,
+    code: CodeType | None = None,
+    trace: Any = None,
+) -> list[Tensor]:
     """Run ``body``, and remember how to run it ``again``.
 
     Args:
@@ -35,6 +43,8 @@ def run(body: Body, again: Body, tensors: list[Tensor], options: Options, title:
         tensors: its arguments, no two of them the same.
         options: what the user said.
         title: what messages call the region.
+        code: of the function, for messages.
+        trace: a `traced.Trace` that the region is to be a node of, or ``None``.
 
     Returns:
         The body's results, on nodes that replay it.
@@ -48,12 +58,16 @@ def run(body: Body, again: Body, tensors: list[Tensor], options: Options, title:
             outer.asleep = True
         cache = CastCache(settings)
         noted.take_hooks()
-        results = _run(body, again, tensors, options, title, settings, outer)
+        region = Region()
+        region.title, region.code, region.body = title, code, again
+        region.options, region.settings = options, settings
+        results, further = _run(region, body, tensors, outer, trace)
         noted.put_hooks_back()
         cache.put_back()
         if outer is not None:
             outer.asleep = False
             outer.give(results)
+            outer.give_further(further)
         return results
     except BaseException:
         noted.cut_back()
@@ -66,54 +80,53 @@ def run(body: Body, again: Body, tensors: list[Tensor], options: Options, title:
 
 
 def _run(
-    body: Body,
-    again: Body,
-    tensors: list[Tensor],
-    options: Options,
-    title: str,
-    settings: Settings,
-    outer: Listener | None,
-) -> list[Tensor]:
-    region = Region()
-    region.title, region.body, region.options, region.settings = title, again, options, settings
+    region: Region, body: Body, tensors: list[Tensor], outer: Listener | None, trace: Any
+) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+    options = region.options
     region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
     region.draws = None
-    if options.preserve_rng_state:
+    if options.preserve_rng_state or trace is not None:
         region.draws = Draws(python=options.preserve_rng_state == "all")
     record = Record(region.draws)
     inputs = Inputs(region.frames)
     expected = None if outer is None else outer.expects_inside()
-    captures = Captures(region, inputs, record, outer, expected)
+    listener = Captures if trace is None else trace.captures
+    captures = listener(region, inputs, record, outer, expected)
     captures.strict = options.determinism_check != "none"
     if outer is not None:
         outer.calls[-1].inner = captures.calls
+        captures.wanted = outer.wanted_inside()
     for t in tensors:
         captures.admit(levels.alive(t))
     region.n_args = captures.n_args = len(tensors)
-    writes = record.writes = Writes(inputs, captures.made, title)
-    if options.policy is not None:
+    noting = Writes if trace is None else trace.writes
+    writes = record.writes = noting(inputs, captures.made, region.title)
+    if options.policy is not None and trace is None:
         record.saver = Saver(options.policy, region)
     _torch.push_dispatch_mode(record)
     _torch.push_function_mode(captures)
-    try:
-        results = body(*inputs.standins)
-    except RuntimeError as error:
-        raise leaving.explained(error, captures) from error
-    results = [captures.result(t) for t in results]
+    results = [captures.result(t) for t in body(*inputs.standins)]
     captures.finish()
     _torch.pop_function_mode()
     _torch.pop_dispatch_mode(None)
     if region.draws is not None:
         region.draws.end()
     tensors = []
-    if inputs.lowest > len(region.frames):
-        return results  # nobody differentiates it
-    return _finish(region, inputs, captures, writes, results)
+    if trace is not None:
+        inputs.lowest = 0
+    elif inputs.lowest > len(region.frames):
+        return results, []  # nobody differentiates it
+    return _finish(region, inputs, captures, writes, results, trace)
 
 
 def _finish(
-    region: Region, inputs: Inputs, captures: Captures, writes: Writes, results: list[Tensor]
-) -> list[Tensor]:
+    region: Region,
+    inputs: Inputs,
+    captures: Captures,
+    writes: Writes,
+    results: list[Tensor],
+    trace: Any,
+) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
     """Let go of the tape, and hang the results on nodes."""
     record = captures.record
     frames, n, lowest = region.frames, len(region.frames), inputs.lowest
@@ -126,7 +139,7 @@ def _finish(
     # Level by level down to the lowest one that needs a node, ...
     parts, slots = _taken_apart(results, frames, lowest)
     kept = record.saver.kept if record.saver is not None else {}
-    needed = liveness.needed(record, parts[lowest], [t for v in kept.values() for t in v.tensors()])
+    needed = liveness.needed(record, [*results, *parts[lowest]], [t for v in kept.values() for t in v.tensors()])
     region.live = record.live(needed, kept) if region.options.early_stop else None
     if record.saver is not None:
         kept = record.saver.drop_dead(region.live)
@@ -137,7 +150,9 @@ def _finish(
     # ... and up again.
     values = parts[lowest]
     fresh = [_off_the_tape(t, lowest) for t in values]
-    if lowest == 0 and n == 0:
+    region.further = []
+    further: list[tuple[int, Tensor]] = []
+    if n == 0:
         results.clear()
         values.clear()
         parts.clear()
@@ -145,8 +160,8 @@ def _finish(
         region.further = [number for number, _ in further]
         fresh += [t for _, t in further]
         required[0] += [True] * len(further)
-    else:
-        region.further = []
+    if trace is not None:
+        trace.emit(region, inputs, writes, fresh)
     for k in range(lowest, n + 1):
         if k > lowest:
             fresh = _put_together(fresh, frames[k - 1], slots[k], k)
@@ -161,7 +176,7 @@ def _finish(
     parts.clear()
     if n:
         leaving.check_nothing_left(captures, fresh)
-    return fresh[: region.n_results]
+    return fresh[: region.n_results], further
 
 
 def _taken_apart(
@@ -206,5 +221,3 @@ def _off_the_tape(t: Tensor, k: int) -> Tensor:
         return _torch.wrap_grad(_torch.unwrap_grad(t, k), k)
     return t
 
-
-__all__ = ["run", "torch"]

@@ -2,18 +2,27 @@
 
 A generator's state is noted before the first draw that a region makes from it. A replay puts all of
 them back before it begins, since regions inside of it note theirs, and afterwards restores what it
-found. A replay must leave each generator as the forward did: if it does not, somebody else has
-drawn in between, in another thread say, and the numbers were not the same.
+found.
+
+NOTE [one replay at a time]
+Replays in several threads take turns, since they set the same generators. One inside of another,
+which shows in the modes around it (autograd copies those to its threads), is part of its turn. User
+code may start a thread of its own in a replay and wait for it; there nothing shows. So nobody waits
+for ever; and a replay must leave each generator as the forward did: if it does not, somebody else
+has drawn in between, and the numbers were not the same.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from functx import _torch_engine as _torch
 
 
 def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generator:
@@ -27,6 +36,18 @@ def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generat
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+_lock = threading.Lock()
+_PATIENCE = 5.0  # seconds
+
+
+def _lock_taken() -> bool:
+    """Whether this replay has the generators to itself now; see NOTE [one replay at a time]."""
+    for i in range(_torch.dispatch_depth()):
+        if getattr(_torch.dispatch_mode_at(i), "draws_again", False):
+            return False
+    return _lock.acquire(timeout=_PATIENCE)
 
 
 class Draws:
@@ -44,6 +65,9 @@ class Draws:
         if generator not in self.before:
             self.before[generator] = generator.get_state()
 
+    def __bool__(self) -> bool:
+        return bool(self.before) or self.python is not None
+
     def end(self) -> None:
         """The region has run."""
         self.after = {g: g.get_state() for g in self.before}
@@ -56,10 +80,11 @@ class Draws:
 class Restored:
     """The states that a replay found, to be put back after it."""
 
-    __slots__ = ("draws", "found", "python")
+    __slots__ = ("draws", "found", "locked", "python")
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
+        self.locked = _lock_taken()
         self.found = {g: g.get_state() for g in draws.before}
         self.python = None if draws.python is None else _python_states()
         self.rewind()
@@ -72,8 +97,10 @@ class Restored:
 
     def differ(self) -> torch.Generator | None:
         """A generator that the replay has not left as the forward did."""
-        for g, state in self.draws.after.items():
-            if not torch.equal(g.get_state(), state):
+        for g, after in self.draws.after.items():
+            state = g.get_state()
+            untouched = torch.equal(state, self.draws.before[g])  # one that the region makes itself
+            if not untouched and not torch.equal(state, after):
                 return g
         return None
 
@@ -82,6 +109,9 @@ class Restored:
         for g, state in self.found.items():
             g.set_state(state)
         _set_python_states(self.python)
+        if self.locked:
+            self.locked = False
+            _lock.release()
 
 
 def _python_states() -> tuple[Any, Any]:

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from functx import _torch_engine as _torch
 from functx._errors import RematError
-from functx._remat import departures, levels
+from functx._remat import departures
 from functx._remat.captures import Captures, tape_of
-
-FURTHER = 1 << 41  # numbers, in the region around, of what left a region inside
-
 
 def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int, Tensor]]:
     """At the base level, what requires grad and is alive: further results, off the tape.
@@ -22,14 +19,12 @@ def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int
     Returns:
         Their numbers, and they themselves.
     """
-    found = [
-        (number, t) for ref, number, _ in captures.leavers if (t := ref()) is not None
-    ]
-    for number, t in found:
-        if not t.requires_grad:
-            continue
-        if t._is_view():
-            raise _left(captures, t, "It is a view, which can't become a further result: ")
+    found = [(n, t) for n, (ref, _) in captures.leavers.items() if (t := ref()) is not None]
+    found = [(number, t) for number, t in found if t.requires_grad]
+    for _, t in found:
+        if t._is_view() or t.grad_fn is None or _torch.level_of(t) != -1:
+            why = "a leaf" if t.grad_fn is None else "a view"
+            raise _left(captures, t, f"It is {why}, which can't become a further result: ")
         t.detach_()
     return found
 
@@ -37,9 +32,10 @@ def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int
 def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:
     """Inside of transforms, nothing that requires grad may be alive."""
     returned = {id(t) for t in results}
-    if any(_left_alive(ref, returned) for ref, _, _ in captures.leavers):
+    refs = [ref for ref, _ in captures.leavers.values()]
+    if any(_left_alive(ref, returned) for ref in refs):
         gc.collect()  # it may be a cycle that holds it
-        for ref, _, _ in captures.leavers:
+        for ref in refs:
             if _left_alive(ref, returned):
                 raise _left(captures, ref(), "")
 
@@ -52,7 +48,7 @@ def _left_alive(ref: object, returned: set[int]) -> bool:
 def _left(captures: Captures, t: Tensor | None, why: str) -> RematError:
     assert t is not None
     made_by = [
-        departures.name_of(call.func) for ref, _, call in captures.leavers if ref() is t
+        departures.name_of(call.func) for ref, call in captures.leavers.values() if ref() is t
     ]
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {made_by[0]} made in "
@@ -89,19 +85,3 @@ def leaves_unseen(captures: Captures, results: list[Tensor]) -> list[Tensor]:
                 "pullback inside."
             )
     return [*found.values()]
-
-
-_IN_PLACE = "is being used in an in-place operation"
-
-
-def explained(error: RuntimeError, captures: Captures) -> RuntimeError:
-    """Torch's error about a leaf that is written, in terms of what the stand-in is of."""
-    if _IN_PLACE not in str(error):
-        return error
-    return departures.refused(
-        f"{captures.region.title} writes in place to an argument or captured tensor that is "
-        "differentiated. Work on a copy, x.clone(), and return it."
-    )
-
-
-__all__ = ["FURTHER", "levels"]

@@ -248,6 +248,7 @@ class Rerun(Ledger):
         self.saver = saver
         self.call, self.i = 0, 0
         self.end = starts[1] if len(starts) > 1 else len(entries)
+        self.draws_again = False  # whether the replay has put generators back
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
 
     def next_call(self) -> None:

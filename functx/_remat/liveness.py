@@ -20,7 +20,7 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
 
     Args:
         record: the region's.
-        results: at the lowest level that differentiates anything.
+        results: the body's, and what they are made of at the lowest level that differentiates.
         kept: what a policy keeps.
     """
     alive = record.alive()

@@ -50,6 +50,7 @@ class Region:
     Attributes:
         body: tensors to tensors.
         title: what messages call it: the function, and the line that called it.
+        code: of the function, for messages.
         options: what the user said.
         frames: the levels around, outermost first.
         slots: for each level above 0, how each of its values is made of those below.
@@ -66,7 +67,7 @@ class Region:
     """
 
     __slots__ = (
-        *("body", "calls", "draws", "entries", "frames", "further", "kept", "left_behind"),
+        *("body", "calls", "code", "draws", "entries", "frames", "further", "kept", "left_behind"),
         *("live", "made", "n_args", "n_results", "options", "settings", "slots", "starts"),
         *("title", "written"),
     )

@@ -34,7 +34,7 @@ class Replayer(Listener):
         super().__init__(ledger, outer, region.calls)
         self.region, self.standins, self.rerun = region, standins, ledger
         self.strict = region.options.determinism_check != "none"
-        self.further: dict[int, Any] = dict.fromkeys(region.further)
+        self.wanted = dict.fromkeys(region.further)
         self._depth = _torch.functorch_depth()
         self.n_args = region.n_args
         for number, t in enumerate(standins):
@@ -88,9 +88,12 @@ class Replayer(Listener):
         """What the log of a region inside, which has just been taken in, must be."""
         return self.expected[len(self.calls) - 1].inner  # type: ignore[index]
 
-    def may_leave(self, known: tuple[Any, int], call: Call) -> None:
-        if known[1] in self.further:
-            self.further[known[1]] = known[0]()
+    def left(self, number: int) -> Tensor:
+        """A result that left the forward otherwise than by return."""
+        t = self.wanted[number]
+        if t is None:
+            raise departures.not_left(self.region)
+        return t
 
     def _departed(self, call: Call | None, due: Call | None) -> Exception:
         hint = ""
@@ -138,7 +141,7 @@ def replay(
     try:
         if outer is not None:
             outer.asleep = True
-        if region.draws is not None and region.draws.before:
+        if region.draws is not None and region.draws:
             _tell_of_draws(region)
             restored = region.draws.begin_again()
         region.settings.put(found)
@@ -255,6 +258,7 @@ def _body(
     it = iter(kept)
     by_entry = {i: k.given([next(it) for _ in range(k.n)]) for i, k in region.kept.items()}
     rerun = Rerun(region.entries, region.starts, live, by_entry)
+    rerun.draws_again = bool(region.draws)
     standins = [*map(_own, standins)]
     replayer = Replayer(region, rerun, standins, None)
     _torch.push_dispatch_mode(rerun)
@@ -263,4 +267,4 @@ def _body(
     replayer.finish()
     _torch.pop_function_mode()
     _torch.pop_dispatch_mode(None)
-    return results + [replayer.further[number] for number in region.further], rerun
+    return results + [replayer.left(number) for number in region.further], rerun

@@ -8,7 +8,6 @@ with it off is no region.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import call
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from functx import _torch_engine as _torch
 
 _C: Any = torch._C
-_get_precision, _set_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
 
 
 def _set_deterministic(wanted: tuple[bool, bool]) -> None:
@@ -28,6 +26,22 @@ def _deterministic() -> tuple[bool, bool]:
     return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
+def _precision() -> Any:
+    """As one word, or, where torch's newer API has set them apart, by backend."""
+    try:
+        return _C._get_float32_matmul_precision()
+    except RuntimeError:
+        return {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
+
+
+def _set_precision(wanted: Any) -> None:
+    if isinstance(wanted, str):
+        torch.set_float32_matmul_precision(wanted)
+        return
+    for backend, precision in wanted.items():
+        _C._set_fp32_precision_setter(backend, "matmul", precision)
+
+
 _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
@@ -36,12 +50,8 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     (_deterministic, _set_deterministic),
-    (partial(_get_precision, "mkldnn", "matmul"), partial(_set_precision, "mkldnn", "matmul")),
+    (_precision, _set_precision),
 ]
-if torch.backends.cuda.is_built():
-    _FLAGS.append(
-        (partial(_get_precision, "cuda", "matmul"), partial(_set_precision, "cuda", "matmul"))
-    )
 _READ = [read for read, _ in _FLAGS]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 

@@ -19,9 +19,9 @@ def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Sta
     Raises:
         TypeError: something is no int, or no string.
     """
-    nums = (nums,) if isinstance(nums, int) else nums
+    nums = (nums,) if type(nums) is int else nums
     names = (names,) if isinstance(names, str) else names
-    if isinstance(nums, str) or not all(isinstance(n, int) for n in nums):
+    if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
         raise TypeError(f"remat: static_argnums must be an int or a sequence of ints, got {nums!r}.")
     if not all(isinstance(n, str) for n in names):
         raise TypeError(

@@ -36,11 +36,7 @@ class Writes:
             if storage not in inputs.memory[number]:
                 continue
             if number not in self.made and levels.is_tracked(standin):
-                raise departures.refused(
-                    f"{self.title} writes in place ({overload}) to an argument or captured tensor "
-                    f"of shape {tuple(standin.shape)} that is differentiated. Work on a copy, "
-                    "x.clone(), and return it."
-                )
+                raise departures.written(self.title, [standin])
             if storage not in self.before:
                 self.before[storage] = levels.base_of(standin).untyped_storage().clone()
 

@@ -85,10 +85,10 @@ class TestPulledBackElsewhere:
         """They belong to a thread, and a new one has none."""
 
         def program(remat):
-            x = numbers(4, 4).float().requires_grad_()
+            x, v, w = (numbers(4, 4, start=i).float().requires_grad_() for i in range(3))
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                value = remat(lambda x: torch.tanh(x @ x) @ x)(x).float().sum()
-            return elsewhere(lambda: torch.autograd.grad(value, x))
+                value = remat(lambda x: torch.tanh(x @ v) @ w)(x).float().sum()
+            return elsewhere(lambda: torch.autograd.grad(value, (x, v, w)))
 
         same(program, eps=0)
 

@@ -1,0 +1,236 @@
+"""Regions in a traced graph, each kept as one call node.
+
+Where a graph is made by torch's tracer, a region is traced into it as it runs: its operations, and
+those of its replays. What lowers a graph, or differentiates it, must know where the cuts are. Under
+`keep_regions` each call of a region, and each pullback of one, becomes one node:
+
+- it calls `remat_region` with a graph of the region as a submodule, and all its inputs at the base
+  level, those that it captures and constants among them; its result is a tuple;
+- ``node.meta["functx_region"]`` is a `RegionInfo`;
+- run again, in a trace or in torch, it is a region again.
+
+The region runs twice. First untraced, which finds what it captures, as everywhere (`forward`). Then
+its replay from those inputs is traced (`Trace.emit`), and what it gives at the base level stands for
+the first run's results; the nodes of autograd and the levels above are put on these.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.traceback import has_preserved_node_meta
+
+from functx import _torch_engine as _torch
+from functx._policies import Everything
+from functx._remat import captures, departures, forward, levels, writes
+from functx._remat.calls import Body, listening
+from functx._remat.ledger import Rerun
+from functx._remat.region import Inputs, Options, Region
+from functx._remat.replay import replay
+
+
+class _Keeping(threading.local):
+    traces = 0
+    batch = 1
+
+
+_keeping = _Keeping()
+
+
+@contextmanager
+def keep_regions() -> Iterator[None]:
+    """Leave each region in the graphs that are traced on this thread as one call node."""
+    _keeping.traces += 1
+    try:
+        yield
+    finally:
+        _keeping.traces -= 1
+
+
+def keeping() -> bool:
+    """Whether a graph is traced that is to keep its regions."""
+    return _keeping.traces > 0 and _torch.infra_mode(_torch.PROXY) is not None
+
+
+def batch_being_traced() -> int:
+    """How many examples an operation of the region that is being traced stands for.
+
+    1 unless the region has a policy that is to be asked about one of them.
+    """
+    return _keeping.batch
+
+
+@dataclass(frozen=True)
+class RegionInfo:
+    """What a node of a graph says about its region.
+
+    Attributes:
+        name: of the function.
+        policy: what to save; ``None`` for nothing.
+        replay: whether it is a pullback, "replay, then pull back": a compiler must not merge its
+            recompute with the forward.
+        per_example: whether its operations are batched, and the policy is to be asked about one
+            example.
+    """
+
+    name: str
+    policy: Any
+    replay: bool
+    per_example: bool = False
+
+
+def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tensor, ...]:
+    """What the node of a region calls."""
+    body = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
+    if not torch.is_grad_enabled() and not keeping():
+        return tuple(body(*operands))
+    numbers: dict[int, int] = {}
+    places = [numbers.setdefault(id(t), len(numbers)) for t in operands]
+    different = [*{id(t): t for t in operands}.values()]
+
+    def again(*ts: Tensor) -> list[Tensor]:
+        return list(body(*[ts[i] for i in places]))
+
+    options = Options(name="a region")
+    return tuple(run(again, again, different, options, "a region of a graph"))
+
+
+def run(
+    body: Body,
+    again: Body,
+    tensors: list[Tensor],
+    options: Options,
+    title: str,
+    code: CodeType | None = None,
+) -> list[Tensor]:
+    """`forward.run`; as a node of its graph in a trace that keeps regions."""
+    if not keeping():
+        return forward.run(body, again, tensors, options, title, code)
+    trace = Trace(_torch.infra_mode(_torch.PROXY))
+    with _torch.without_proxies():
+        return forward.run(body, again, tensors, options, title, code, trace)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """The region whose code runs takes nothing that runs here for its own: a tracer's work, say."""
+    listener = listening()
+    if listener is None:
+        yield
+        return
+    listener.asleep = True
+    for ledger in listener.ledgers:
+        if isinstance(ledger, Rerun):
+            ledger.i = ledger.end  # what follows in this call is not that of the forward
+    try:
+        yield
+    finally:
+        listener.asleep = False
+
+
+class Trace:
+    """A trace that a region is to be a node of, while the region runs untraced."""
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+
+    def captures(self, *args: Any) -> captures.Captures:
+        """The listener of the first run."""
+        return _Captures(self, *args)
+
+    def writes(self, inputs: Inputs, made: set[int], title: str) -> writes.Writes:
+        """What notes its writes."""
+        return _Writes(self, inputs, made, title)
+
+    def emit(self, region: Region, inputs: Inputs, results: list[Tensor], given: list[Tensor]) -> None:
+        """Make the node; from now on ``results``, at the base level, are what it gives.
+
+        Args:
+            region: the region, which has run.
+            inputs: of it, as they were before it wrote to them.
+            results: what it gave.
+            given: its inputs at the base level, which get what it has written.
+        """
+        operands, requires = inputs.values[0], inputs.requires(0)
+        tracer = self.mode.tracer
+
+        def explicit(*values: Tensor) -> tuple[Tensor, ...]:
+            return tuple(replay(region, 0, [*values], requires, (), None)[0])
+
+        sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
+        policy = region.options.policy
+        per_example = bool(sizes) and _reads_operations(policy)
+        with self.mode:
+            before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
+            try:
+                module = levels.at_depth(0, lambda: _torch.trace_subgraph(explicit, *operands))
+            finally:
+                _keeping.batch = before
+            name = tracer.get_fresh_qualname("region_")
+            tracer.root.register_module(name, module)
+            arguments = (module, *map(tracer.unwrap_proxy, operands))
+            proxy = tracer.create_proxy("call_function", remat_region, arguments, {})
+            info = RegionInfo(region.options.name, policy, region.options.is_pullback, per_example)
+            proxy.node.meta["functx_region"] = info
+            written = [i for numbers in region.written for i in numbers]
+            at = [inputs.position(i, 0) for i in written]
+            new = [torch.empty_like(operands[i]) for i in at]
+            _torch.track_proxies((*results, *new), proxy, tracer)
+            for i, value in zip(at, new):
+                given[i].copy_(value)
+
+
+def _reads_operations(policy: Any) -> bool:
+    return policy is not None and policy.reads_operations and type(policy) is not Everything
+
+
+class _Captures(captures.Captures):
+    """A listener whose inputs are part of the graph around."""
+
+    def __init__(self, trace: Trace, *args: Any) -> None:
+        super().__init__(*args)
+        self.trace = trace
+
+    def admit(self, t: Tensor) -> int:
+        with self.trace.mode:
+            return super().admit(t)
+
+    def keep(self, make: Callable[[], Tensor]) -> Tensor:
+        with self.trace.mode:
+            return super().keep(make)
+
+
+class _Writes(writes.Writes):
+    """Writes to inputs, whose values before are copies in the graph around."""
+
+    def __init__(self, trace: Trace, *args: Any) -> None:
+        super().__init__(*args)
+        self.trace = trace
+
+    def about_to_write(self, storage: int, overload: Any) -> None:
+        lying = [i for i, memory in enumerate(self.inputs.memory) if storage in memory]
+        if any(i not in self.made and levels.is_tracked(self.inputs.standins[i]) for i in lying):
+            super().about_to_write(storage, overload)
+        if len(lying) > 1:
+            raise departures.refused(
+                f"{self.title} is traced, and writes to memory that {len(lying)} of its arguments "
+                "and captured tensors share. Give it copies, x.clone()."
+            )
+        self.before[storage] = None
+
+    def put_before(self) -> None:
+        with self.trace.mode:
+            super().put_before()
+
+
+def given_now(inputs: Inputs) -> Sequence[Tensor]:
+    """The inputs at the base level."""
+    return [*inputs.values[0]]
