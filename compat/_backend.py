@@ -19,7 +19,7 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from functx import _torch, _tree
-from functx._residuals import Residual
+from functx._residuals import Residual, Value
 from functx.compat import _loops
 from functx.compat._encoding import is_key
 from functx.compat._jax import is_tracing, saved_residuals
@@ -255,12 +255,10 @@ def _residual(value: Any, text: str) -> Residual:
     made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
     kind = "argument" if source.startswith("argument") else "constant"
     return Residual(
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        device=None,
+        Value(tuple(value.shape), value.dtype),
+        source,
         nbytes=math.prod(value.shape) * value.dtype.itemsize,
         kind="named" if named else "output" if made else kind,
-        source=source,
         names=(named[1],) if named else (),
         operation="name" if named else made[1] if made else "",
     )

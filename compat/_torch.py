@@ -7,8 +7,10 @@ Invariant: no other module of ``compat`` reaches into ``torch._*`` or ``torch.fx
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
@@ -64,6 +66,7 @@ __all__ = [
     "SingleLevelFunction",
     "TorchDispatchMode",
     "apply_function",
+    "applying",
     "asked_by",
     "base_of",
     "below_autograd",
@@ -332,6 +335,40 @@ def apply_function(function: Any, *args: Any) -> Any:
         return super(torch.autograd.function._SingleLevelFunction, function).apply(*args)
     finally:
         _functorch.set_single_level_autograd_function_allowed(allowed)
+
+
+_appliers: dict[int, Callable[..., Any]] = {}  # by thread
+_applying = threading.Lock()
+
+
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    plain = super(torch.autograd.function._SingleLevelFunction, cls).apply  # type: ignore[misc]
+    plain = partial(plain, **kwargs) if kwargs else plain
+    hook = _appliers.get(threading.get_ident())
+    return plain(*args) if hook is None else hook(cls, plain, args)
+
+
+@contextmanager
+def applying(hook: Callable[..., Any]) -> Iterator[None]:
+    """Let ``hook(cls, apply, args)`` apply the custom Functions of this thread.
+
+    ``Function.apply`` passes through no mode; the class below it is changed for as long.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    thread = threading.get_ident()
+    with _applying:
+        before = _appliers.get(thread)
+        _appliers[thread] = hook
+        base.apply = classmethod(_apply)
+    try:
+        yield
+    finally:
+        with _applying:
+            _appliers.pop(thread)
+            if before is not None:
+                _appliers[thread] = before
+            elif not _appliers:
+                del base.apply
 
 
 def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor | None]:

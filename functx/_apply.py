@@ -19,10 +19,7 @@ import torch
 from torch import nn
 
 from functx import _transformers, _where
-from functx._remat._api import checked_options
-from functx._remat._module import RematModule
-from functx._remat._operator import differentiating
-from functx._remat._options import Options
+from functx._remat import Options, RematModule, checked_options, differentiating, run
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,7 +38,8 @@ class RegionForward:
         self.options = options
         self.own = own
         forward = self._forward_of(module)
-        self._names = _transformers.positional(forward) if _where.is_marked_layer(module) else None
+        is_marked = _transformers.is_marked_layer(module)
+        self._names = _transformers.positional(forward) if is_marked else None
         self.__doc__ = getattr(forward, "__doc__", None)
         for name in ("__name__", "__qualname__"):
             setattr(self, name, getattr(forward, name, "forward"))
@@ -72,8 +70,9 @@ class RegionForward:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
         if self._names is not None and differentiating():
-            args, kwargs = _transformers.without_cache(module, self._names, args, kwargs)
-        return _transformers.run(forward, args, kwargs, self.options)
+            layer = type(module).__name__
+            args, kwargs = _transformers.without_cache(layer, self._names, args, kwargs)
+        return run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
         if self.own is not None:
@@ -214,7 +213,7 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it out "
             "of where, or build the model without."
         )
-    if _where.is_marked_layer(module) and getattr(module, "gradient_checkpointing", False):
+    if _transformers.is_marked_layer(module) and getattr(module, "gradient_checkpointing", False):
         raise ValueError(
             f"apply_remat: {name!r} is checkpointed by transformers already. Call "
             "model.gradient_checkpointing_disable() first, or keep it and use "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch_compiler, _torch_globals, _transformers
+from functx import _torch_compiler
+from functx import _torch_engine as _torch
 from functx._errors import RematError
-from functx._remat._api import checked_options, name_of
-from functx._remat._operator import differentiating
+from functx._remat import checked_options, differentiating, name_of, run
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -112,23 +112,16 @@ def checkpoint(
             "one of them."
         )
     if context_fn is not noop_context_fn and _torch_compiler.in_plain_graph():
-        return torch_checkpoint(  # NOTE [compiled regions]
+        return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
         )
-    policy = None
-    body: Any = functools.partial(function) if isinstance(function, nn.Module) else function
-    named: Any = function
-    if isinstance(named, functools.partial) and named.func is within:
-        named = named.args[1]
-    name = name_of(named)
+    policy, body = None, function
     if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
         forward, replays = _contexts(context_fn)
         policy = _torch_compiler.selective_policy(forward)
-        if policy is None and not (_does_nothing(forward) and _does_nothing(replays)):
-            # A partial: what the function closes over is still found.
-            body = functools.partial(_under, _Turns(forward, replays), body)
-        hooks = respect_saved_tensors_hooks and _torch_globals.foreign_saved_tensors_hooks()
-        if hooks and policy is not None:
+        if policy is None:
+            body = _entered(function, forward, replays)
+        elif respect_saved_tensors_hooks and _torch.top_saved_tensor_hooks(True) is not None:
             raise RematError(
                 "checkpoint: respect_saved_tensors_hooks=True, but no hook sees what a region of "
                 "functx keeps. To keep values in host memory use functx.remat with the policy "
@@ -140,7 +133,8 @@ def checkpoint(
         determinism_check=determinism_check,
         debug=debug,
     )
-    return _transformers.run(body, args, kwargs, replace(options, name=name, prune=early_stop))
+    options = replace(options, name=name_of(function), early_stop=early_stop)
+    return run(body, args, kwargs, options)
 
 
 def checkpoint_sequential(
@@ -268,33 +262,16 @@ def _contexts(context_fn: Callable[[], Contexts]) -> Contexts:
     return contexts
 
 
-def _does_nothing(context: Any) -> bool:
-    return type(context) is nullcontext
+def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
+    """``function`` in the first context once, and in the second from then on."""
+    coming = [forward]
 
+    def body(*args: Any, **kwargs: Any) -> Any:
+        with coming.pop() if coming else replays:
+            return function(*args, **kwargs)
+        raise RematError(
+            "checkpoint: a context of context_fn suppressed an exception of the function, which "
+            "then has no result. Let exceptions pass."
+        )
 
-def within(context: Callable[[], Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)`` in a context of its own, whenever it runs."""
-    with context():
-        return function(*args, **kwargs)
-
-
-class _Turns:
-    """Which of two contexts is next: the first once, the second from then on."""
-
-    def __init__(self, forward: Any, replays: Any) -> None:
-        self._forward = forward
-        self._replays = replays
-
-    def next(self) -> Any:
-        """The context of this run."""
-        context, self._forward = self._forward, None
-        return self._replays if context is None else context
-
-
-def _under(turns: _Turns, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    with turns.next():
-        return function(*args, **kwargs)
-    raise RematError(
-        "checkpoint: a context of context_fn suppressed an exception of the function, which then "
-        "has no result. Let exceptions pass."
-    )
+    return body

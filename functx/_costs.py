@@ -1,27 +1,25 @@
 """What the blocks of a chain cost, measured: bytes on a tape, bytes while they run, work.
 
-Every block is run forward and pulled back once, on its own, on plain autograd; the whole chain is
-run to see what its blocks hand on. Random generators, buffers and attributes of modules are put
-back as they were.
+Each block runs forward and is pulled back once, alone, where the chain is called: inside of the
+same transforms. Then the chain runs forward as a whole, to see what its blocks hand on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from functx import _torch, _torch_globals, _tree, memory
+from functx import _torch, _tree
 from functx._chain import Block, Chain, Tree
 from functx._policy_kinds import flops_of
-from functx._remat._function import run
-from functx._remat._options import Options
-from functx._remat._tapes import leaves_below, tensors_of
-from functx._remat._within_reach import reachable
+from functx._remat import Options, run
+from functx._storages import LiveStorages, no_collection, storages_of
+from functx._transforms import grad
 
 Blocks = Sequence[Callable[[Any], Any]]
 
@@ -53,24 +51,22 @@ def work(f: Callable[..., Any], *args: Any) -> int:
     return counter.flops
 
 
-def walk(tree: Tree, *blocks_and_x: Any, options: Options | None = None) -> Any:
+def walk(tree: Tree, blocks: Blocks, x: Any, options: Options | None = None) -> Any:
     """Run a chain as a tree says: blocks by number, lists as regions."""
-    *blocks, x = blocks_and_x
-    del blocks_and_x
-    options = Options() if options is None else options
+    options = Options(name="a chain") if options is None else options
     for part in tree:
         if not isinstance(part, list):
             x = blocks[part](x)
             continue
-        numbers = sorted(flat(part))
+        numbers = [*flat(part)]
         name = f"blocks {numbers[0]} to {numbers[-1]} of {options.name}"
+        inside = [blocks[n] for n in numbers]
+        needed = read_by(inside, x)
         o = replace(options, name=name, budget=None)
-        needed = read_by(blocks[numbers[0] : numbers[-1] + 1], x)
-        made = run(_Walk(part, options), (*blocks, needed), {}, o)
+        made = run(lambda x, part=part: walk(part, blocks, x, o), (needed,), {}, o)
         if needed is not x:  # what the region does not read passes it by
-            made = {
-                n: made.get(n, x.get(n)) for n in blocks[numbers[-1]].gives if n in made or n in x
-            }
+            gives: Any = inside[-1]
+            made = {n: made.get(n, x.get(n)) for n in gives.gives if n in made or n in x}
         x = made
     return x
 
@@ -83,228 +79,181 @@ def read_by(blocks: Blocks, state: Any) -> Any:
     return {n: t for n, t in state.items() if n in reads}
 
 
-class _Walk:
-    """`walk` of one region, with its blocks as arguments, so that replays know what they reach."""
-
-    def __init__(self, tree: Tree, options: Options) -> None:
-        self._tree = tree
-        self._options = options
-
-    def __call__(self, *blocks_and_x: Any) -> Any:
-        return walk(self._tree, *blocks_and_x, options=self._options)
-
-
-def flat(tree: Tree) -> Iterator[int]:
+def flat(tree: Tree) -> list[int]:
     """The blocks of a tree."""
-    for part in tree:
-        if isinstance(part, list):
-            yield from flat(part)
-        else:
-            yield part
+    return [n for part in tree for n in (flat(part) if isinstance(part, list) else [part])]
 
 
-def pullback_peak(f: Callable[[Any], Any], x: Any) -> int:
-    """The most bytes live while ``f(x)`` runs and is pulled back, beside what was there before.
-
-    Gradients of all floating point tensors in ``x`` and of all leaves that ``f`` reaches are
-    computed, and counted.
-    """
-
-    def there_and_back() -> Any:
-        inputs = fresh_leaves(x)
-        return pull_back(f(inputs), inputs)
-
-    return memory.peak(there_and_back)
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree, each once."""
+    return [*{id(t): t for t in _tree.leaves(tree) if isinstance(t, Tensor)}.values()]
 
 
-def pull_back(
-    out: Any, inputs: Any, *, rows: int = 1, keeps: bool = False, records: bool = False
+def fresh(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """The same values, off all tapes; those that are not differentiated may be written to."""
+    with torch.no_grad():
+        return [t.detach() if w else t.detach().clone() for t, w in zip(tensors, wanted)]
+
+
+def there_and_back(
+    body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool], between: Any
 ) -> Any:
-    """Gradients of everything ``out`` depends on.
+    """Run ``body`` and pull back once, where this is called: on plain autograd, or by `grad`.
 
     Args:
-        out: results, on plain autograd.
-        inputs: what they were made of.
-        rows: how many cotangents at once.
-        keeps: whether the tape stays.
-        records: whether what runs is on a tape.
+        body: takes tensors, returns a pytree of some.
+        tensors: off all tapes.
+        wanted: which are differentiated; leaves that ``body`` reaches otherwise are as well.
+        between: called with the results, before they are pulled back.
+
+    Returns:
+        The gradients.
     """
-    outs = [t for t in _tensors(_tree.leaves(out)) if t.grad_fn is not None]
-    if not outs:
-        return ()
-    wanted = {id(t): t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad}
-    wanted |= {id(t): t for t in leaves_below(*(o.grad_fn for o in outs))}
-    batched = rows > 1
-    cotangents = [o.new_ones(rows, *o.shape) if batched else torch.ones_like(o) for o in outs]
-    return torch.autograd.grad(
-        outs,
-        list(wanted.values()),
-        cotangents,
-        retain_graph=keeps or records,
-        create_graph=records,
-        allow_unused=True,
-        is_grads_batched=batched,
-    )
+    if _torch.peek_interpreter_stack() is None:
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
+        outs = _differentiable(body(*leaves))
+        between(outs)
+        asked = {id(t): t for t in leaves if t.requires_grad}
+        asked |= {id(t): t for t in _leaves_below(outs)}
+        if not outs or not asked:
+            return ()
+        ones = [torch.ones_like(o) for o in outs]
+        return torch.autograd.grad(outs, [*asked.values()], ones, allow_unused=True)
+
+    def number(given: list[Tensor]) -> Tensor:
+        it = iter(given)
+        outs = _differentiable(body(*(next(it) if w else t for t, w in zip(tensors, wanted))))
+        between(outs)
+        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in outs]
+        return sum(parts, torch.zeros((), device=tensors[0].device))
+
+    return grad(number)([t for t, w in zip(tensors, wanted) if w])
 
 
-def fresh_leaves(tree: Any) -> Any:
-    """The same values, as leaves of a tape of their own.
-
-    Those require grad that did; where none did, all that can.
-    """
-    some = any(isinstance(t, Tensor) and t.requires_grad for t in _tree.leaves(tree))
-
-    def leaf(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        return t.detach().requires_grad_(
-            t.requires_grad if some else t.is_floating_point() or t.is_complex()
-        )
-
-    return _tree.map_(leaf, tree)
+def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
+    """The most bytes live while ``body`` runs and is pulled back, beside what was there before."""
+    with no_collection(), LiveStorages() as storages:
+        there_and_back(body, tensors, wanted, lambda outs: outs.clear() if False else None)
+    return storages.peak
 
 
-class _Births(_torch.TorchDispatchMode):
+def _differentiable(out: Any) -> list[Tensor]:
+    return [t for t in tensors_of(out) if t.requires_grad]
+
+
+def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves on a tape."""
+    stack: list[Any] = [t.grad_fn for t in outs]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
+
+
+class Births(LiveStorages):
     """Which block made which storage."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = 0
-        self.made: dict[int, tuple[Any, int, int]] = {}
-        self._foreign: set[int] = set()
+    block = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in tensors_of(*args, kwargs or {}):
-            key = _torch.storage_key(t)
-            if key not in self.made:
-                self._foreign.add(key)
-        out = func(*args, **(kwargs or {}))
-        for t in tensors_of(out):
-            storage = t.untyped_storage()
-            key = _torch.storage_key(t)
-            known = self.made.get(key)
-            if key not in self._foreign and (known is None or known[0].expired()):
-                self.made[key] = (_torch.StorageWeakRef(storage), self.block, storage.nbytes())
-        return out
+    def _origin(self, tensor: Tensor, name: str) -> Any:
+        return self.block
 
-    def alive(self) -> dict[int, tuple[int, int]]:
-        """The storages that exist: who made them, and their bytes."""
-        return {k: (i, n) for k, (ref, i, n) in self.made.items() if not ref.expired()}
+    def made(self) -> dict[int, tuple[int, int]]:
+        """The storages that were made and exist: who made them, and their bytes."""
+        return {k: (b.origin, b.counted) for k, b in self._blocks.items() if b.counted}
 
 
-def measured(blocks: Blocks, x: Any) -> Chain:
-    """The chain of some blocks, called on ``x``."""
+def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
+    """The chain of some blocks, called on ``x``; ``wanted`` says what of it is differentiated."""
+    first = {k: wanted(t) for t in tensors_of(x) for k in _keys([t])}
+
+    def required(state: Any) -> list[bool]:
+        found = [first.get(k) for t in tensors_of(state) for k in _keys([t])[:1]]
+        real = [t.is_floating_point() or t.is_complex() for t in tensors_of(state)]
+        return [r and (f is None or f) for r, f in zip(real, found)]
+
     states = [x]
     with torch.no_grad():
         for block in blocks:
             states.append(block(states[-1]))
-    first = {_torch.storage_key(t) for t in _tensors(_tree.leaves(x))}
-    costs = [_cost(block, state, first) for block, state in zip(blocks, states)]
-    leaving = _leaving(states)
-    del states
-    kept = [0] * len(blocks)
-    boundaries = []
-    with torch.enable_grad(), _Births() as births:
-        state = fresh_leaves(x)
-        for births.block, block in enumerate(blocks):
-            state = block(state)
-            boundaries.append([_torch.storage_key(t) for t in _tensors(_tree.leaves(state))])
-    alive = births.alive()
+    costs = [_cost(block, read_by([block], s), first, required) for block, s in zip(blocks, states)]
+    leaving, keys = _leaving(states), [_keys(tensors_of(state)) for state in states]
+    with torch.enable_grad(), Births() as births:
+        tensors = tensors_of(x)
+        kept, unsaved = [0] * len(blocks), [0] * len(blocks)
+        sizes: list[dict[int, int]] = []
+        alive: dict[int, tuple[int, int]] = {}
+
+        def run_all(*leaves: Tensor) -> Any:
+            state = _filled(x, tensors, leaves)
+            for births.block, block in enumerate(blocks):
+                state = block(state)
+                made = births.made()
+                found = _keys(tensors_of(state))
+                sizes.append({k: made[k][1] for k in found if k in made})
+            return state
+
+        there_and_back(run_all, tensors, required(x), lambda _: alive.update(births.made()))
+    del states, keys
     for maker, nbytes in alive.values():
         kept[maker] += nbytes
-    unsaved = [0]
-    for keys in boundaries[:-1]:
-        lost = {k: births.made[k][2] for k in keys if k in births.made and k not in alive}
-        unsaved.append(sum(lost.values()))
-    costs = [replace(cost, kept=k) for cost, k in zip(costs, kept)]
-    return Chain(costs, leaving, unsaved)
+    for i, of in enumerate(sizes[:-1]):
+        unsaved[i + 1] = sum(n for k, n in of.items() if k not in alive)
+    return Chain([replace(c, kept=k) for c, k in zip(costs, kept)], leaving, unsaved)
 
 
-def _cost(block: Callable[[Any], Any], x: Any, first: set[int]) -> Block:
-    x = read_by([block], x)
-    inputs = fresh_leaves(x)
-    with torch.enable_grad(), memory.LiveStorages() as storages:
-        out = block(inputs)
-        live, forward = storages.live, storages.peak
-        ran = len(storages.timeline)
-        gradients = pull_back(out, inputs)
-    backward = max((event.live for event in storages.timeline[ran:]), default=live) - live
-    cotangents = sum(
-        t.numel() * t.element_size() for t in _tensors(_tree.leaves(out)) if t.grad_fn is not None
-    )
-    own = [t for t in _tensors(_tree.leaves(inputs)) if t.requires_grad]
-    # Gradients of parameters, and of what went into the chain, are live from then on.
-    of_parameters = storages.bytes_of(
-        g
-        for i, g in enumerate(gradients)
-        if g is not None and (i >= len(own) or _torch.storage_key(own[i]) in first)
-    )
-    del own
-    del out, gradients
-    with torch.enable_grad(), _Births() as births:
-        out = block(inputs)
-        tape = [t.grad_fn for t in _tensors(_tree.leaves(out))]
-        del out
-        saved = sum(nbytes for _, nbytes in births.alive().values())
-        del tape
+def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, Any], required: Any) -> Block:
+    tensors, wanted = tensors_of(x), required(x)
+    tensors = fresh(tensors, wanted)
+    seen: dict[str, int] = {}
+    with torch.enable_grad(), no_collection(), LiveStorages() as storages:
+
+        def between(outs: list[Tensor]) -> None:
+            seen["live"], seen["forward"] = storages.live, storages.peak
+            seen["ran"] = len(storages.timeline)
+            seen["out"] = storages.bytes_of(outs)
+            seen["cotangents"] = sum(t.nbytes for t in outs)
+
+        there_and_back(
+            lambda *leaves: block(_filled(x, tensors_of(x), leaves)), tensors, wanted, between
+        )
+    live = seen["live"]
+    backward = max((e.live for e in storages.timeline[seen["ran"] :]), default=live) - live
     with torch.no_grad():
         flops = work(block, x)
     return Block(
-        kept=saved,
-        saved=saved,
-        forward=forward,
-        backward=max(backward - of_parameters, cotangents),
-        cotangents=cotangents,
-        gradients=of_parameters,
+        kept=live,
+        saved=live - seen["out"],
+        forward=seen["forward"],
+        backward=max(backward, seen["cotangents"]),
+        cotangents=seen["cotangents"],
+        gradients=0,
         work=flops,
     )
 
 
-def _leaving(boundaries: Sequence[Any]) -> list[list[int]]:
+def _filled(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    by = {id(o): n for o, n in zip(old, new)}
+    return _tree.map_(lambda t: by.get(id(t), t), tree)
+
+
+def _keys(tensors: Sequence[Tensor]) -> list[int]:
+    return [id(storage) for t in tensors for storage in storages_of(t)]
+
+
+def _leaving(states: Sequence[Any]) -> list[list[int]]:
     """``leaving[i][j]``: bytes of storages at boundary ``j`` that were not there at ``i``."""
-    n = len(boundaries)
     born: dict[int, int] = {}
-    leaving = [[0] * n for _ in range(n)]
-    for j, state in enumerate(boundaries):
-        storages = {_torch.storage_key(t): t for t in _tensors(_tree.leaves(state))}
-        for key, t in storages.items():
-            birth = born.setdefault(key, j)
-            for i in range(birth):
-                leaving[i][j] += t.untyped_storage().nbytes()
+    leaving = [[0] * len(states) for _ in states]
+    for j, state in enumerate(states):
+        storages = {id(s): s for t in tensors_of(state) for s in storages_of(t)}
+        for key, storage in storages.items():
+            for i in range(born.setdefault(key, j)):
+                leaving[i][j] += storage.nbytes()
     return leaving
 
 
-@contextmanager
-def undisturbed(f: Any) -> Iterator[None]:
-    """Put generators back, and the buffers of modules that ``f`` (or a list of them) reaches."""
-    modules = reachable(None, f if isinstance(f, (list, tuple)) else [f])
-    buffers = {id(b): b for m in modules for b in m.buffers(recurse=False)}
-    before = [(b, b.detach().clone()) for b in buffers.values()]
-    attributes = [(m, dict(m.__dict__)) for m in modules]
-    with ExitStack() as stack:
-        stack.enter_context(_torch.cleared_interpreter_stack())
-        stack.enter_context(_torch_globals.fork_generators())
-        try:
-            yield
-        finally:
-            for m, d in attributes:
-                m.__dict__.clear()
-                m.__dict__.update(d)
-            with torch.no_grad():
-                for b, value in before:
-                    if not torch.equal(b, value):
-                        b.copy_(value)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    parts = tree if isinstance(tree, (list, tuple)) else [tree]
-    return [t for t in parts if isinstance(t, Tensor)]
-
-
-def as_blocks(f: Any) -> list[Callable[[Any], Any]] | None:
-    """The blocks of a chain, if that is what ``f`` is."""
-    if isinstance(f, nn.Sequential):
-        return list(f.children())
-    if isinstance(f, (list, tuple, nn.ModuleList)):
-        return list(f)
-    return None
+__all__ = ["nullcontext"]

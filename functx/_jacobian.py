@@ -4,10 +4,7 @@ With outputs of ``m_1, m_2, ...`` numbers, the cotangents are the ``m_1 + m_2 + 
 identity matrix, cut into one block of columns an output. Pulling back a chunk of rows is one
 ``vmap`` of the pullback; only the last chunk may free the residuals.
 
-NOTE [one row]
-One row needs no ``vmap``. That is more than thrift: torch's batching rules for the backward of
-layer_norm and batch_norm take mean and variance for constants, so that the derivative of a gradient
-with respect to a weight is wrong where it went through a ``vmap``; and a Hessian is one row's.
+One row needs no ``vmap``.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from torch.func import vmap
 
 from functx import _tree
 from functx._pullback import Pullback
-from functx._torch_norms import mend_batching_rules
 
 
 def pull_back_basis(
@@ -63,13 +59,12 @@ def pull_back_basis(
     for start in starts:
         stop = total if start == starts[-1] else start + size
         pull = functools.partial(pullback, retain_graph=start != starts[-1])
-        if chunk_size == 1 or total == 1:  # NOTE [one row]
+        if chunk_size == 1 or total == 1:
             row = [block.squeeze(0) for block in _identity_rows(outputs, start, stop)]
             rows = [leaf.unsqueeze(0) for leaf in _tree.leaves(pull(_tree.unflatten(spec, row)))]
             del row
         else:
             basis = _tree.unflatten(spec, _identity_rows(outputs, start, stop))
-            mend_batching_rules()
             rows = _tree.leaves(vmap(pull)(basis))
             del basis
         if preallocate:

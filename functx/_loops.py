@@ -7,18 +7,15 @@ its body closes over gets gradients, and random numbers are replayed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _schedules, _torch_globals, _tree, _while
+from functx import _schedules, _tree, _while
 from functx._arrays import backend_of
-from functx._remat._api import name_of
-from functx._remat._function import run
-from functx._remat._options import Options
+from functx._remat import Options, name_of, run
 from functx._validate import check_callable, describe, integer
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -85,7 +82,10 @@ def remat_scan(
     split, slots = _scheduled("remat_scan", steps, slots, schedule)
     if steps == 0:
         return carry, _no_steps(body, layout, carry, leaves)
-    step = functools.partial(_scan_step, body, layout)
+
+    def step(carry: Any, xs: Sequence[Tensor]) -> tuple[Any, Any]:
+        return _scan_step(body, layout, carry, xs)
+
     return _advance(step, split, name_of(body), reverse, carry, leaves, steps, slots)
 
 
@@ -101,10 +101,10 @@ def remat_loop(
     """``state = body(state)``, ``steps`` times or while ``cond(state)``, keeping ``slots`` states.
 
     Derivatives of any order, in reverse and in forward mode, are those of the plain loop. A loop
-    of given length costs what `remat_scan` says. A loop with a condition keeps its first state
-    while it runs, or the first two, and ``slots`` of them in its backward pass, which runs no more
-    than one step in two for nothing: at most twice as many steps again as the least for the length
-    it turned out to have (4 slots or more). Forward mode runs every step once.
+    of given length costs what `remat_scan` says. A loop with a condition runs in blocks of 1, 2, 4,
+    ... steps: for ``n`` steps it keeps about ``log2(n)`` states, twice as many in its backward
+    pass, which runs each step about ``1 + log2(n) / 2`` times again. Forward mode runs every step
+    once.
 
     Args:
         body: takes a state and returns the next. Tensors that it closes over get their gradients.
@@ -114,17 +114,16 @@ def remat_loop(
         cond: takes a state, says whether to go on: a bool, or a tensor with one element. Under
             ``vmap`` the loop goes on while one example does, and the others keep their state.
         slots: how many states to keep, the first included; the number of binary digits of the
-            number of steps less one if ``None``.
-        schedule: ``"binomial"`` or ``"halving"``, see `remat_scan`.
+            number of steps less one if ``None``. Not for loops with a condition.
+        schedule: ``"binomial"`` or ``"halving"``, see `remat_scan`. Not for loops with a condition.
 
     Returns:
         The last state.
 
     Raises:
         TypeError: ``body`` or ``cond`` is not callable, ``steps`` no int, or neither is given.
-        ValueError: ``steps`` is negative; ``slots`` or ``schedule`` is not possible.
-        functx.RematError: a loop with a condition goes on for longer than its slots serve (two
-            serve 496 steps, three 5,456).
+        ValueError: ``steps`` is negative; ``slots`` or ``schedule`` is not possible, or given with
+            a condition.
 
     Example:
         A step that is given its number:
@@ -149,7 +148,7 @@ def remat_loop(
 
     Source:
         As `remat_scan`; for unknown lengths compare Stumm and Walther, *New algorithms for optimal
-        online checkpointing*, SIAM J. Sci. Comput. 32(2), 2010.
+        online checkpointing*, SIAM J. Sci. Comput. 32(2), 2010, which needs fewer states.
     """
     check_callable(body, "remat_loop")
     if callable(steps) and cond is None:
@@ -162,6 +161,11 @@ def remat_loop(
             raise ValueError(f"remat_loop: steps is {steps}, expected 0 or more")
     if cond is not None:
         check_callable(cond, "remat_loop")
+        if slots is not None or schedule != "binomial":
+            raise ValueError(
+                "remat_loop: slots and schedule are for loops of a given number of steps; one with "
+                "a condition keeps about 2 * log2(n) of its n states. Leave them out."
+            )
     backend = backend_of("remat_loop", (state,), {})
     if backend is not None and (cond is not None or backend.can_scan(state)):
         _scheduled("remat_loop", 1, slots, schedule)
@@ -171,10 +175,12 @@ def remat_loop(
         split, slots = _scheduled("remat_loop", steps, slots, schedule)
         if steps == 0:
             return state
-        step = functools.partial(_loop_step, body)
+
+        def step(state: Any, _: Any) -> tuple[Any, None]:
+            return body(state), None
+
         return _advance(step, split, name_of(body), False, state, [], steps, slots)[0]
-    split, _ = _scheduled("remat_loop", 1, slots, schedule)
-    return _while.loop(_advance, body, cond, state, steps, slots, split, name_of(body))
+    return _while.loop(body, cond, state, steps, name_of(body))
 
 
 def _advance(
@@ -201,12 +207,13 @@ def _advance(
     """
     parts = list(_schedules.chain(steps, slots, split))
     pieces = _pieces(xs, [m for m, _ in parts], reverse)
-    # No closure: a function that refers to itself is garbage with all that it reaches.
-    again = functools.partial(_advance, step, split, name, reverse)
+
+    def again(carry: Any, xs: Sequence[Tensor], steps: int, slots: int) -> tuple[Any, Any]:
+        return _advance(step, split, name, reverse, carry, xs, steps, slots)
+
     outputs = []
     for (m, own), piece in zip(parts[:-1], pieces):
-        # Within several steps nearly everything is read by a pullback: no ledger of ledgers.
-        o = Options(name=f"{m} steps of {name}", prune=m == 1)
+        o = Options(name=f"{m} steps of {name}")
         carry, ys = run(again, (carry, piece, m, own), {}, o)
         outputs.append(ys)
     carry, ys = step(carry, pieces[-1])
@@ -241,10 +248,6 @@ def _stacked(outputs: list[Any]) -> Any:
     return _tree.unflatten(spec, stacked)
 
 
-def _loop_step(body: Callable[[Any], Any], state: Any, _: Any) -> tuple[Any, None]:
-    return body(state), None
-
-
 Layout = tuple[Any, tuple[bool, ...]]
 """The structure of ``xs``, and which of its leaves are tensors; the others are ``None``."""
 
@@ -267,7 +270,8 @@ def _scan_step(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> t
 
 def _no_steps(body: Any, layout: Layout, carry: Any, xs: Sequence[Tensor]) -> Any:
     """The outputs of no steps: what one step on zeros would give, without its row."""
-    with torch.no_grad(), _torch_globals.fork_generators():
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
         xs = [x.new_zeros((1, *x.shape[1:])) for x in xs]
         _, ys = _scan_step(body, layout, carry, xs)
     return _tree.map_(lambda leaf: leaf if leaf is None else leaf[:0], ys)

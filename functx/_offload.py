@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
-
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -46,9 +44,8 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def to_host(t: Tensor) -> Tensor:
-    """A copy of a plain tensor in host memory, with its layout."""
-    with _torch.cleared_interpreter_stack():
-        host = _copied_to_host(t)
+    """A copy of a plain tensor in host memory, with its layout; to be called below all levels."""
+    host = _copied_to_host(t)
     for observer in _thread.observers:
         observer(t, host)
     return host

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from functx import _torch, _torch_compiler
-from functx._errors import RematError
 
 
 class Decision(enum.Enum):
@@ -46,8 +44,6 @@ class Value:
         args: its arguments, per example: under ``vmap`` they are on the meta device.
         kwargs: likewise.
         out: what it returned, likewise.
-        number: how many operations ran in the region before it.
-        modules: a function that gives the path of modules that are running, outermost first.
         names: what `checkpoint_name` called the value.
         memo: what parts of a policy said of the operation. ``NOTE [names and operations]``.
     """
@@ -56,8 +52,6 @@ class Value:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
-    number: int = 0
-    modules: Callable[[], str] = str
     names: frozenset[str] = frozenset()
     memo: dict[int, Decision] = field(default_factory=dict)
 
@@ -124,27 +118,36 @@ def _decision(said: Decision | bool) -> Decision:
     return said if isinstance(said, Decision) else Decision(int(said))
 
 
+class Combined(Policy):
+    """A policy made of others, whose answers about an operation are remembered by each."""
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The others."""
+        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+
+    @property
+    def reads_names(self) -> bool:  # type: ignore[override]
+        """Whether any of them does."""
+        return any(p.reads_names for p in self.parts)
+
+    @property
+    def reads_operations(self) -> bool:  # type: ignore[override]
+        """Whether any of them does."""
+        return any(p.reads_operations for p in self.parts)
+
+    @property
+    def known_to_torch(self) -> bool:  # type: ignore[override]
+        """Whether all of them are."""
+        return all(p.known_to_torch for p in self.parts)
+
+
 @dataclass(frozen=True)
-class Either(Policy):
+class Either(Combined):
     """Kept if either policy keeps it; offloaded if the first one that keeps it says so."""
 
     first: Policy
     second: Policy
-
-    @property
-    def reads_names(self) -> bool:  # type: ignore[override]
-        """Whether either reads names."""
-        return self.first.reads_names or self.second.reads_names
-
-    @property
-    def reads_operations(self) -> bool:  # type: ignore[override]
-        """Whether either reads operations."""
-        return self.first.reads_operations or self.second.reads_operations
-
-    @property
-    def known_to_torch(self) -> bool:  # type: ignore[override]
-        """Whether torch's checkpoint can ask both."""
-        return self.first.known_to_torch and self.second.known_to_torch
 
     def decide(self, value: Value) -> Decision:
         """Both are asked, always: an answer about an operation can't be had later."""
@@ -156,15 +159,11 @@ class Either(Policy):
 
 
 @dataclass(frozen=True)
-class Both(Policy):
+class Both(Combined):
     """Kept if both policies keep it; offloaded if either says so."""
 
     first: Policy
     second: Policy
-
-    reads_names = Either.reads_names
-    reads_operations = Either.reads_operations
-    known_to_torch = Either.known_to_torch
 
     def decide(self, value: Value) -> Decision:
         """Both are asked, always: an answer about an operation can't be had later."""
@@ -174,27 +173,16 @@ class Both(Policy):
         return Decision.OFFLOAD if Decision.OFFLOAD in (first, second) else Decision.SAVE
 
     def __repr__(self) -> str:
-        return " & ".join(f"({p!r})" if isinstance(p, Either) else repr(p) for p in self._parts())
-
-    def _parts(self) -> tuple[Policy, Policy]:
-        return self.first, self.second
+        return " & ".join(f"({p!r})" if isinstance(p, Either) else repr(p) for p in self.parts)
 
 
 @dataclass(frozen=True)
-class Not(Policy):
+class Not(Combined):
     """Keeps what the policy does not."""
 
     policy: Policy
 
-    @property
-    def reads_names(self) -> bool:  # type: ignore[override]
-        """Whether the policy reads names."""
-        return self.policy.reads_names
-
-    @property
-    def known_to_torch(self) -> bool:  # type: ignore[override]
-        """Whether torch's checkpoint can ask it."""
-        return self.policy.known_to_torch
+    reads_operations = True  # what it keeps has no name, perhaps
 
     def decide(self, value: Value) -> Decision:
         """The other way round."""
@@ -247,6 +235,21 @@ def _operators_named(names: tuple[str, ...]) -> Operators:
     return Operators(frozenset(functools.reduce(getattr, n.split("."), torch.ops) for n in names))
 
 
+def save_these_operators(*operators: Any) -> Policy:
+    """Results of these ATen operators: overloads (``torch.ops.aten.mm.default``) or packets.
+
+    Raises:
+        TypeError: something is no operator.
+    """
+    for op in operators:
+        if not isinstance(op, (_torch.OpOverload, _torch.OpOverloadPacket)):
+            raise TypeError(
+                f"remat: a policy lists {op!r}, which is no ATen operator. Expected overloads such "
+                "as torch.ops.aten.mm.default, or packets such as torch.ops.aten.mm."
+            )
+    return Operators(frozenset(operators))
+
+
 @dataclass(frozen=True)
 class Context:
     """What a policy function gets first, as from ``torch.utils.checkpoint``.
@@ -269,22 +272,15 @@ class Asked(OfOperation):
     def judge(self, value: Value) -> Decision | bool:
         """Ask it."""
         context = Context(op_output=value.out)
-        try:
-            said = self.function(context, value.func, *value.args, **value.kwargs)
-        except TypeError as error:  # which an operator of a tensor would take for its own
-            raise RematError(
-                f"remat: the policy {self!r} raised for {value.func}: {error}. It is called as "
-                "policy(ctx, op, *args, **kwargs)."
-            ) from error
+        said = self.function(context, value.func, *value.args, **value.kwargs)
         if isinstance(said, (bool, Decision)):
             return said
         if isinstance(said, CheckpointPolicy):
             if said.name.endswith("_OFFLOAD"):
                 return Decision.OFFLOAD
             return said.name.endswith("_SAVE")
-        raise RematError(  # an operator of a tensor would take a TypeError for its own
-            f"remat: the policy {self!r} returned {said!r} for {value.func}; expected a bool or a "
-            "torch.utils.checkpoint.CheckpointPolicy."
+        raise TypeError(
+            f"it returned {said!r}; expected a bool or a torch.utils.checkpoint.CheckpointPolicy"
         )
 
     def __repr__(self) -> str:
@@ -303,35 +299,16 @@ def as_policy(policy: Any) -> Policy:
         return policy
     if isinstance(policy, (list, tuple, set, frozenset)):
         return save_these_operators(*policy)
-    if type(policy).__module__.split(".")[0] == "jax" or _of_jax(policy):
+    if str(getattr(policy, "__module__", "")).split(".")[0] == "jax":
         raise TypeError(
             f"remat: {policy!r} is a policy of jax.checkpoint. Take the one of the same name from "
             "functx.checkpoint_policies."
         )
     if callable(policy) and not isinstance(policy, type):
-        _check_signature(policy)
         return Asked(policy)
     raise TypeError(
         f"remat: unknown policy {policy!r}. Expected None, one of functx.checkpoint_policies, a "
         "list of ATen operators, or a function policy(ctx, op, *args, **kwargs)."
-    )
-
-
-def _check_signature(policy: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(policy)
-    except (TypeError, ValueError):  # a builtin
-        return
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    try:
-        signature.bind(None, None)
-        if inspect.Parameter.VAR_POSITIONAL in kinds:
-            return
-    except TypeError:
-        pass
-    raise TypeError(
-        f"remat: a policy function is called as policy(ctx, op, *args, **kwargs), with the "
-        f"arguments of the operation op; {policy!r} takes {signature}."
     )
 
 
@@ -340,7 +317,7 @@ def as_contexts(policy: Policy | None) -> Any:
 
     Returns:
         A ``context_fn``; ``None`` for policies that ask for what torch's checkpoint does not know:
-        names, modules, and before torch 2.13 the outputs of operations.
+        names, and before torch 2.13 the outputs of operations.
     """
     if policy is None:
         return _torch_compiler.same_numbers
@@ -355,22 +332,3 @@ def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) ->
     if said is Decision.OFFLOAD:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _of_jax(policy: Any) -> bool:
-    return str(getattr(policy, "__module__", "")).split(".")[0] == "jax"
-
-
-def save_these_operators(*operators: Any) -> Policy:
-    """Results of these ATen operators: overloads (``torch.ops.aten.mm.default``) or packets.
-
-    Raises:
-        TypeError: something is no operator.
-    """
-    for op in operators:
-        if not isinstance(op, (_torch.OpOverload, _torch.OpOverloadPacket)):
-            raise TypeError(
-                f"remat: a policy lists {op!r}, which is no ATen operator. Expected overloads such "
-                "as torch.ops.aten.mm.default, or packets such as torch.ops.aten.mm."
-            )
-    return Operators(frozenset(operators))

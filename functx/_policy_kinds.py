@@ -1,8 +1,7 @@
-"""The policies there are: by operator, name, size, module and cost of recomputing."""
+"""The policies there are: by operator, name and size."""
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx._policies import Decision, OfOperation, Policy, Value
+from functx._policies import Combined, Decision, OfOperation, Policy, Value
 from functx._torch_compiler import OUTPUTS_KNOWN_TO_TORCH
 
 
@@ -140,64 +139,10 @@ class OutputSize(OfOperation):
 
 
 @dataclass(frozen=True)
-class InModules(OfOperation):
-    """Results of operations that ran inside modules whose path matches a pattern."""
-
-    patterns: tuple[str, ...]
-
-    known_to_torch = False
-
-    def judge(self, value: Value) -> bool:
-        """By the path of modules that are running, and its beginnings."""
-        parts = value.modules().split(".")
-        paths = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        return any(fnmatch.fnmatchcase(path, p) for p in self.patterns for path in paths)
-
-    def __repr__(self) -> str:
-        return f"save_in_modules({', '.join(map(repr, self.patterns))})"
-
-
-@dataclass(frozen=True)
-class RecomputeCost(OfOperation):
-    """Results whose operation takes at least so many FLOPs a byte of result."""
-
-    flops_per_byte: float
-
-    known_to_torch = OUTPUTS_KNOWN_TO_TORCH
-
-    def judge(self, value: Value) -> bool:
-        """By the formulas of ``torch.utils.flop_counter``, and one FLOP an element elsewhere."""
-        size = bytes_of(value.out)
-        if not size:
-            return False
-        return flops_of(value.func, value.args, value.kwargs, value.out) / size >= (
-            self.flops_per_byte
-        )
-
-    def __repr__(self) -> str:
-        return f"save_costing_at_least({self.flops_per_byte})"
-
-
-@dataclass(frozen=True)
-class Offloaded(Policy):
+class Offloaded(Combined):
     """What another policy keeps, in host memory."""
 
     policy: Policy
-
-    @property
-    def reads_names(self) -> bool:  # type: ignore[override]
-        """Whether the policy reads names."""
-        return self.policy.reads_names
-
-    @property
-    def known_to_torch(self) -> bool:  # type: ignore[override]
-        """Whether torch's checkpoint can ask the policy."""
-        return self.policy.known_to_torch
-
-    @property
-    def reads_operations(self) -> bool:  # type: ignore[override]
-        """Whether the policy reads operations."""
-        return self.policy.reads_operations
 
     def decide(self, value: Value) -> Decision:
         """In host memory, if at all."""
@@ -225,18 +170,27 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return int(formula(*args, **kwargs, out_val=out))
     if isinstance(out, Tensor):
         return out.numel()
-    return sum(t.numel() for t in out if isinstance(t, Tensor)) if _is_list(out) else 0
+    outs = out if isinstance(out, (list, tuple)) else ()
+    return sum(t.numel() for t in outs if isinstance(t, Tensor))
 
 
-def _is_list(out: Any) -> bool:
-    return isinstance(out, (list, tuple))
-
-
-def names_given(names: Collection[Any], where: str) -> frozenset[str]:
+def names(given: Collection[Any]) -> frozenset[str]:
     """Names, checked."""
-    if isinstance(names, str):
-        raise TypeError(f"{where}: expected a collection of names, got the string {names!r}.")
-    for name in names:
+    if isinstance(given, str):
+        raise TypeError(
+            f"checkpoint_policies: expected a collection of names, got the string {given!r}."
+        )
+    for name in given:
         if not isinstance(name, str):
-            raise TypeError(f"{where}: names are strings, got {name!r}.")
-    return frozenset(names)
+            raise TypeError(f"checkpoint_policies: names are strings, got {name!r}.")
+    return frozenset(given)
+
+
+def places(source: str, destination: str) -> tuple[str, str]:
+    """Where values go from and to, checked."""
+    if (source, destination) not in (("device", "pinned_host"), ("device", "unpinned_host")):
+        raise ValueError(
+            f"checkpoint_policies: can't offload from {source!r} to {destination!r}; values go "
+            "from 'device' to 'pinned_host'."
+        )
+    return source, destination

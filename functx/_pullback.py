@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from functx import _torch, _torch_compiler, _torch_globals, _tree, _validate
+from functx import _norms, _torch, _torch_compiler, _torch_globals, _tree, _validate
+from functx._functions import function_classes, unwrap_for_backward
 from functx._remat.inside import made_inside, taken_in
 from functx._torch_edges import gradient_edge, pull_back
 
@@ -168,6 +169,7 @@ def record(
     has_aux: bool,
     check_output: Callable[[Any], None],
     api: str,
+    once: bool = False,
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
@@ -179,6 +181,7 @@ def record(
         has_aux: Whether ``func`` returns ``(output, aux)``.
         check_output: Called with the output inside the level; raises if it will not do.
         api: The transform's name, for error messages.
+        once: Whether the pullback is called once, and not under ``vmap``.
 
     Returns:
         The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
@@ -186,14 +189,18 @@ def record(
     """
     _validate.check_inputs(args, argnums, api)
     _torch_globals.check_derivatives_exist(api)
+    args, kwargs = taken_in(api, (args, kwargs))
     with (
         _hooks_disabled(),
+        _norms.around((args, kwargs), once=once),
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
 
         def enter(leaf: Any) -> Any:
-            return _torch.wrap_for_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return _torch.wrap_for_grad(_torch.unwrap_if_dead(leaf), level)
 
         made: list[torch.Tensor] = []
 
@@ -205,7 +212,8 @@ def record(
                 made.append(value)
             return value
 
-        args, kwargs = _tree.map_(enter, taken_in(api, (args, kwargs)))
+        classes = function_classes()
+        args, kwargs = _tree.map_(enter, (args, kwargs))
         inputs = tuple(args[position] for position in argnums)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
@@ -215,6 +223,7 @@ def record(
         check_output(output)
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
+        unwrap_for_backward(flat_output, classes)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)
         return output, aux, pullback

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from functx import _schedules
-from functx._remat._function import run
-from functx._remat._options import Options
+from functx._remat import Options, run
 from functx._validate import check_callable, integer
 
 

@@ -1,17 +1,15 @@
 """Follow every storage that a program allocates, from the operation that made it to its death.
 
-The invariant: at any moment, ``LiveStorages.live`` is the number of bytes of the storages that were
-created under the mode and still exist. It holds because three things are seen exactly:
+``LiveStorages.live`` is at any moment the number of bytes of the storages that were created under
+the mode and still exist. Three things are seen exactly:
 
-- *births*, in a dispatch mode, which sits below autograd and functorch: what the autograd engine
-  allocates in a backward pass, what a factory function makes, and the base tensor behind any
-  stack of functorch wrappers all pass through it, once;
+- *births*, in a dispatch mode, which sits below autograd and functorch;
 - *deaths*, by a weak reference to the storage (not to a tensor: views share their storage and
-  outlive each other), so there is nothing to poll and a free between two operations counts at once;
+  outlive each other), so that a free between two operations counts at once;
 - *resizes*, by reading the size again whenever an operation touches the storage.
 
-What it can't see: workspace that a kernel allocates and frees within one operation, and memory
-that reaches torch from elsewhere (a numpy array) until something copies it.
+Not seen: workspace that a kernel allocates and frees within one operation, and memory that reaches
+torch from elsewhere (a NumPy array) until something copies it.
 """
 
 from __future__ import annotations
@@ -36,13 +34,7 @@ from functx._torch import (
 
 
 class Event(NamedTuple):
-    """One operation, and the bytes live when it had run.
-
-    Attributes:
-        position: Its place among the operations, from 0.
-        operation: Its name, as in ``LiveStorages.operations``.
-        live: Bytes of the followed storages, the operation's own outputs among them.
-    """
+    """One operation: its place in the order, its name, and the bytes live when it had run."""
 
     position: int
     operation: str
@@ -72,7 +64,6 @@ class LiveStorages(TorchDispatchMode):
         operations: How often each operation ran; ATen operations under their bare name
             (``"mm"``, ``"add_"``), others with their namespace (``"prims::sum"``).
         timeline: One `Event` an operation.
-        at_peak: Bytes live at the peak, by the operation that created them.
 
     Example:
         >>> x = torch.ones(100, dtype=torch.float64)
@@ -88,8 +79,6 @@ class LiveStorages(TorchDispatchMode):
     # A higher-order operator that asks the mode is run as it is; what it runs inside is seen.
     supports_higher_order_operators = True
 
-    only_observes = True  # a replay need not run under it
-
     def __init__(self) -> None:
         super().__init__()
         _torch_compiler.load()
@@ -97,8 +86,6 @@ class LiveStorages(TorchDispatchMode):
         self.peak = 0
         self.operations: Counter[str] = Counter()
         self.timeline: list[Event] = []
-        self.at_peak: Counter[str] = Counter()
-        self._by_origin: Counter[str] = Counter()
         self._blocks: dict[int, _Block] = {}
         # The callback must not keep the mode alive: blocks -> callback -> mode would be a cycle.
         me = weakref.ref(self)
@@ -116,15 +103,10 @@ class LiveStorages(TorchDispatchMode):
         keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
         return sum(self._blocks[key].counted for key in keys if key in self._blocks)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and meet what it is given and gives."""
         kwargs = kwargs or {}
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
             return NotImplemented  # the subclass first: the mode then sees its inner tensors
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
@@ -139,7 +121,7 @@ class LiveStorages(TorchDispatchMode):
         for tensor in inputs:
             self._meet(tensor, name, fresh)
         out = func(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._meet(tensor, name, True)
         self.operations[name] += 1
         self.timeline.append(Event(len(self.timeline), name, self.live))
@@ -165,10 +147,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _add(self, origin: Any, nbytes: int) -> None:
         self.live += nbytes
-        self._by_origin[origin] += nbytes
-        if self.live > self.peak:
-            self.peak = self.live
-            self.at_peak = +self._by_origin
+        self.peak = max(self.peak, self.live)
 
 
 def operation_name(func: Any) -> str:
@@ -205,15 +184,15 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     return None
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors in what an operation takes or returns: lists, tuples and dictionaries."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for branch in tree:
-            yield from _tensors(branch)
+            yield from tensors_in(branch)
     elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
+        yield from tensors_in(tuple(tree.values()))
 
 
 @contextmanager

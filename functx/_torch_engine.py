@@ -10,6 +10,8 @@ from torch._C import _functorch
 from torch._functorch import eager_transforms as _eager_transforms
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge
+from torch.fx.experimental import proxy_tensor as _proxy_tensor
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 _C: Any = torch._C
@@ -26,6 +28,7 @@ pop_dispatch_mode = _C._pop_torch_dispatch_stack
 dispatch_depth = _C._len_torch_dispatch_stack
 dispatch_mode_at = _C._get_dispatch_stack_at
 infra_mode = _C._get_dispatch_mode
+without_dispatch_modes = _python_dispatch._disable_current_modes
 PROXY, FAKE = _C._TorchDispatchModeKey.PROXY, _C._TorchDispatchModeKey.FAKE
 
 # -- the functorch stack: no public way to see it, or to enter a level without running a function
@@ -54,6 +57,7 @@ is_grad_wrapper = _F.is_gradtrackingtensor
 is_functional = _F.is_functionaltensor
 wrap_grad, unwrap_grad = _F._wrap_for_grad, _F._unwrap_for_grad
 wrap_batch, unwrap_batch = _F._add_batch_dim, _F._unwrap_batched
+sync = torch._sync  # applies the pending writes of a functional tensor
 wrap_functional, unwrap_functional = _F._wrap_functional_tensor, _F._unwrap_functional_tensor
 unwrap_if_dead = _F.unwrap_if_dead
 inplace_requires_grad_allowed = _F.get_inplace_requires_grad_allowed
@@ -61,6 +65,18 @@ allow_inplace_requires_grad = _F.set_inplace_requires_grad_allowed
 single_level_allowed = _F.get_single_level_autograd_function_allowed
 allow_single_level = _F.set_single_level_autograd_function_allowed
 SingleLevelFunction: Any = _SingleLevelFunction
+
+
+def function_classes() -> int:
+    """A count that grows with each custom Function applied at a level, and with each call of this.
+
+    torch makes a class for each, and numbers it.
+    """
+    return next(torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER)
+
+
+MADE_FOR_ONE_CALL = "torch._functorch.autograd_function"  # the module of these classes
+
 
 # -- autograd: the engine itself (the public `torch.autograd.grad` is shown to function modes), ...
 run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -83,6 +99,31 @@ storage_address = _C._storage_address
 
 # -- autocast, of which the public context keeps a depth that an interrupt would leave behind
 any_autocast = _C._is_any_autocast_enabled
+
+# -- tracing: graphs inside of graphs, and values that stand for what a node gives
+unset_mode = _C._unset_dispatch_mode
+
+
+def trace_subgraph(f: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
+    """A graph of ``f`` of its own, made with the settings of the trace under way."""
+    tracer: Any = _proxy_tensor._CURRENT_MAKE_FX_TRACER
+    return tracer.trace_subgraph(f, *args)
+
+
+def track_proxies(values: Any, proxy: Any, tracer: Any) -> None:
+    """Let ``values`` be what ``proxy`` stands for in the graph."""
+    _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+
+
+def detached_below_autograd(t: torch.Tensor) -> torch.Tensor:
+    """In a dispatch mode, a tensor of the same memory that counts its writes with ``t``."""
+    key = _C.DispatchKey.ADInplaceOrView
+    excluded = key_excluded(key)
+    _C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return t.detach()
+    finally:
+        _C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def dual_level() -> int:

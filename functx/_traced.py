@@ -1,10 +1,8 @@
-"""Follow storages, and remember where in the user's code each was made: for profiles.
+"""Follow storages, and remember at which line of the user's code each was made: for profiles.
 
-NOTE [lines of a backward pass]
 What the autograd engine runs has no line of its own: Python is where the backward pass was started.
-But it is known at which operation of the forward a node was made, because nodes are numbered and
-the operation runs right after. A node that is Python (a custom Function, a region) runs code with
-lines, unless none of that is the user's.
+But nodes are numbered, and an operation of the forward runs right after its node was made, so that
+its line is known for the node. Python nodes (a custom Function, a region) run code with lines.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from functx import _torch
-from functx._places import ModulePaths, Place, line_of, where
+from functx._lines import ModulePaths, Place, line_of, where
 from functx._storages import LiveStorages
 
 
@@ -63,33 +61,22 @@ class Held:
         return f"{self.operation}, {dtype}{list(self.shape)}, {self.place}{module}"
 
 
+@dataclass(eq=False)
 class _Birth:
-    """Where a storage was made; looked up only if somebody asks."""
+    """Where a storage was made; the line is looked up only if somebody asks."""
 
-    __slots__ = ("device", "dtype", "module", "operation", "phase", "place", "shape")
-
-    def __init__(
-        self, operation: str, t: torch.Tensor, place: Place, module: str, phase: str
-    ) -> None:
-        self.operation = operation
-        self.shape, self.dtype, self.device = tuple(t.shape), t.dtype, t.device
-        self.place, self.module, self.phase = place, module, phase
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    place: Place
+    module: str
+    phase: str
 
     def held(self, nbytes: int) -> Held:
         """As users see it."""
-        code = self.place[0]
-        return Held(
-            operation=self.operation,
-            shape=self.shape,
-            dtype=self.dtype,
-            device=self.device,
-            nbytes=nbytes,
-            file=code.co_filename,
-            line=line_of(self.place),
-            function=code.co_qualname,
-            module=self.module,
-            phase=self.phase,
-        )
+        what = self.operation, self.shape, self.dtype, self.device
+        return Held(*what, nbytes, *line_of(self.place), self.module, self.phase)
 
 
 REGION = "RegionNodeBackward"
@@ -121,13 +108,7 @@ class TracedStorages(LiveStorages):
         self._modules = ModulePaths()
         self._last: dict[int, int] = {}  # by thread, each of which numbers its own nodes
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; and remember its line, for the node that autograd has made for it."""
         number, thread = _torch.next_sequence_number() - 1, threading.get_ident()
         last = self._last.setdefault(thread, number - 1)
@@ -140,6 +121,15 @@ class TracedStorages(LiveStorages):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.phases += [_phase(_torch.current_node())] * (len(self.timeline) - before)
         return out
+
+    def birth_of(self, storage: torch.UntypedStorage) -> Held | None:
+        """What made a storage, or met it first."""
+        block = self._blocks.get(id(storage))
+        return None if block is None else block.origin.held(storage.nbytes())
+
+    def is_new(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage was made in the context."""
+        return self._blocks[id(storage)].base == 0
 
     def at_the_peak(self) -> list[Held]:
         """What was live at the peak, largest first."""
@@ -161,7 +151,8 @@ class TracedStorages(LiveStorages):
         if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
             found = self._places.get(_torch.sequence_number(node))
         place, module = (where(), self._modules.here()) if found is None else found
-        return _Birth(name, tensor, place, module, _phase(node))
+        what = name, tuple(tensor.shape), tensor.dtype, tensor.device
+        return _Birth(*what, place, module, _phase(node))
 
     def _add(self, origin: Any, nbytes: int) -> None:
         if not nbytes:

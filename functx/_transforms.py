@@ -353,6 +353,7 @@ def _value_and_grad(
             has_aux=has_aux,
             check_output=lambda output: _validate.check_scalar(output, api),
             api=api,
+            once=True,
         )
         gradients = pullback(torch.ones_like(value), retain_graph=False)
         return value, aux, gradients[0] if isinstance(argnums, int) else gradients

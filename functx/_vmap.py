@@ -14,14 +14,12 @@ import torch
 
 from functx import _tree
 from functx._padding import read_no_masks
-from functx._torch_norms import mend_batching_rules
 
 
 @functools.wraps(torch.func.vmap)
 def vmap_by_keys(
     func: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, *options: Any, **named: Any
 ) -> Any:
-    mend_batching_rules()
     read_no_masks()
     own = torch.func.vmap(func, in_dims, out_dims, *options, **named)
     of_inputs, of_outputs = _tree.has_dict(in_dims), _tree.has_dict(out_dims)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from functx._transformers import is_marked_layer
+
 Where = (
     type[nn.Module]
     | str
@@ -190,14 +192,6 @@ def _blocks(owner: nn.Module) -> list[nn.Module]:
 def _flagged(module: nn.Module) -> bool:
     """Whether it, or something in it, checkpoints by itself."""
     return any(hasattr(part, MARKED) for part in module.modules())
-
-
-def is_marked_layer(module: nn.Module) -> bool:
-    """Whether this is a ``GradientCheckpointingLayer`` of transformers."""
-    return any(
-        c.__name__ == "GradientCheckpointingLayer" and c.__module__.startswith("transformers.")
-        for c in type(module).__mro__
-    )
 
 
 def _is_container(module: nn.Module) -> bool:

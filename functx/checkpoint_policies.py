@@ -1,12 +1,13 @@
 """Policies: what a `functx.remat` region keeps beside its inputs.
 
-All names of ``jax.checkpoint_policies``, with their meaning, and further ones by operator, by size
-of the result, by module, and by what recomputing costs. Every policy is a frozen, hashable value;
-``a | b`` keeps what either keeps, ``a & b`` what both keep, ``~a`` what ``a`` does not.
+All names of ``jax.checkpoint_policies``, with their meaning, and further ones by operator and by
+size of the result. Every policy is a frozen, hashable value; ``a | b`` keeps what either keeps,
+``a & b`` what both keep, ``~a`` what ``a`` does not.
 
-A policy says what *may* be kept: a value that the pullback does not read is not. It is asked about
-the operation on one example, so ``vmap`` does not change what is kept. ``policy=`` also takes a
-list of ATen operators, and a function ``policy(ctx, op, *args, **kwargs)`` that returns a bool or a
+A policy says what *may* be kept: a value that the pullback does not read is not, nor are random
+numbers, nor what operations that write in place return. It is asked about the operation on one
+example, so ``vmap`` does not change what is kept. ``policy=`` also takes a list of ATen operators,
+and a function ``policy(ctx, op, *args, **kwargs)`` that returns a bool or a
 ``torch.utils.checkpoint.CheckpointPolicy``, as torch's selective checkpointing does.
 
 Example:
@@ -50,28 +51,23 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Policy:
-    """As `dots_with_no_batch_dims_saveable`, in host memory.
-
-    Args:
-        offload_src: ``"device"``.
-        offload_dst: ``"pinned_host"``.
-    """
-    return _kinds.Dots(batch_dims=False, offload=_places(offload_src, offload_dst))
+    """As `dots_with_no_batch_dims_saveable`, from ``"device"`` to ``"pinned_host"`` memory."""
+    return _kinds.Dots(batch_dims=False, offload=_kinds.places(offload_src, offload_dst))
 
 
 def save_only_these_names(*names_which_can_be_saved: str) -> Policy:
     """Keep values that `functx.checkpoint_name` gave one of these names."""
-    return _kinds.Names("only", _names(names_which_can_be_saved))
+    return _kinds.Names("only", _kinds.names(names_which_can_be_saved))
 
 
 def save_any_names_but_these(*names_not_to_save: str) -> Policy:
     """Keep values that have a name which is none of these."""
-    return _kinds.Names("but", _names(names_not_to_save))
+    return _kinds.Names("but", _kinds.names(names_not_to_save))
 
 
 def save_anything_except_these_names(*names_not_to_save: str) -> Policy:
     """Keep every value, named or not, except those with one of these names."""
-    return _kinds.Names("except", _names(names_not_to_save))
+    return _kinds.Names("except", _kinds.names(names_not_to_save))
 
 
 def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
@@ -91,13 +87,13 @@ def save_and_offload_only_these_names(
     Raises:
         ValueError: a name is in both collections.
     """
-    saved, offloaded = _names(names_which_can_be_saved), _names(names_which_can_be_offloaded)
+    saved, offloaded = map(_kinds.names, (names_which_can_be_saved, names_which_can_be_offloaded))
     if saved & offloaded:
         raise ValueError(
             "save_and_offload_only_these_names: names are saved or offloaded, not both: "
             f"{sorted(saved & offloaded)}."
         )
-    return _kinds.Names("only", saved, offloaded, _places(offload_src, offload_dst))
+    return _kinds.Names("only", saved, offloaded, _kinds.places(offload_src, offload_dst))
 
 
 def save_smaller_than(nbytes: int) -> Policy:
@@ -110,34 +106,6 @@ def save_at_least(nbytes: int) -> Policy:
     return _kinds.OutputSize(at_least=nbytes)
 
 
-def save_in_modules(*patterns: str) -> Policy:
-    """Keep what is computed in modules whose path matches a pattern.
-
-    Args:
-        patterns: shell-style, of paths from the outermost ``nn.Module`` that is running, such as
-            ``"layers.*.attention"``; what runs inside of such a module counts too.
-    """
-    return _kinds.InModules(tuple(sorted(_names(patterns))))
-
-
-def save_costing_at_least(flops_per_byte: float) -> Policy:
-    """Keep results whose operation takes at least so many FLOPs for each byte it would keep."""
-    return _kinds.RecomputeCost(flops_per_byte)
-
-
 def offload(policy: Any) -> Policy:
     """Keep in host memory what ``policy`` keeps."""
     return _kinds.Offloaded(_policies.as_policy(policy))
-
-
-def _names(names: Collection[str]) -> frozenset[str]:
-    return _kinds.names_given(names, "checkpoint_policies")
-
-
-def _places(source: str, destination: str) -> tuple[str, str]:
-    if (source, destination) not in (("device", "pinned_host"), ("device", "unpinned_host")):
-        raise ValueError(
-            f"checkpoint_policies: can't offload from {source!r} to {destination!r}; values go "
-            "from 'device' to 'pinned_host'."
-        )
-    return source, destination

@@ -1,11 +1,12 @@
 """Peak bytes, timelines and operation counts of a call: exact, and the same at every run.
 
 On CPU the bytes are those of the storages that the call creates (``functx/_storages.py`` says how
-they are followed, and what can't be seen): no allocator, no rounding, no clock. On CUDA the peak is
-the allocator's, from :func:`torch.cuda.max_memory_allocated`.
+they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
+:func:`torch.cuda.max_memory_allocated`. Functions of ``torch.compile`` run in eager while they are
+measured on CPU: a mode follows each operation.
 
-The collector of reference cycles is off during a measured call. A cycle that holds activations then
-shows in every run, as the leak it is, and not only in those where the collector came late.
+The collector of reference cycles is off during a measured call, so that a cycle that holds
+activations shows in every run, as the leak it is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from functx._traced import Held, TracedStorages
 from functx._validate import check_callable
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
+
+
+SHOWN = 12  # so many lines of what is live at a peak are printed
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,6 @@ class Profile:
         Args:
             path: The file to write; its suffix says the format.
 
-        Returns:
-            ``path``.
-
         Raises:
             ImportError: matplotlib is not installed.
         """
@@ -93,10 +94,6 @@ class Profile:
         return "\n".join([head] + [f"{name:<{width}} {n:>15,} bytes" for name, n in lines])
 
 
-SHOWN = 12
-"""So many lines of what is live at a peak are printed."""
-
-
 def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
     """Call ``f`` and follow its memory, operation by operation.
 
@@ -109,7 +106,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         A `Profile`; its ``result`` is what ``f`` returned.
 
     Raises:
-        TypeError: ``f`` can't be called. What ``f`` raises passes through.
+        TypeError: ``f`` can't be called, or is compiled. What ``f`` raises passes through.
 
     Example:
         >>> import torch, functx.memory
@@ -125,7 +122,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, sin, float32[1000], ...:1 in <lambda> ... 4,000 bytes
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
-    check_callable(f, "functx.memory.profile")
+    _check(f, "profile")
     storages = TracedStorages()
     with no_collection(), _DevicePeak() as device, storages:
         result = f(*args, **kwargs)
@@ -135,39 +132,27 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at_peak[one.operation] += one.nbytes
     returned = storages.bytes_of(x for x in _tree.leaves(result) if isinstance(x, torch.Tensor))
     return Profile(
-        result=result,
-        peak=device.bytes or storages.peak,
-        kept=storages.live - returned,
-        returned=returned,
-        timeline=tuple(storages.timeline),
-        at_peak=tuple(at_peak.most_common()),
-        holders=tuple(holders),
-        phases=tuple(storages.phases),
-        history=tuple(storages.history()),
+        *(result, device.bytes or storages.peak, storages.live - returned, returned),
+        *(tuple(storages.timeline), tuple(at_peak.most_common()), tuple(holders)),
+        *(tuple(storages.phases), tuple(storages.history())),
     )
 
 
 def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
     """The most bytes that a call has live at once, above those live at entry.
 
-    Args:
-        f: Any callable, with any stack of transforms, backward passes included.
-        *args: Passed to ``f``.
-        **kwargs: Passed to ``f``.
+    Args and errors are those of `profile`.
 
     Returns:
         Bytes. On CPU exactly those of the storages that the call creates; if the call allocates on
         CUDA, the peak of torch's allocator there, all devices together.
-
-    Raises:
-        TypeError: ``f`` can't be called. What ``f`` raises passes through.
 
     Example:
         >>> import torch, functx.memory
         >>> functx.memory.peak(lambda x: x.sin().sin().sin(), torch.ones(1000))
         8000
     """
-    check_callable(f, "functx.memory.peak")
+    _check(f, "peak")
     with no_collection(), _DevicePeak() as device, LiveStorages() as storages:
         f(*args, **kwargs)
     return device.bytes or storages.peak
@@ -176,16 +161,10 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
 def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
     """How often a call runs each operation, below autograd and functorch.
 
-    Args:
-        f: Any callable, with any stack of transforms, backward passes included.
-        *args: Passed to ``f``.
-        **kwargs: Passed to ``f``.
+    Args and errors are those of `profile`.
 
     Returns:
         Counts by name: ATen operations by their bare one (``"mm"``), others with their namespace.
-
-    Raises:
-        TypeError: ``f`` can't be called. What ``f`` raises passes through.
 
     Example:
         >>> import torch, functx.memory
@@ -193,7 +172,7 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
         >>> functx.memory.count(df, torch.ones(3))["cos"]
         1
     """
-    check_callable(f, "functx.memory.count")
+    _check(f, "count")
     with LiveStorages() as storages:
         f(*args, **kwargs)
     return storages.operations
@@ -205,9 +184,6 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     Args:
         profiles: What to draw, by label.
         path: The file to write; its suffix says the format.
-
-    Returns:
-        ``path``.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -222,6 +198,16 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     return _pictures.lines(curves, path)
 
 
+def _check(f: Any, name: str) -> None:
+    check_callable(f, f"functx.memory.{name}")
+    if hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod"):
+        raise TypeError(
+            f"functx.memory.{name}: the function is compiled, and would run in eager while each operation "
+            "is followed. Measure what it was made of; or, on CUDA, the compiled function with "
+            "torch.cuda.max_memory_allocated()."
+        )
+
+
 class _DevicePeak:
     """The peak of the CUDA allocator within a context, all devices together; 0 if not used."""
 
@@ -229,16 +215,18 @@ class _DevicePeak:
 
     def __enter__(self) -> _DevicePeak:
         self._before: dict[int, int] = {}
-        if torch.cuda.is_initialized():
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(index)
-                torch.cuda.reset_peak_memory_stats(index)
-                self._before[index] = torch.cuda.memory_allocated(index)
+        for index in _devices():
+            torch.cuda.synchronize(index)
+            torch.cuda.reset_peak_memory_stats(index)
+            self._before[index] = torch.cuda.memory_allocated(index)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if torch.cuda.is_initialized():
-            self.bytes = sum(
-                torch.cuda.max_memory_allocated(index) - self._before.get(index, 0)
-                for index in range(torch.cuda.device_count())
-            )
+        self.bytes = sum(
+            torch.cuda.max_memory_allocated(index) - self._before.get(index, 0)
+            for index in _devices()
+        )
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)

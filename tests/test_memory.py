@@ -364,3 +364,10 @@ def test_arguments_pass_through(measure):
     calls = []
     measure(lambda *args, **kwargs: calls.append((args, kwargs)), 1, "two", f=3, self=4)
     assert calls == [((1, "two"), {"f": 3, "self": 4})]
+
+
+def test_compiled_functions_are_refused_on_cpu(x):
+    """Each operation is followed by a mode, under which they run in eager."""
+    for compiled in (torch.compile(torch.sin), torch.compile(torch.nn.Linear(3, 3))):
+        with pytest.raises(TypeError, match="functx.memory.peak: .* is compiled"):
+            peak(compiled, x)

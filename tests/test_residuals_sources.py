@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from layered import WEIGHTS, X
-from test_residuals import in_place, sources
+from test_residuals import sources
 from torch import nn
 
 import functx
@@ -61,7 +61,7 @@ class TestSources:
         line = named.__code__.co_firstlineno + 1
         kept = [r for r in functx.saved_residuals(lambda x: torch.exp(f(x)), X) if r.names]
         first = kept[0]
-        assert first.source == f"named 'a', output of aten.sin at {HERE}:{line} in named"
+        assert first.source == f"named 'a' at {HERE}:{line} in named"
         assert (first.kind, first.names) == ("named", ("a",))
         assert [r.names for r in kept] == [("a",)]
 
@@ -71,7 +71,6 @@ class TestSources:
             return torch.sin(functx.checkpoint_name(q, "q")) * k
 
         (whole,) = (r for r in functx.saved_residuals(f, WEIGHTS, X) if "'q'" in r.source)
-        assert whole.source.endswith("with 'q' in it")
         assert whole.shape == (4, 10)
         region = functx.remat(f, policy=cp.save_only_these_names("q"))
         (part,) = (r for r in functx.saved_residuals(region, WEIGHTS, X) if r.made)
@@ -133,21 +132,15 @@ class TestSources:
         residuals = functx.saved_residuals(torch.tanh, X)
         (result,) = residuals
         assert result.is_result
-        assert result.source.endswith(", a result")
         assert (residuals.nbytes, residuals.kept) == (X.nbytes, 0)
 
     def test_offloaded(self):
         region = functx.remat(named, policy=cp.offload(cp.save_only_these_names("a")))
         x, a = functx.saved_residuals(region, X)
         assert (x.source, x.on_host) == ("argument x", False)
-        assert a.source.startswith("named 'a', output of aten.sin at")
+        assert a.source.startswith("named 'a' at")
         assert a.source.endswith(", in host memory")
         assert a.on_host
-        assert functx.saved_residuals(region, X).on_host == X.nbytes
-
-    def test_written_in_place(self):
-        made = [r for r in functx.saved_residuals(in_place, WEIGHTS, X) if r.made]
-        assert [r.operation for r in made] == ["aten.mm", "aten.mul_", "aten.exp", "aten.cos"]
 
     def test_a_view_of_a_larger_tensor_counts_what_it_shows(self):
         big = torch.ones(1000)
@@ -157,59 +150,25 @@ class TestSources:
         assert x.nbytes == 4
 
 
-class TestCosts:
-    def test_from_what_else_is_kept(self):
-        """An element of a sine is one FLOP; a product of (4, 5) and (5, 5) is 200."""
-        flops = {
-            policy: [r.flops for r in functx.saved_residuals(f, WEIGHTS, X) if r.made]
-            for policy, f in (
-                ("plain", layers),
-                ("dots", functx.remat(layers, policy=cp.dots_saveable)),
-                ("sines", functx.remat(layers, policy=[torch.ops.aten.sin])),
-            )
-        }
-        assert flops == {
-            "plain": [200, 20, 200, 20, 200],
-            "dots": [200, 220, 220],
-            "sines": [220, 220],
-        }
-
-    def test_a_step_with_several_results_runs_once(self):
-        def f(x):
-            values, places = torch.sort(torch.sin(x))
-            return torch.exp(values * values) * places
-
-        for r in functx.saved_residuals(f, X):
-            assert r.flops <= 20 + 2 * 20 + 20 + 20
-
-    def test_offloading_costs_nothing_to_compute(self):
-        f = functx.remat(layers, policy=cp.offload(cp.dots_saveable))
-        assert [r.flops for r in functx.saved_residuals(f, WEIGHTS, X) if r.made] == [200, 220, 220]
-
-
 class TestTables:
     def test_of_one(self, capsys):
         functx.print_saved_residuals(functx.remat(named, policy=cp.offload(NAMED_A)), X)
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].split() == ["shape", "dtype", "bytes", "FLOPs", "again", "from"]
-        assert lines[1].split() == ["(4,", "5)", "float64", "160", "-", "argument", "x"]
+        assert lines[0].split() == ["value", "bytes", "from"]
+        assert lines[1].split() == ["float64[4,5]", "160", "argument", "x"]
         assert "named 'a'" in lines[2]
-        assert lines[3].split()[:3] == ["total", "320", "20"]
-        assert "160 in host memory" in lines[3]
+        assert "in host memory" in lines[2]
+        assert lines[3].split()[:3] == ["320", "total,", "160"]
 
     def test_of_two(self, capsys):
-        before = functx.saved_residuals(layers, WEIGHTS, X)
-        after = functx.saved_residuals(functx.remat(layers, policy=NAMED_A), WEIGHTS, X)
-        text = before.compare(after)
+        both = {"plain": layers, "dots": functx.remat(layers, policy=cp.dots_saveable)}
+        functx.print_saved_residuals(both, WEIGHTS, X)
+        rows = [" ".join(row.split()) for row in capsys.readouterr().out.splitlines()]
         line = f"at {HERE}:{layers.__code__.co_firstlineno + 2} in layers"
-        rows = [" ".join(row.split()) for row in text.splitlines()]
-        assert rows[0] == "shape dtype before after from"
-        assert f"(4, 5) float64 3 x 160 - output of aten.mm {line}" in rows
-        assert f"(4, 5) float64 2 x 160 - output of aten.sin {line}" in rows
-        assert "total 1,560 760 bytes" in rows
-        policies = {"plain": layers, "dots": functx.remat(layers, policy=cp.dots_saveable)}
-        functx.print_saved_residuals(policies, WEIGHTS, X)
-        assert capsys.readouterr().out.split()[:5] == ["shape", "dtype", "plain", "dots", "from"]
+        assert rows[0] == "value plain dots from"
+        assert f"float64[4,5] 3 x 160 3 x 160 output of aten.mm {line}" in rows
+        assert f"float64[4,5] 2 x 160 - output of aten.sin {line}" in rows
+        assert "1,560 1,240 total" in rows
 
 
 def test_a_region_of_a_module_calls_its_arguments_what_the_module_does():

@@ -19,7 +19,7 @@ from torch.fx import Node, map_arg
 from functx import _torch as engine
 from functx._policies import Value
 from functx._policy_kinds import is_dot
-from functx._remat._rules.proxy import batch_being_traced
+from functx._remat import batch_being_traced
 from functx.compat._lowering._table import decompositions
 from functx.compat._torch import OpOverload, make_fx, map_tensors
 
@@ -109,13 +109,13 @@ def _first(node: Node) -> torch.Tensor | None:
     return next((v for v in values if isinstance(v, torch.Tensor)), None)
 
 
-def value_of(node: Node, number: int, per_example: bool, modules: Callable[[], str]) -> Value:
+def value_of(node: Node, per_example: bool) -> Value:
     """A node's value as a policy is to see it; without an operation if nothing is known of it."""
     if not per_example:
         target = node.target
         own = isinstance(target, OpOverload) and not target.is_view
         args, kwargs = map_arg(node.args, _value), map_arg(node.kwargs, _value)
-        return Value(target if own else None, args, kwargs, node.meta["val"], number, modules)
+        return Value(target if own else None, args, kwargs, node.meta["val"])
     target, args, kwargs, out = node.meta.get("custom", {}).get(EXAMPLE, (None, (), {}, None))
     own = target is not None and not target.is_view
-    return Value(target if own else None, args, kwargs, out, number, modules)
+    return Value(target if own else None, args, kwargs, out)

@@ -1,8 +1,8 @@
 """Custom ``autograd.Function``: found while a function is traced, and its derivative rules traced.
 
 A trace below autograd would see the forward's operations only.  While a function is traced,
-``apply`` is intercepted (:mod:`functx._remat._custom`): the Function runs as usual, and is run once
-more on stand-ins, forward and backward together, by torch's own machinery, so ``needs_input_grad``,
+``apply`` is intercepted (`functx.compat._torch.applying`): the Function runs as usual, and is run
+once more on stand-ins, forward and backward together, by torch's own machinery, so ``needs_input_grad``,
 ``materialize_grads``, ``mark_non_differentiable`` and the rest mean what they mean in torch.  That
 joint graph is cut in two where the forward ended.  What crosses the cut is
 
@@ -35,8 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 import functx
 from functx import _torch as engine
 from functx._errors import LoweringError
-from functx._remat._custom import running
-from functx._remat._tracker import SILENT, tracking
+from functx._remat import unseen
 from functx.compat._lowering._custom_function import CustomFunction, DerivativeRule, emit
 from functx.compat._lowering._cut import FORWARD, RAW, cut, is_linear, isolate
 from functx.compat._lowering._draws import Draws
@@ -127,7 +126,7 @@ class Interceptor:
         if mode is None or not any(_differentiable(t) for t in tensors):
             with _set(forward=True):
                 return apply(*args)
-        with tracking(SILENT):
+        with unseen():
             shapes = [_like(t) for t in tensors]
         graph = mode.tracer.graph
         last = next(iter(reversed(graph.nodes)))
@@ -136,7 +135,7 @@ class Interceptor:
             out = apply(*args)
         results = [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
         raw = _nodes_after(graph, last)
-        with tracking(SILENT), self._draws.rewound(start), _fresh():
+        with unseen(), self._draws.rewound(start), _fresh():
             function, captures = _Tracer(cls, args, shapes, results, self._mode).function()
             raw_results = [_node_of(r) for r in results]
             emit(function, [*tensors, *captures], results)
@@ -144,16 +143,6 @@ class Interceptor:
         assert isinstance(node, Node)
         node.meta[RAW] = (raw, raw_results)
         return out
-
-
-@contextmanager
-def _users() -> Iterator[None]:
-    """While code of the Function runs: a ``detach`` there is one that a user wrote."""
-    before, running.engine = running.engine, False
-    try:
-        yield
-    finally:
-        running.engine = before
 
 
 @contextmanager
@@ -312,14 +301,13 @@ class _Tracer:
         self._to = at if pairs else []
         if not pairs:
             return results
-        with _users():
-            gradients = torch.autograd.grad(
-                [r for r, _ in pairs],
-                [operands[i] for i in at],
-                [c for _, c in pairs],
-                create_graph=True,
-                allow_unused=True,
-            )
+        gradients = torch.autograd.grad(
+            [r for r, _ in pairs],
+            [operands[i] for i in at],
+            [c for _, c in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
         return [*results, *gradients]
 
     def _joint_jvp(self, *tensors: torch.Tensor) -> list[Any]:
@@ -329,7 +317,7 @@ class _Tracer:
 
         def jvp(*args: Any) -> Any:
             _mark_forward()
-            with _set(forward=False), _users():
+            with _set(forward=False):
                 return own(*args)
 
         marked = type(self._cls.__name__, (self._cls,), {"jvp": staticmethod(jvp)})

@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch as engine
 from functx import _torch_modules
 from functx._errors import LoweringError
-from functx._remat._custom import running
 from functx.compat._lowering._checks import is_check
 from functx.compat._lowering._composites import REPLACED, opened
 from functx.compat._lowering._draws import Draws, draws
@@ -86,7 +85,7 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ASKS and not (running.engine or called_by_us(func)):
+        if func in ASKS and not called_by_us(func):
             return self._tape(func, args, kwargs or {}, self)
         if drops_between_layers(func, args):
             return layer_by_layer(func, args)
@@ -98,7 +97,7 @@ class UserCalls(TorchFunctionMode):
             pull_back = grad_under_modes if func is torch.autograd.grad else _backward
             with self:
                 return pull_back(*args, **(kwargs or {}))
-        if func not in _SAYS_DETACH or running.engine or called_by_us(func):
+        if func not in _SAYS_DETACH or called_by_us(func):
             return with_examples(func, args, kwargs or {})
         _state.user_detach += 1
         try:

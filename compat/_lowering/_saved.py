@@ -7,7 +7,6 @@ JAX's own idea of an operation nor a ``jax.vmap`` around it changes what is kept
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.fx import GraphModule, Node
 
 from functx._policies import Decision, Everything, Policy
 from functx.compat._lowering._examples import value_of
-from functx.compat._lowering._graph import MODULE
 
 _regions = itertools.count()
 
@@ -39,11 +37,10 @@ def kept_values(
         per_example: whether the graph is batched, and the policy asked about one example.
     """
     found: dict[Node, Decision] = {}
-    for number, node in enumerate(body.graph.nodes):
+    for node in body.graph.nodes:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | tuple):
             continue
-        modules = functools.partial(node.meta.get("custom", {}).get, MODULE, "")
-        value = value_of(node, number, per_example, modules)
+        value = value_of(node, per_example)
         names = frozenset(names_of_node(node))
         # First the operation, then its names, as they come in torch.
         decision = Decision.RECOMPUTE if value.func is None else policy.decide(value)

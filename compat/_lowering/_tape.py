@@ -59,7 +59,10 @@ ASKS = {
 }
 WITHOUT_TAPE = ("does not require grad", "doesn't require gradient")
 """What torch says where a derivative is asked for of what is on no tape."""
-_OWN_CALLERS = ("torch._", "torch.fx", "torch.autograd.function", "torch.autograd")
+_OWN_CALLERS = (
+    *("torch._", "torch.fx", "torch.fx.passes.shape_prop"),
+    *("torch.autograd.function", "torch.autograd"),
+)
 _INSTEAD = "put what they do to gradients into an autograd.Function"
 
 

@@ -20,8 +20,6 @@ from torch.fx import GraphModule
 
 from functx._errors import LoweringError
 from functx._remat import keep_regions
-from functx._remat._custom import intercepting
-from functx._remat._tracker import observe_custom_functions
 from functx.compat._lowering._checks import heed
 from functx.compat._lowering._cut import isolate
 from functx.compat._lowering._draws import Draws, only_torch_draws
@@ -32,7 +30,7 @@ from functx.compat._lowering._hand_over import hand_over
 from functx.compat._lowering._observe import Observer, UserCalls
 from functx.compat._lowering._table import decompositions
 from functx.compat._lowering._tape import WITHOUT_TAPE, Asked, Tape
-from functx.compat._torch import FakeTensorMode, make_fx
+from functx.compat._torch import FakeTensorMode, applying, make_fx
 
 _NO_DATA = "data is not allocated yet"
 _COMPILED = "dynamo-optimized function"
@@ -123,13 +121,12 @@ def _run(
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
         hook = Interceptor(random_draws, mode)
         kept.begin(tensors)
-        with UserCalls(kept), observer, intercepting(hook), only_torch_draws(name):
+        with UserCalls(kept), observer, applying(hook), only_torch_draws(name):
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)
         return out
 
-    observe_custom_functions()
     try:
         with mode, keep_regions():
             return _traced(observed, inputs), used

@@ -13,3 +13,6 @@ from functx._remat.observers import on_name as on_name
 from functx._remat.observers import on_region as on_region
 from functx._remat.observers import on_replay as on_replay
 from functx._remat.region import Options as Options
+from functx._remat.traced import batch_being_traced as batch_being_traced
+from functx._remat.traced import keep_regions as keep_regions
+from functx._remat.traced import unseen as unseen

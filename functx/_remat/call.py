@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from functx import _torch_compiler, _tree
 from functx import _torch_engine as _torch
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, forward, observers
+from functx._remat import arguments, cells, departures, distributed, observers, traced
 from functx._remat.region import Options
 
 
@@ -37,7 +37,9 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, options.policy)(*args, **kwargs)
-    if not torch.is_grad_enabled() or observers.are_off() or torch.jit.is_tracing():
+    if observers.are_off() or torch.jit.is_tracing():
+        return f(*args, **kwargs)
+    if not torch.is_grad_enabled() and not traced.keeping():
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
@@ -59,7 +61,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     def again(*ts: Tensor) -> list[Tensor]:
         return _flat(call_again(ts), None)
 
-    results = forward.run(body, again, tensors, options, title, getattr(f, "__code__", None))
+    results = traced.run(body, again, tensors, options, title, getattr(f, "__code__", None))
     return _built(results, result[0])
 
 

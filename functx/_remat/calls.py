@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch_engine as _torch
-from functx._remat import levels
+from functx._remat import levels, saving
 from functx._remat.ledger import Ledger
+from functx._remat.names import kept_copy, named
 
 INSIDE = 1 << 40
 _FURTHER, _INDEX, _SHIFT = 1 << 41, (1 << 40) - 1, 60
@@ -191,6 +192,8 @@ class Listener(TorchFunctionMode):
         """One call of the region's code."""
         if func in MAKERS and not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
             return self.keep(lambda: func(*args, **kwargs))
+        if func is named:
+            return self.name(*args)
         if func in HOOKS:
             self.hang(args[0])
             return func(*args, **kwargs)
@@ -296,6 +299,19 @@ class Listener(TorchFunctionMode):
         if all(x is y for x, y in zip(new, out)):
             return out
         return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+
+    def name(self, x: Tensor, name: str) -> Tensor:
+        """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
+        told, copied = saving.named(levels.base_of(levels.alive(x)), name)
+        if self.expected is not None:
+            due, number = self.due(), self.number_of(x)
+            copied = due is not None and due.func is kept_copy and due.others == [name]
+            copied = copied and (number is None or due.operands == [number])
+        if copied:
+            x = self.call(kept_copy, (x, name), {})
+        for saver in told:
+            saver.naming = None
+        return x
 
     # -- what forward and replay do differently
 

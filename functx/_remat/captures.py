@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch_engine as _torch
-from functx._remat import departures, distributed, levels
+from functx._remat import departures, distributed, examples, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
 from functx._remat.ledger import Record
 from functx._remat.operators import storage_of
@@ -35,6 +35,7 @@ class Captures(Listener):
 
     Attributes:
         captured: by the id of a foreign tensor, the number of the input that it became.
+        asked: savers, of regions around too, whose policies look at operations.
         unseen: whether something may have passed by unseen, so that the tape must be looked at.
         leavers: results that require grad, by number: weakly, and the call that made them.
     """
@@ -50,6 +51,8 @@ class Captures(Listener):
         super().__init__(record, outer, expected)
         self.region, self.inputs, self.record = region, inputs, record
         self.standins = inputs.standins
+        savers = [ledger.saver for ledger in self.ledgers if ledger.saver is not None]
+        self.asked = [saver for saver in savers if saver.asks]
         self.captured: dict[int, int] = {}
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
@@ -131,6 +134,8 @@ class Captures(Listener):
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _SPECIAL:
             self._special(call, func, args, kwargs)
+        if self.asked:
+            examples.expect(self.asked, func, args, kwargs)
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except RuntimeError as error:

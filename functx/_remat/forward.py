@@ -7,6 +7,7 @@ differentiates anything, the results get one node a level (`node.attach`).
 
 from __future__ import annotations
 
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -14,14 +15,13 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch_engine as _torch
-from functx._remat import leaving, levels, liveness, node
+from functx._remat import leaving, levels, liveness, node, saving
 from functx._remat.calls import Body, Listener, listening
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
 from functx._remat.guard import Noted
 from functx._remat.ledger import Record
 from functx._remat.region import Inputs, Options, Region
-from functx._remat.saving import Saver
 from functx._remat.settings import CastCache, Settings
 from functx._remat.writes import Writes
 
@@ -88,6 +88,8 @@ def _run(
     if options.preserve_rng_state or trace is not None:
         region.draws = Draws(python=options.preserve_rng_state == "all")
     record = Record(region.draws)
+    if trace is None:
+        record.saver = saving.saver_for(options.policy)
     inputs = Inputs(region.frames)
     expected = None if outer is None else outer.expects_inside()
     listener = Captures if trace is None else trace.captures
@@ -101,8 +103,6 @@ def _run(
     region.n_args = captures.n_args = len(tensors)
     noting = Writes if trace is None else trace.writes
     writes = record.writes = noting(inputs, captures.made, region.title)
-    if options.policy is not None and trace is None:
-        record.saver = Saver(options.policy, region)
     _torch.push_dispatch_mode(record)
     _torch.push_function_mode(captures)
     results = [captures.result(t) for t in body(*inputs.standins)]
@@ -138,13 +138,14 @@ def _finish(
     leaves = leaving.leaves_unseen(captures, results) if captures.unseen else []
     # Level by level down to the lowest one that needs a node, ...
     parts, slots = _taken_apart(results, frames, lowest)
-    kept = record.saver.kept if record.saver is not None else {}
-    needed = liveness.needed(record, [*results, *parts[lowest]], [t for v in kept.values() for t in v.tensors()])
+    saver = record.saver
+    held = [] if saver is None else saver.held()
+    kept = {} if saver is None else saver.kept
+    needed = liveness.needed(record, [*results, *parts[lowest]], held)
+    del held
     region.live = record.live(needed, kept) if region.options.early_stop else None
-    if record.saver is not None:
-        kept = record.saver.drop_dead(region.live)
-    region.kept = kept
-    kept_tensors = [t for v in kept.values() for t in v.take()]
+    region.kept = saving.NOTHING if saver is None else saver.settled(region.live)
+    kept_tensors = region.kept.take()
     writes.put_before()
     required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
     # ... and up again.
@@ -162,14 +163,16 @@ def _finish(
         required[0] += [True] * len(further)
     if trace is not None:
         trace.emit(region, inputs, writes, fresh)
+    lift = _put_together if trace is None else partial(trace.traced, _put_together)
     for k in range(lowest, n + 1):
         if k > lowest:
-            fresh = _put_together(fresh, frames[k - 1], slots[k], k)
+            fresh = lift(fresh, frames[k - 1], slots[k], k)
         requires = inputs.requires(k)
         if True in requires and True in required[k]:
             extra = leaves if k == 0 else []
             fresh = node.attach(
-                region, k, inputs.values[k], requires, extra, fresh, required[k], kept_tensors
+                *(region, k, inputs.values[k], requires, extra, fresh, required[k], kept_tensors),
+                captures.outer is None,
             )
     results.clear()
     values = []

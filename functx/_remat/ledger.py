@@ -44,9 +44,11 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         busy: whether an operation is in here: what it calls is the engine's, not the user's.
+        saver: what keeps values that a policy wants; ``None`` for nothing.
     """
 
     supports_higher_order_operators = True
+    saver: Any = None
 
     def __init__(self) -> None:
         self.busy = False
@@ -73,6 +75,14 @@ class Ledger(TorchDispatchMode):
         """A call of the user's begins."""
         raise NotImplementedError
 
+    def is_keeping(self) -> bool:
+        """Whether it keeps any values."""
+        raise NotImplementedError
+
+    def keeps(self, storage: int) -> bool:
+        """Whether a value in this memory is kept."""
+        raise NotImplementedError
+
 
 class Record(Ledger):
     """The ledger of a forward."""
@@ -88,10 +98,15 @@ class Record(Ledger):
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
         self.unseen = False  # an operation has read memory that is neither made inside nor an input
-        self.saver: Any = None  # what keeps values that a policy names
 
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
+
+    def is_keeping(self) -> bool:
+        return self.saver is not None
+
+    def keeps(self, storage: int) -> bool:
+        return self.saver is not None and self.saver.keeps(storage)
 
     def has_made(self, storage: int) -> bool:
         """Whether memory was made by the region."""
@@ -109,7 +124,10 @@ class Record(Ledger):
         tensors = tensors_in(args, kwargs)
         touched = [storage_of(t) for t in tensors]
         self._check_reads(touched)
-        if operator.draws and self.draws is not None:
+        kind = operator.kind
+        if operator.draws and operator.draws_nothing(args):
+            kind = NEW
+        elif operator.draws and self.draws is not None:
             self.draws.note(generator_of(tensors, args, kwargs))
         written = written_by(operator, args, kwargs) if operator.writes else []
         always = operator.kind is ALWAYS
@@ -118,10 +136,10 @@ class Record(Ledger):
                 self.writes.about_to_write(storage, operator.overload)
                 self.written.append(storage)
                 always = True
+        if written and self.saver is not None:
+            self.saver.about_to_write(written)
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if written:
-            if self.saver is not None:
-                self.saver.forget(written)
             kind = ALWAYS if always else WRITE
             self.entries.append((operator.overload, kind, touched, written, None))
             if always:
@@ -131,9 +149,9 @@ class Record(Ledger):
             self.entries.append((operator.overload, VIEW, touched, [], None))
             return out
         number = len(self.entries)
-        self._note(operator, touched if operator.reads else [], out, touched)
+        self._note(operator, touched if operator.reads else [], out, touched, kind)
         if self.saver is not None:
-            self.saver.judge(number, operator, args, kwargs or {}, out)
+            self.saver.judge(number, self.entries[number], args, kwargs or {}, out)
         return out
 
     def _check_reads(self, touched: list[int]) -> None:
@@ -142,8 +160,10 @@ class Record(Ledger):
                 if storage not in self.made and storage not in self.outside:
                     self.unseen = True
 
-    def _note(self, operator: Operator, reads: list[int], out: Any, touched: list[int]) -> None:
-        overload, kind = operator.overload, operator.kind
+    def _note(
+        self, operator: Operator, reads: list[int], out: Any, touched: list[int], kind: str = NEW
+    ) -> None:
+        overload = operator.overload
         if kind is NEW and _is_plain(out) and type(out) is Tensor:
             storage = out.untyped_storage()
             key = storage._cdata
@@ -192,6 +212,8 @@ class Record(Ledger):
             for storage in writes:
                 if storage in needed or storage == -1:
                     hit = True
+            if hit and i in kept:
+                kept[i].read = needed.intersection(writes)
             if kind is NEW:
                 needed.difference_update(writes)
             if hit:
@@ -205,8 +227,10 @@ def _is_plain(out: Any) -> bool:
     """Whether memory can stand in for the results: dense tensors of no subclass."""
     if isinstance(out, (list, tuple)):
         return all(map(_is_plain, out))
-    return out is None or (
-        type(out) is Tensor and out.layout is torch.strided and storage_of(out) != -1
+    return (
+        out is None
+        or type(out) is int
+        or (type(out) is Tensor and out.layout is torch.strided and storage_of(out) != -1)
     )
 
 
@@ -214,7 +238,7 @@ def layout_of(out: Any) -> Layout:
     """The layout of results, nested as they are."""
     if isinstance(out, Tensor):
         return out.size(), out.stride(), out.dtype, out.device
-    return None if out is None else [layout_of(o) for o in out]
+    return out if out is None or type(out) is int else [layout_of(o) for o in out]
 
 
 def unwritten(layout: Layout) -> Any:
@@ -222,7 +246,7 @@ def unwritten(layout: Layout) -> Any:
     if type(layout) is tuple:
         size, stride, dtype, device = layout
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return None if layout is None else [unwritten(one) for one in layout]
+    return [unwritten(one) for one in layout] if type(layout) is list else layout
 
 
 class BeginAgain(BaseException):
@@ -237,15 +261,12 @@ class Rerun(Ledger):
         starts: where each call begins.
         live: which entries to run; ``None`` runs all.
         kept: values that a policy kept, by entry.
-        policies: a `Saver` that says which names are wanted, or ``None``.
     """
 
-    def __init__(
-        self, entries: list[Entry], starts: list[int], live: Any, kept: Any, saver: Any = None
-    ) -> None:
+    def __init__(self, entries: list[Entry], starts: list[int], live: Any, kept: Any) -> None:
         super().__init__()
         self.entries, self.starts, self.live, self.kept = entries, starts, live, kept
-        self.saver = saver
+        self.given: set[int] = set()  # memory of kept values that were handed out
         self.call, self.i = 0, 0
         self.end = starts[1] if len(starts) > 1 else len(entries)
         self.draws_again = False  # whether the replay has put generators back
@@ -263,15 +284,15 @@ class Rerun(Ledger):
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         i = self._matching(operator)
         if i >= 0:
-            if i in self.kept:
-                return self.kept[i].value()
+            if i in self.kept and (self.live is not None or self.kept[i].is_whole()):
+                return self.kept[i].value(self)
             if self.live is not None and not self.live[i]:
                 if operator.kind is WRITE:
-                    self._leave_out(args[0])
+                    self.leave_out(args[0])
                     return args[0]
                 out = unwritten(self.entries[i][4])
                 for t in tensors_in((out,), None):
-                    self._leave_out(t)
+                    self.leave_out(t)
                 return out
         if self.hollow and operator.reads:
             for t in tensors_in(args, kwargs):
@@ -289,9 +310,16 @@ class Rerun(Ledger):
         self.i = self.end
         return -1
 
-    def _leave_out(self, t: Tensor) -> None:
+    def leave_out(self, t: Tensor) -> None:
+        """``t`` is not computed."""
         storage = t.untyped_storage()
         self.hollow[storage._cdata] = weakref.ref(storage)
+
+    def is_keeping(self) -> bool:
+        return bool(self.kept)
+
+    def keeps(self, storage: int) -> bool:
+        return storage in self.given
 
     def check(self, t: Tensor) -> None:
         """``t`` is about to be read.

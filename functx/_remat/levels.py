@@ -76,6 +76,7 @@ class Frame:
             value, dim = _torch.unwrap_batch(t, level)
             return (value,), dim
         if self.kind is FUNCTIONALIZE:
+            _torch.sync(t)
             return (_torch.unwrap_functional(t, self.reapply_views),), True
         value = _torch.unwrap_grad(t, level)
         if self.kind is GRAD:

@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from functx import _tree
+from functx._arrays import backend_of
+from functx._remat import levels, observers
 
 
 def checkpoint_name(x: Any, name: str) -> Any:
     """``x`` itself, which a policy of a region around may keep under ``name``.
 
     Args:
-        x: a pytree of tensors (of any shape and dtype), and anything else.
+        x: a pytree of tensors (of any shape and dtype), and anything else. A value may have several
+            names.
         name: what `functx.checkpoint_policies` are to call it.
 
     Returns:
@@ -36,11 +39,20 @@ def checkpoint_name(x: Any, name: str) -> Any:
         ``jax.ad_checkpoint.checkpoint_name``.
     """
     if not isinstance(name, str):
-        raise TypeError(f"checkpoint_name: expected a name, a string, got {name!r}")
+        raise TypeError(f"checkpoint_name: expected a name, a string, got {name!r}.")
+    if torch.compiler.is_dynamo_compiling():
+        return x
     if isinstance(x, Tensor):
-        return named(x, name)
-    leaves, spec = _tree.flatten(x)
-    return _tree.unflatten(spec, [named(t, name) if isinstance(t, Tensor) else t for t in leaves])
+        return _named(x, name)
+    if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
+        return backend.checkpoint_name(x, name)
+    return _tree.map_(lambda leaf: _named(leaf, name) if isinstance(leaf, Tensor) else leaf, x)
+
+
+def _named(x: Tensor, name: str) -> Tensor:
+    x = named(x, name)
+    observers.tell_of_name(levels.base_of(x), name)
+    return x
 
 
 def named(x: Tensor, name: str) -> Tensor:
@@ -50,6 +62,6 @@ def named(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def kept_copy(x: Tensor) -> Tensor:
+def kept_copy(x: Tensor, name: str) -> Tensor:
     """What a wanted name becomes: one operation that a ledger sees."""
     return torch.clone(x)

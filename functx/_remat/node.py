@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from functx import _torch_engine as _torch
-from functx._remat import departures, levels, pullback
+from functx._remat import departures, levels, observers, pullback
 from functx._remat.region import Region
 
 
@@ -70,6 +70,7 @@ def attach(
     results: list[Tensor],
     required: list[bool],
     kept: list[Tensor],
+    outermost: bool,
 ) -> list[Tensor]:
     """The results, those that require grad on a node.
 
@@ -82,7 +83,10 @@ def attach(
         results: the results at that level, off the tape.
         required: which of them require grad.
         kept: what the policy keeps.
+        outermost: whether it is in no other region: observers are told.
     """
+    if outermost:
+        observers.tell_of_node(values, region.options.name, level)
     payload = Payload()
     payload.region, payload.level, payload.n_leaves = region, level, len(leaves)
     payload.requires = requires

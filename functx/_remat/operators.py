@@ -53,19 +53,22 @@ class Operator:
         writes: positions of the arguments that it writes.
         reads: whether it reads more than the layout of its arguments.
         call: its C function.
+        dropout: the position of the argument that says how much is dropped: 0 draws nothing.
     """
 
-    __slots__ = ("call", "draws", "kind", "overload", "reads", "writes")
+    __slots__ = ("call", "draws", "dropout", "kind", "overload", "reads", "writes")
 
     def __init__(self, overload: Any) -> None:
         self.overload = overload  # held, since operators are found by id
-        self.draws, self.reads, self.writes = False, True, ()
+        self.draws, self.reads, self.writes, self.dropout = False, True, (), -1
         schema = getattr(overload, "_schema", None)
         if schema is None:  # a higher-order operator
             self.kind, self.call = ALWAYS, overload
             return
         self.call = overload._op
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
+        names = [a.name for a in schema.arguments]
+        self.dropout = names.index("dropout_p") if "dropout_p" in names else -1
         self.reads = overload not in _SHAPE_ONLY
         self.writes = tuple(
             i
@@ -88,6 +91,11 @@ class Operator:
         if self.draws or not any("Tensor" in str(r.type) for r in schema.returns):
             return ALWAYS
         return VIEW if any(r.alias_info is not None for r in schema.returns) else NEW
+
+
+    def draws_nothing(self, args: Any) -> bool:
+        """Whether a call of attention is one without dropout."""
+        return self.dropout >= 0 and (self.dropout >= len(args) or args[self.dropout] == 0)
 
 
 _known: dict[int, Operator] = {}

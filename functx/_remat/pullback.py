@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch_engine as _torch
-from functx._remat import forward, levels
+from functx._remat import levels, traced
 from functx._remat.calls import listening
 from functx._remat.guard import Noted
 from functx._remat.region import Options
@@ -42,9 +42,9 @@ def pull_back(
         outer.asleep = True
     try:
         # The backward is a region again:
-        if torch.is_grad_enabled() and any(map(levels.is_tracked, flat)):
+        if traced.keeping() or (torch.is_grad_enabled() and any(map(levels.is_tracked, flat))):
             options = Options(name="a pullback", is_pullback=True)
-            grads = forward.run(body, body, flat, options, f"the pullback of {payload.region.title}")
+            grads = traced.run(body, body, flat, options, f"the pullback of {payload.region.title}")
         else:
             grads = body(*flat)
     except BaseException:

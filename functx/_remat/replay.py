@@ -8,6 +8,7 @@ alive record what they need.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from functx import _torch_engine as _torch
+from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, listening, same_others
 from functx._remat.captures import same_function
 from functx._remat.guard import Noted
 from functx._remat.ledger import BeginAgain, Record, Rerun
+from functx._remat.observers import around_replay
 from functx._remat.region import Region
 from functx._remat.settings import CastCache, Settings
 from functx._remat.writes import copied
@@ -111,13 +114,14 @@ def replay(
     values: list[Tensor],
     requires: Sequence[bool],
     kept: Sequence[Tensor],
-    wanted: list[int],
+    wanted: list[int] | None,
 ) -> tuple[list[Any], list[Tensor]]:
     """Run ``region`` again from its values at one level.
 
     Returns:
         For each result that is wanted the edge where its tape begins (``None`` if it has none), and
-        the leaves that the values have become.
+        the leaves that the values have become. Where ``wanted`` is ``None``, all results themselves
+        and what was written, at that level, and nothing is left out.
     """
     noted = Noted()
     outer = listening()
@@ -131,7 +135,7 @@ def replay(
     def run() -> tuple[list[Any], list[Tensor]]:
         here = Noted()
         try:
-            return attempt(region.live)
+            return attempt(None if wanted is None else region.live)
         except BeginAgain:
             here.cut_back()
             if restored is not None:
@@ -146,11 +150,12 @@ def replay(
             restored = region.draws.begin_again()
         region.settings.put(found)
         cache = CastCache(region.settings)
-        if region.settings.device != found.device:
-            device = region.settings.device or torch.device("cpu")
-            _torch.push_function_mode(_torch.device_mode(device))
-        result = levels.at_depth(depth, run)
-        if region.settings.device != found.device:
+        modes = region.settings.modes(found)
+        for mode in modes:
+            _torch.push_function_mode(mode)
+        around = around_replay(region.options.name) if wanted is not None else []
+        result = levels.at_depth(depth, run) if not around else _within(around, depth, run)
+        for _ in modes:
             _torch.pop_function_mode()
         cache.put_back()
         found.put(region.settings)
@@ -173,6 +178,13 @@ def replay(
         raise
 
 
+def _within(around: list[Any], depth: int, run: Callable[[], Any]) -> Any:
+    with ExitStack() as stack:
+        for context in around:
+            stack.enter_context(context)
+        return levels.at_depth(depth, run)
+
+
 def _tell_of_draws(region: Region) -> None:
     """Regions around whose forward this replay is part of note the generators as they are."""
     for i in range(_torch.dispatch_depth()):
@@ -188,14 +200,14 @@ def _attempt(
     values: list[Tensor],
     requires: Sequence[bool],
     kept: Sequence[Tensor],
-    wanted: list[int],
+    wanted: list[int] | None,
     live: Any,
 ) -> tuple[list[Any], list[Tensor]]:
     """One run of the body, in levels of its own, leaving out what is not live."""
     frames = region.frames
     depth = _torch.functorch_depth()
     connected = torch.is_grad_enabled()
-    _torch.set_grad_enabled(True)
+    _torch.set_grad_enabled(connected or wanted is not None)
     if level:
         number = frames[level - 1].enter()
         leaves = _lifted(frames[level - 1], region.slots[level], values, number)
@@ -206,13 +218,23 @@ def _attempt(
     for k in range(level + 1, len(frames) + 1):
         numbers.append(frames[k - 1].enter())
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[-1])
-    results, rerun = _body(region, copied(standins, region.written), kept, live)
+    standins = copied(standins, region.written)
+    classes = function_classes()
+    results, rerun = _body(region, standins, kept, live)
+    written: list[Tensor] = []
+    if wanted is None:
+        written = [levels.base_of(standins[i]) for numbers in region.written for i in numbers]
     del standins
     for k in range(len(frames), level, -1):
         lowered = [frames[k - 1].lower(t, numbers[k - level]) for t in results]
         results = [value for pair, _ in lowered for value in pair]
         del lowered
-    edges = [_edge(results[i], leaves) for i in wanted]
+    if wanted is None:
+        edges: list[Any] = results + written
+    else:
+        edges = [_edge(results[i], leaves) for i in wanted]
+        if level:
+            unwrap_for_backward(edges, classes)
     del results
     levels.leave_to(depth)
     _torch.set_grad_enabled(connected)
@@ -240,7 +262,7 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
 
 def _own(t: Tensor) -> Tensor:
     """An input as an object of its own: names bound again may lead to a constant."""
-    return t if t.requires_grad or _torch.level_of(t) > 0 else t.detach()
+    return t if t.requires_grad or _torch.level_of(t) > 0 else levels.detached(t)
 
 
 def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
@@ -255,9 +277,7 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
 def _body(
     region: Region, standins: list[Tensor], kept: Sequence[Tensor], live: Any
 ) -> tuple[list[Tensor], Rerun]:
-    it = iter(kept)
-    by_entry = {i: k.given([next(it) for _ in range(k.n)]) for i, k in region.kept.items()}
-    rerun = Rerun(region.entries, region.starts, live, by_entry)
+    rerun = Rerun(region.entries, region.starts, live, region.kept.given(kept))
     rerun.draws_again = bool(region.draws)
     standins = [*map(_own, standins)]
     replayer = Replayer(region, rerun, standins, None)
@@ -267,4 +287,5 @@ def _body(
     replayer.finish()
     _torch.pop_function_mode()
     _torch.pop_dispatch_mode(None)
+    region.kept.end()
     return results + [replayer.left(number) for number in region.further], rerun

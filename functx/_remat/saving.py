@@ -1,92 +1,334 @@
-"""Values that a policy keeps."""
+"""What policies keep of operations' results (rule 6), and what a replay does with it.
+
+Kept values are tensors below all transforms: what an ATen operation returned. A replay hands them
+out where that operation would run, so they mean the same at every level and in every order of
+derivatives. Never kept are random numbers, since generators must advance, and what operations that
+write in place return.
+
+NOTE [kept around]
+A value that a region around keeps is there in any case, so a region inside keeps it too; its
+pullback would else compute again what the policy around it asks for.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from functx._policies import Decision, Policy, Value
-from functx._remat.ledger import layout_of
-from functx._remat.operators import ALWAYS, NEW, Operator, storage_of, tensors_in
+from functx import _offload
+from functx import _torch_engine as _torch
+from functx._policies import Decision, Everything, Policy, Value
+from functx._remat import examples, ledger, levels
+from functx._remat.ledger import Entry, Ledger, Record
+from functx._remat.operators import NEW, storage_of, tensors_in
 
 
 class Kept:
-    """The results of one operation that a policy keeps."""
+    """The results of one operation that a policy keeps.
 
-    def __init__(self, out: Any) -> None:
-        self.layout = layout_of(out)
-        self._tensors = tensors_in((out,), None)
-        self.n = len(self._tensors)
+    Attributes:
+        layout: of all results, nested as they are.
+        tensors: the results; ``None`` where nobody reads one.
+        memory: where they were when the operation had run.
+        read: the memory of those that are read; set when the region has run.
+        decision: whether they go to host memory; ``None`` where only regions around want them.
+        is_written: whether that memory was written to later; a replay must hand out copies.
+    """
 
-    def tensors(self) -> list[Tensor]:
-        """They themselves, until `take`."""
-        return self._tensors
+    __slots__ = ("decision", "is_written", "layout", "memory", "read", "tensors")
+
+    def __init__(
+        self, tensors: Iterable[Tensor], layout: Any, decision: Decision | None
+    ) -> None:
+        self.layout, self.decision = layout, decision
+        self.tensors: list[Any] = [*tensors]
+        self.memory = [*map(storage_of, self.tensors)]
+        self.read = {*self.memory}
+        self.is_written = False
+
+    def about_to_write(self, storage: int) -> None:
+        """Keep what is there now."""
+        self.is_written = True
+        for i, t in enumerate(self.tensors):
+            if self.memory[i] == storage and t is not None:
+                self.tensors[i] = t.clone()
+
+    def drop_unread(self) -> None:
+        """Keep what is read only."""
+        for i, storage in enumerate(self.memory):
+            if storage not in self.read:
+                self.tensors[i] = None
+
+
+class Keeping:
+    """What a region keeps, by entry of its ledger: here until `take`, then with its node."""
+
+    def __init__(self, kept: dict[int, Kept]) -> None:
+        self.kept = kept
+        self._fetcher: _offload.Fetcher | None = None
 
     def take(self) -> list[Tensor]:
-        """Hand them over to the node."""
-        taken, self._tensors = self._tensors, []
+        """The tensors, for the node; those that the policy offloads, as copies in host memory."""
+        taken: list[Tensor] = []
+        hosts, devices = {}, {}
+        for kept in self.kept.values():
+            for place, t in enumerate(kept.tensors):
+                if t is None:
+                    continue
+                if kept.decision is Decision.OFFLOAD:
+                    devices[len(taken)] = t.device
+                    t = hosts[len(taken)] = levels.at_depth(0, partial(_offload.to_host, t))
+                taken.append(t)
+                kept.tensors[place] = None
+        if hosts:
+            self._fetcher = _offload.Fetcher(hosts, devices)
         return taken
 
-    def given(self, tensors: list[Tensor]) -> Given:
-        """With what the node has kept."""
-        return Given(self.layout, tensors)
+    def given(self, tensors: Sequence[Tensor]) -> dict[int, Given]:
+        """The same with what the node has kept, for a replay that begins now."""
+        if self._fetcher is not None:
+            levels.at_depth(0, lambda: self._fetcher.begin(dict(enumerate(tensors))))
+        numbered = iter(enumerate(tensors))
+        return {i: Given(kept, numbered, self._fetcher) for i, kept in self.kept.items()}
+
+    def end(self) -> None:
+        """The replay has ended."""
+        if self._fetcher is not None:
+            self._fetcher.end()
+
+
+NOTHING = Keeping({})
 
 
 class Given:
-    """Kept results, in a replay."""
+    """The kept results of one operation, in a replay."""
 
-    def __init__(self, layout: Any, tensors: list[Tensor]) -> None:
-        self.layout, self.tensors = layout, tensors
+    def __init__(
+        self, kept: Kept, numbered: Iterator[tuple[int, Tensor]], fetcher: _offload.Fetcher | None
+    ) -> None:
+        self._kept, self._fetcher = kept, fetcher
+        self._tensors = [next(numbered) if m in kept.read else None for m in kept.memory]
 
-    def value(self) -> Any:
+    def is_whole(self) -> bool:
+        """Whether all results were kept."""
+        return None not in self._tensors
+
+    def value(self, rerun: Any) -> Any:
         """What the operation returned."""
-        it = iter(self.tensors)
-        return _filled(self.layout, it)
+        return self._filled(self._kept.layout, iter(self._tensors), rerun)
 
-
-def _filled(layout: Any, it: Any) -> Any:
-    if layout is None:
-        return None
-    if type(layout) is tuple:
-        return next(it).detach()  # autograd is going to write on it
-    return [_filled(one, it) for one in layout]
+    def _filled(self, layout: Any, tensors: Iterator[Any], rerun: Any) -> Any:
+        if type(layout) is list:
+            return [self._filled(one, tensors, rerun) for one in layout]
+        if type(layout) is not tuple:
+            return layout
+        numbered = next(tensors)
+        if numbered is None:
+            t = ledger.unwritten(layout)
+            rerun.leave_out(t)
+            return t
+        number, kept = numbered
+        if self._fetcher is not None and self._fetcher.brings(number):
+            t = self._fetcher.value(number, kept)
+        else:  # autograd is going to write on the tensor, and perhaps the region to its memory
+            t = kept.clone() if self._kept.is_written else kept.detach()
+        rerun.given.add(storage_of(t))
+        return t
 
 
 class Saver:
-    """Asks a policy about each value of a region."""
+    """Asks a policy about each value of a region, and holds what it keeps until the region has run.
 
-    def __init__(self, policy: Policy, region: Any) -> None:
-        self.policy, self.region = policy, region
-        self.kept: dict[int, Kept] = {}
-        self.at: dict[int, int] = {}
+    Attributes:
+        asks: whether the policy looks at operations.
+        naming: while a value is copied for its name, what the policy is asked about.
+        examples: what the call at hand runs for one example; ``None`` where it is not batched.
+    """
 
-    def judge(self, number: int, operator: Operator, args: Any, kwargs: Any, out: Any) -> None:
+    def __init__(self, policy: Policy, around: list[Ledger]) -> None:
+        self.policy, self._around = policy, around
+        self.asks = policy.reads_operations and type(policy) is not Everything
+        self.naming: Value | None = None
+        self.examples: list[Value] | None = None
+        self._kept: dict[int, Kept] = {}
+        self._at: dict[int, int] = {}  # by memory, the entry whose result it holds
+        self._free: set[int] = set()  # entries that only regions around want
+        self._written: set[int] = set()  # memory that no longer holds what its operation returned
+        self._values: dict[int, Value] = {}  # by memory, what was judged, where names matter
+
+    def keeps(self, storage: int) -> bool:
+        """Whether this memory is kept."""
+        return self._at.get(storage) in self._kept
+
+    def judge(self, number: int, entry: Entry, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run."""
-        if operator.kind is not NEW:
+        overload, kind, _, memory, layout = entry
+        if kind is not NEW:
             return
-        if self.policy.decide(Value(operator.overload, args, kwargs, out)) is not Decision.RECOMPUTE:
-            kept = Kept(_detached(out))
-            self.kept[number] = kept
-            for t in kept.tensors():
-                self.at[storage_of(t)] = number
+        for storage in memory:
+            self._values.pop(storage, None)
+            self._written.discard(storage)
+        decision = self._decide(overload, args, kwargs, out, memory) or None
+        if decision is None and not self._is_kept_around(memory):
+            return
+        kept = Kept(map(_torch.detached_below_autograd, tensors_in((out,), None)), layout, decision)
+        if kept.memory == memory:  # no view is among them
+            self._keep(number, kept, memory)
 
-    def forget(self, storages: list[int]) -> None:
-        """Memory has been written to: what was kept there is no more."""
-        for storage in storages:
-            self.kept.pop(self.at.get(storage, -1), None)
+    def _decide(
+        self, overload: Any, args: Any, kwargs: Any, out: Any, memory: list[int]
+    ) -> Decision:
+        value = self.naming
+        if value is None:
+            if not self.policy.reads_operations:
+                return Decision.RECOMPUTE
+            value = self._value(overload, args, kwargs, out)
+            if value is None:
+                return Decision.RECOMPUTE
+        decision = self._asked(value)
+        value.forget()
+        if self.policy.reads_names:
+            for storage in memory:
+                self._values[storage] = copy.copy(value)
+        return decision
 
-    def drop_dead(self, live: Any) -> dict[int, Kept]:
-        """Keep what the pullback reads only."""
+    def _value(self, overload: Any, args: Any, kwargs: Any, out: Any) -> Value | None:
+        """What the policy is asked about; ``None`` for what no example runs (NOTE [one example])."""
+        if self.examples is None:
+            return Value(overload, args, kwargs, out)
+        for i, value in enumerate(self.examples):
+            if examples.same(value, overload, out):
+                del self.examples[: i + 1]
+                return value
+        return None
+
+    def _asked(self, value: Value) -> Decision:
+        try:
+            return self.policy.decide(value)
+        except Exception as error:
+            from functx._remat import departures  # which imports the listener, and that this
+
+            raise departures.refused(
+                f"the policy {self.policy!r} raised for {value.func}: {error}. It is called as "
+                "policy(ctx, op, *args, **kwargs), and returns a bool or a CheckpointPolicy."
+            ) from error
+
+    def named(self, t: Tensor, name: str, record: Record) -> bool:
+        """A plain tensor is given a name; returns whether a copy is to be kept under it.
+
+        A whole result of an operation is kept as it is, and dropped if it was kept and the policy
+        does not want it by that name. Until `naming` is reset, what runs is the copy.
+        """
+        storage, decision = storage_of(t), Decision.RECOMPUTE
+        is_whole = t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        if self.policy.reads_names:
+            value = self._values.get(storage)
+            if value is None or not is_whole:
+                value = Value(None, (), {}, None, memo={} if value is None else value.memo)
+            value.names |= {name}
+            if is_whole:
+                self._values[storage] = value
+            self.naming = value
+            decision = self._asked(value)
+        number = self._at.get(storage, -1)
+        if number in self._kept and number not in self._free:
+            if is_whole and decision:
+                self._kept[number].decision = decision
+            elif is_whole and self.policy.reads_names and len(self._kept[number].memory) == 1:
+                del self._kept[number]
+            return False
+        if decision:
+            return not (is_whole and self._keep_result(t, record, decision))
+        if number not in self._kept and self._is_kept_around([storage]):
+            self._keep_result(t, record, None)
+        return False
+
+    def _keep_result(self, t: Tensor, record: Record, decision: Decision | None) -> bool:
+        """Keep the result that ``t`` is in the memory of, if it is one; for others if ``None``."""
+        storage = storage_of(t)
+        number = record.made[storage][0]
+        _, kind, _, memory, layout = record.entries[number]
+        if kind is not NEW or type(layout) is not tuple or storage in self._written:
+            return False
+        with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
+            out = levels.at_depth(0, lambda: t.detach().as_strided(layout[0], layout[1], 0))
+        self._keep(number, Kept([out], layout, decision), memory)
+        return True
+
+    def _is_kept_around(self, memory: list[int]) -> bool:
+        return any(mode.keeps(storage) for mode in self._around for storage in memory)
+
+    def _keep(self, number: int, kept: Kept, memory: list[int]) -> None:
+        self._free.discard(number)
+        if kept.decision is None:
+            kept.decision = Decision.SAVE
+            self._free.add(number)
+        self._kept[number] = kept
+        self._at.update(dict.fromkeys(memory, number))
+
+    def about_to_write(self, written: list[int]) -> None:
+        """An operation is about to write to memory: what is kept is what was there before."""
+        self._written.update(written)
+        for storage in written:
+            self._values.pop(storage, None)
+            kept = self._kept.get(self._at.pop(storage, -1))
+            if kept is not None:
+                kept.about_to_write(storage)
+
+    def held(self) -> list[Tensor]:
+        """All that is kept here and around: who holds it is no tape."""
+        for number in self._free:
+            kept = self._kept.get(number)
+            if kept is not None and not kept.is_written and not self._is_kept_around(kept.memory):
+                del self._kept[number]
+        around = [mode.saver.held() for mode in self._around if mode.saver is not None]
+        own = [t for kept in self._kept.values() for t in kept.tensors if t is not None]
+        return own + [t for tensors in around for t in tensors]
+
+    def settled(self, live: Any) -> Keeping:
+        """What is kept in the end: what the pullback reads."""
+        kept, self._kept = self._kept, {}
         if live is not None:
-            self.kept = {i: k for i, k in self.kept.items() if live[i]}
-        return self.kept
+            kept = {i: k for i, k in kept.items() if live[i]}
+            for k in kept.values():
+                k.drop_unread()
+        return Keeping(kept)
+
+    @property
+    def kept(self) -> dict[int, Kept]:
+        """By entry, what is kept."""
+        return self._kept
 
 
-def _detached(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return out.detach()
-    return None if out is None else [_detached(o) for o in out]
+def saver_for(policy: Policy | None) -> Saver | None:
+    """What keeps values of a region that begins now; ``None`` if nothing can be kept."""
+    around = [mode for mode in _ledgers() if mode.is_keeping()]
+    if policy is None and not around:
+        return None
+    return Saver(policy or Everything(False), around)
 
 
-__all__ = ["ALWAYS", "Saver"]
+def _ledgers() -> Iterator[Ledger]:
+    for i in range(_torch.dispatch_depth()):
+        mode = _torch.dispatch_mode_at(i)
+        if isinstance(mode, Ledger):
+            yield mode
+
+
+def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
+    """A plain tensor is given a name: who must be told when its copy has run, and whether to copy.
+
+    An input needs no copy: a node keeps it in any case.
+    """
+    told: list[Saver] = []
+    copied = False
+    for mode in _ledgers():
+        if isinstance(mode, Record) and mode.saver is not None and mode.has_made(storage_of(t)):
+            told.append(mode.saver)
+            copied |= mode.saver.named(t, name, mode)
+    return told, copied

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from functx import _norms
 from functx import _torch_engine as _torch
 
 _C: Any = torch._C
@@ -59,12 +60,22 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 class Settings:
     """What is set now."""
 
-    __slots__ = ("casts", "device", "flags")
+    __slots__ = ("casts", "device", "flags", "norms")
 
     def __init__(self) -> None:
         self.flags = [*map(call, _READ)]
         self.casts = _casts() if _torch.any_autocast() else None
         self.device = _torch.default_device() if _torch.function_depth() else None
+        self.norms = _torch.function_depth() > 0 and _norms.are_defined()
+
+    def modes(self, now: Settings) -> list[Any]:
+        """The function modes that a replay needs, where ``now`` is."""
+        modes: list[Any] = []
+        if self.device != now.device:
+            modes.append(_torch.device_mode(self.device or torch.device("cpu")))
+        if self.norms and not now.norms:
+            modes.append(_norms.NormsByDefinition())
+        return modes
 
     def put(self, now: Settings) -> None:
         """Set what was set here, where ``now`` is."""

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import has_preserved_node_meta
 
 from functx import _torch_engine as _torch
@@ -114,9 +116,11 @@ def run(
     """`forward.run`; as a node of its graph in a trace that keeps regions."""
     if not keeping():
         return forward.run(body, again, tensors, options, title, code)
-    trace = Trace(_torch.infra_mode(_torch.PROXY))
-    with _torch.without_proxies():
-        return forward.run(body, again, tensors, options, title, code, trace)
+    mode = _torch.unset_mode(_torch.PROXY)
+    try:
+        return forward.run(body, again, tensors, options, title, code, Trace(mode))
+    finally:
+        _torch.push_dispatch_mode(mode)
 
 
 @contextmanager
@@ -142,6 +146,15 @@ class Trace:
     def __init__(self, mode: Any) -> None:
         self.mode = mode
 
+    def traced(self, f: Callable[..., Any], *args: Any) -> Any:
+        """What ``f`` returns, as a part of the graph."""
+        with self.mode:
+            return f(*args)
+
+    def knows(self, t: Tensor) -> bool:
+        """Whether ``t`` is a value of the graph, or a constant: nothing else is made outside."""
+        return not isinstance(t, FakeTensor) or self.mode.tracer.unwrap_proxy(t) is not t
+
     def captures(self, *args: Any) -> captures.Captures:
         """The listener of the first run."""
         return _Captures(self, *args)
@@ -150,17 +163,19 @@ class Trace:
         """What notes its writes."""
         return _Writes(self, inputs, made, title)
 
-    def emit(self, region: Region, inputs: Inputs, results: list[Tensor], given: list[Tensor]) -> None:
+    def emit(self, region: Region, inputs: Inputs, noted: _Writes, results: list[Tensor]) -> None:
         """Make the node; from now on ``results``, at the base level, are what it gives.
 
         Args:
             region: the region, which has run.
             inputs: of it, as they were before it wrote to them.
+            noted: its writes.
             results: what it gave.
-            given: its inputs at the base level, which get what it has written.
         """
         operands, requires = inputs.values[0], inputs.requires(0)
         tracer = self.mode.tracer
+        given = [noted.given[i] for numbers in region.written for i in numbers]
+        new = [torch.empty_like(t) for t in given]
 
         def explicit(*values: Tensor) -> tuple[Tensor, ...]:
             return tuple(replay(region, 0, [*values], requires, (), None)[0])
@@ -168,24 +183,21 @@ class Trace:
         sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
         policy = region.options.policy
         per_example = bool(sizes) and _reads_operations(policy)
-        with self.mode:
-            before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
-            try:
-                module = levels.at_depth(0, lambda: _torch.trace_subgraph(explicit, *operands))
-            finally:
-                _keeping.batch = before
-            name = tracer.get_fresh_qualname("region_")
-            tracer.root.register_module(name, module)
-            arguments = (module, *map(tracer.unwrap_proxy, operands))
-            proxy = tracer.create_proxy("call_function", remat_region, arguments, {})
-            info = RegionInfo(region.options.name, policy, region.options.is_pullback, per_example)
-            proxy.node.meta["functx_region"] = info
-            written = [i for numbers in region.written for i in numbers]
-            at = [inputs.position(i, 0) for i in written]
-            new = [torch.empty_like(operands[i]) for i in at]
-            _torch.track_proxies((*results, *new), proxy, tracer)
-            for i, value in zip(at, new):
-                given[i].copy_(value)
+        before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
+        try:
+            trace = partial(_torch.trace_subgraph, explicit, *operands)
+            module = self.traced(levels.at_depth, 0, trace)
+        finally:
+            _keeping.batch = before
+        name = tracer.get_fresh_qualname("region_")
+        tracer.root.register_module(name, module)
+        arguments = (module, *map(tracer.unwrap_proxy, operands))
+        proxy = tracer.create_proxy("call_function", remat_region, arguments, {})
+        info = RegionInfo(region.options.name, policy, region.options.is_pullback, per_example)
+        proxy.node.meta["functx_region"] = info
+        _torch.track_proxies((*results, *new), proxy, tracer)
+        for t, value in zip(given, new):
+            self.traced(levels.at_depth, 0, partial(t.copy_, value))
 
 
 def _reads_operations(policy: Any) -> bool:
@@ -200,12 +212,13 @@ class _Captures(captures.Captures):
         self.trace = trace
 
     def admit(self, t: Tensor) -> int:
-        with self.trace.mode:
-            return super().admit(t)
+        return self.trace.traced(super().admit, t)
+
+    def _is_inside(self, t: Tensor) -> bool:
+        return super()._is_inside(t) or not self.trace.knows(levels.base_of(t))
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        with self.trace.mode:
-            return super().keep(make)
+        return self.trace.traced(super().keep, make)
 
 
 class _Writes(writes.Writes):
@@ -214,6 +227,7 @@ class _Writes(writes.Writes):
     def __init__(self, trace: Trace, *args: Any) -> None:
         super().__init__(*args)
         self.trace = trace
+        self.given: dict[int, Tensor] = {}  # inputs that are written, at the base level
 
     def about_to_write(self, storage: int, overload: Any) -> None:
         lying = [i for i, memory in enumerate(self.inputs.memory) if storage in memory]
@@ -226,11 +240,6 @@ class _Writes(writes.Writes):
             )
         self.before[storage] = None
 
-    def put_before(self) -> None:
-        with self.trace.mode:
-            super().put_before()
-
-
-def given_now(inputs: Inputs) -> Sequence[Tensor]:
-    """The inputs at the base level."""
-    return [*inputs.values[0]]
+    def value_before(self, i: int, storage: int) -> Tensor:
+        given = self.given[i] = self.inputs.values[0][self.inputs.position(i, 0)]
+        return self.trace.traced(levels.at_depth, 0, given.clone)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from functx._remat import departures, levels
+from functx._remat.operators import tracing
 from functx._remat.region import Inputs
 
 
@@ -48,12 +49,16 @@ class Writes:
     def put_before(self) -> None:
         """Let the inputs' values be those before the first write."""
         inputs = self.inputs
-        for numbers, storage in zip(self.inputs_written(), self.before.values()):
+        for numbers, storage in zip(self.inputs_written(), self.before):
             for i in numbers:
-                base = _view(levels.base_of(inputs.standins[i]), storage)
+                base = self.value_before(i, storage)
                 for k in range(len(inputs.values)):
                     at = inputs.position(i, k)
                     inputs.values[k][at] = levels.rebased(inputs.values[k][at], base)
+
+    def value_before(self, i: int, storage: int) -> Tensor:
+        """An input, at the base level, as it was."""
+        return _view(levels.base_of(self.inputs.standins[i]), self.before[storage])
 
 
 def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
@@ -61,6 +66,11 @@ def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
     if not written:
         return standins
     standins = list(standins)
+    if tracing():  # each lies in memory of its own (see `traced`)
+        for (i,) in written:
+            base = levels.base_of(standins[i])
+            standins[i] = levels.rebased(standins[i], levels.at_depth(0, base.clone))
+        return standins
     for numbers in written:
         storage = levels.base_of(standins[numbers[0]]).untyped_storage().clone()
         for i in numbers:

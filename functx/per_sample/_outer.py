@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from functx import _torch, _torch_operators
-from functx._remat._tapes import PLAIN
-from functx._remat._tracker import active_tracker
+from functx._remat import on_replay
 from functx.per_sample._factors import Dense, OneHot, Term, product, without, worth
 
 aten = torch.ops.aten
@@ -34,6 +34,7 @@ _RESHAPES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PERMUTES = {aten.transpose.int, aten.permute.default, aten.t.default}
 
 
@@ -168,6 +169,7 @@ class KeepFactors(_torch.TorchDispatchMode):
         super().__init__()
         self._size = size
         self.paused = False
+        self._replays = 0  # regions that run again: these compute activations, no gradients
         self.made = 0  # products not computed
         # The memory of their factors; as long as there is such a reference, no other has its key.
         self._factors: dict[int, Any] = {}
@@ -180,7 +182,7 @@ class KeepFactors(_torch.TorchDispatchMode):
             self._check(args)
         if Outer in types or Row in types:
             return _run(func, args, kwargs or {})
-        if self.paused:
+        if self.paused or self._replays:
             return func(*args, **(kwargs or {}))
         if func is aten.bmm.default:
             found = self._product(*args)
@@ -203,6 +205,20 @@ class KeepFactors(_torch.TorchDispatchMode):
             reference = _torch.StorageWeakRef(values.untyped_storage())
             self._factors[_torch.storage_key(values)] = reference
         return found
+
+    @contextmanager
+    def pulling_back(self) -> Iterator[None]:
+        """The mode, around a backward pass."""
+        with on_replay(self._replaying), self:
+            yield
+
+    @contextmanager
+    def _replaying(self, name: str) -> Iterator[None]:
+        self._replays += 1
+        try:
+            yield
+        finally:
+            self._replays -= 1
 
     def _check(self, args: tuple[Any, ...]) -> None:
         """Raises if an operation in place has a factor: the product should have been taken."""
@@ -262,10 +278,7 @@ def _writes(func: Any) -> bool:
 
 def _plain(*tensors: torch.Tensor) -> bool:
     """Whether nothing else follows these tensors, and their numbers are real."""
-    tracker = active_tracker()
-    if tracker is not None and not tracker.pulls_back:
-        return False  # activations, which more than a norm is wanted of
-    return all(type(t) in PLAIN and t.is_floating_point() and not t.requires_grad for t in tensors)
+    return all(type(t) in _PLAIN and t.is_floating_point() and not t.requires_grad for t in tensors)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,13 +21,13 @@ import torch
 
 from functx import _torch, _tree, _validate
 from functx._pullback import Pullback, record
+from functx._vmap import vmap_by_keys as vmap
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
 from functx.per_sample._compiled import Compiled
 from functx.per_sample._factors import Factored
 from functx.per_sample._failure import is_out_of_memory
 from functx.per_sample._outer import KeepFactors, Outer
-from functx.per_sample._vmap import vmap
 
 # Factors are looked for where they spare this much of all gradients' numbers.
 _WORTH = 0.2
@@ -196,6 +196,7 @@ def _record(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         has_aux=loss.has_aux,
         check_output=functools.partial(_validate.check_scalar, api=loss.api),
         api=loss.api,
+        once=True,
     )
 
 
@@ -248,12 +249,12 @@ def _feed(
 
     def feed(leaves: Sequence[int], retain_graph: bool) -> None:
         receivers = {leaf: functools.partial(take, leaf) for leaf in leaves}
-        with mode or nullcontext():
+        with mode.pulling_back() if mode else nullcontext():
             pullback.feed(one, receivers, retain_graph)
 
     one = torch.ones_like(value)
     if receiver.keeps:
-        with mode or nullcontext():
+        with mode.pulling_back() if mode else nullcontext():
             gradients = _tree.leaves(pullback(one, retain_graph=False))
             for leaf, gradient in enumerate(gradients):
                 take(leaf, gradient)

@@ -12,12 +12,12 @@ import torch
 from functx import _torch, _tree, _validate
 from functx._transforms import jacfwd, jacrev
 from functx._validate import Argnums
+from functx._vmap import vmap_by_keys as vmap
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
 from functx.per_sample._chunks import Chunking
 from functx.per_sample._stack import Stack
-from functx.per_sample._vmap import vmap
 
 Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]

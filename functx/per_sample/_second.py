@@ -15,9 +15,9 @@ import torch
 
 from functx import _torch, _tree, memory
 from functx._pullback import record
+from functx._vmap import vmap_by_keys as vmap
 from functx.per_sample._batch import Batch
 from functx.per_sample._pull import Loss
-from functx.per_sample._vmap import vmap
 
 # Two passes where gradients of an example take this many times the bytes of its activations: the
 # second pass, which works on activations, is then next to nothing beside the first.
@@ -116,5 +116,6 @@ def _recorded(loss: Loss, batch: Batch) -> tuple[torch.Tensor, Any]:
         has_aux=False,
         check_output=lambda output: None,
         api=loss.api,
+        once=True,
     )
     return value, pullback

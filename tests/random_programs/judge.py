@@ -1,7 +1,6 @@
 """Runs a program with its regions and without, and says how the two differ.
 
-Both runs start from the same seeds in fresh worlds; without regions, ``remat`` is the identity, and
-everything else is the same.
+Both runs start from the same seeds in fresh worlds. Without regions, ``remat`` is the identity.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ import contextlib
 import gc
 import re
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -24,20 +25,19 @@ import functx
 from . import stack, world
 from .program import Program
 
-# Relative, and relative to the largest entry. The second are for programs in which sums of bfloat16
-# numbers may be taken in another order.
-TOLERANCES = {False: (1e-9, 1e-10), True: (5e-2, 5e-2)}
-ZEROS = "no gradient became a gradient of zeros"
 OUTCOMES = {
     "equal": "values, gradients, buffers and generators are the same",
-    "refused by torch": "without regions it raises: by itself, or both",
+    "refused by torch": "it raises without regions, too",
     "refused": "functx says that it can't, and rule 4 may be why",
     "refused wrongly": "functx says that it can't, though nothing is in the way",
     "wrong": "something differs",
-    "crashed": "with regions only, it raises something else, or the process died",
+    "crashed": "it raises something else with regions only, or the process ended",
     "leaked": "tensors stay alive, or torch's stacks or modes are not as they were",
 }
 FAILURES = ("wrong", "crashed", "leaked", "refused wrongly")
+# Relative, and to the largest entry or 1; then those where sums of bfloat16 may be reordered.
+TOLERANCES = {False: (1e-9, 1e-10), True: (5e-2, 5e-2)}
+ZEROS = "no gradient became a gradient of zeros"
 
 
 @dataclass
@@ -54,35 +54,17 @@ def identity(f: Any = None, **options: Any) -> Any:
     return f
 
 
-@dataclass
-class Run:
-    """What a run gave: all that is compared, or an exception; and what it left behind."""
-
-    found: dict[str, Any] | None
-    error: Exception | None
-    trace: str
-    left: int
-    modes: dict[str, Any]
-
-
 def modes() -> dict[str, Any]:
     """Settings and stacks of torch that a run leaves as it found them."""
     return {
-        "functions": torch._C._len_torch_function_stack(),
-        "dispatch": torch._C._len_torch_dispatch_stack(),
-        "functorch": torch._C._functorch.peek_interpreter_stack() is None,
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "no functorch level": torch._C._functorch.peek_interpreter_stack() is None,
         "dual level": torch.autograd.forward_ad._current_level,
-        "grad": torch.is_grad_enabled(),
+        "grad mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
-        "autocast cache": torch.is_autocast_cache_enabled(),
         "dtype": torch.get_default_dtype(),
     }
-
-
-def _tensors() -> int:
-    """How many tensors are alive that were not when the collector was last frozen."""
-    gc.collect()
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
 def _forget() -> None:
@@ -91,96 +73,58 @@ def _forget() -> None:
     gc.freeze()
 
 
-def run(program: Program, remat: Any, library: Any = functx) -> Run:
-    """One run in a fresh world."""
-    torch.manual_seed(0)
-    before = modes()
+def run(program: Program, remat: Any, library: Any = functx) -> types.SimpleNamespace:
+    """What a run in a fresh world gave or raised, and the tensors and modes that it left behind."""
     _forget()
-    found, error, trace = None, None, ""
+    torch.manual_seed(0)
+    before, found, error, trace = modes(), {}, None, ""
     globals_ = world.namespace(remat, library)
     globals_.update(stack.layers(globals_["fx"]))
-    refs = [weakref.ref(p) for p in globals_["self"].parameters()]
+    parameters = [weakref.ref(p) for p in globals_["self"].parameters()]
     try:
-        f = program.compiled(globals_)
-        found = stack.finish(program.end, f, globals_)
-        f = None
+        found = stack.finish(program.end, program.compiled(globals_), globals_)
     except Exception as e:
-        trace = traceback.format_exc()
-        error = e.with_traceback(None)
+        trace, error = traceback.format_exc(), e.with_traceback(None)
         error.__cause__ = error.__context__ = None
     globals_.clear()
-    if found is not None:
-        found = pytree.tree_map(_entries, found)
-    left = _tensors() + sum(r() is not None for r in refs)
-    after = modes()
-    return Run(
-        found, error, trace, left, {k: (before[k], v) for k, v in after.items() if v != before[k]}
+    gc.collect()
+    left = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    left += sum(p() is not None for p in parameters)
+    changed = [f"{k}: {before[k]} became {v}" for k, v in modes().items() if v != before[k]]
+    return types.SimpleNamespace(
+        found=found, error=error, trace=trace, left=left, modes=", ".join(changed)
     )
-
-
-class Entries:
-    """A tensor's type, requires_grad aside, and entries, kept where `_tensors` does not count them."""
-
-    def __init__(self, t: torch.Tensor) -> None:
-        self.kind = (tuple(t.shape), str(t.dtype))
-        self.values = t.numpy(force=True).copy()
-
-
-def _entries(t: Any) -> Any:
-    return Entries(t) if isinstance(t, torch.Tensor) else t
 
 
 def difference(expected: Any, actual: Any, loose: bool) -> str:
     """Where two runs' results differ, or nothing."""
     note = ""
-    for name in expected:
-        a, tree = pytree.tree_flatten(expected[name])
-        b, other = pytree.tree_flatten(actual[name])
+    for name in expected | actual:
+        a, tree = pytree.tree_flatten(expected.get(name))
+        b, other = pytree.tree_flatten(actual.get(name))
         if tree != other:
             return f"{name}: {tree} became {other}"
-        for n, (one, two) in enumerate(zip(a, b)):
-            where = f"{name}[{n}]: "
-            if one is None and isinstance(two, Entries) and not two.values.any():
+        for one, two in zip(a, b):
+            if one is None and isinstance(two, np.ndarray) and not two.any():
                 note = ZEROS
-            elif not isinstance(one, Entries) or not isinstance(two, Entries):
-                if isinstance(one, Entries) or isinstance(two, Entries) or one != two:
-                    return f"{where}{_shown(one)} became {_shown(two)}"
-            elif one.kind != two.kind:
-                return f"{where}{one.kind} became {two.kind}"
-            elif not _close(one.values, two.values, loose):
-                return f"{where}{_shown(one)} became {_shown(two)}"
+            elif not _same(one, two, loose):
+                return re.sub(r"\s+", " ", f"{name}: {str(one)[:300]} became {str(two)[:300]}")
     return note
 
 
-def _shown(entry: Any) -> str:
-    return (
-        re.sub(r"\s+", " ", repr(entry.values))[:300] if isinstance(entry, Entries) else repr(entry)
-    )
-
-
-def _close(a: Any, b: Any, loose: bool) -> bool:
-    a, b = torch.from_numpy(a), torch.from_numpy(b)
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    finite = a[a.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
+def _same(one: Any, two: Any, loose: bool) -> bool:
+    if not isinstance(one, np.ndarray) or type(two) is not type(one):
+        return type(one) is type(two) and one == two
     rtol, atol = TOLERANCES[loose]
-    return torch.allclose(a, b, rtol, atol * max(1.0, largest), equal_nan=True)
-
-
-def warm() -> None:
-    """Have torch import what it imports late, which takes seconds, before processes are forked."""
-    with quiet():
-        for layer in ("jacobian({}, 'jacrev')", "pushforward({})"):
-            run(Program([], "torch.sin(m0)", [layer], "values"), identity)
-    _forget()
+    atol *= max(1.0, np.abs(np.nan_to_num(one, posinf=0, neginf=0)).max(initial=0))
+    same = (one.shape, one.dtype) == (two.shape, two.dtype)
+    return same and np.allclose(two, one, rtol, atol, equal_nan=True)
 
 
 @contextlib.contextmanager
 def quiet():
-    """In double precision, and without warnings."""
-    dtype = torch.get_default_dtype()
-    state = torch.get_rng_state()
+    """In double precision, without warnings, and with nothing changed afterwards."""
+    dtype, state, grad = torch.get_default_dtype(), torch.get_rng_state(), torch.is_grad_enabled()
     torch.set_default_dtype(torch.float64)
     try:
         with warnings.catch_warnings():
@@ -189,27 +133,29 @@ def quiet():
     finally:
         torch.set_default_dtype(dtype)
         torch.set_rng_state(state)
+        torch.set_grad_enabled(grad)
+
+
+def warm() -> None:
+    """Have torch import what it imports late, which takes seconds, before processes are forked."""
+    with quiet():
+        for layer in ("jacobian({}, 'jacrev')", "pushforward({})"):
+            run(Program([], "torch.sin(m0)", [layer], "values"), identity)
+        _forget()
 
 
 def judge(
-    program: Program, remat: Callable[..., Any] | None = None, library: Any = functx
+    program: Program, remat: Callable[..., Any] = functx.remat, library: Any = functx
 ) -> Verdict:
-    """Compare a program with itself without regions.
-
-    Args:
-        program: what to run.
-        remat: what it calls ``remat``; functx's unless told.
-        library: whose transforms the run without regions uses: functx, or torch.func as a second
-            reference.
-    """
+    """Compare a program with itself without regions, under the transforms of ``library``."""
     with quiet():
         plain = run(program, identity, library)
-        regions = run(program, functx.remat if remat is None else remat)
+        regions = run(program, remat)
     if regions.modes:
-        return Verdict("leaked", f"before and after: {regions.modes}", regions.trace)
+        return Verdict("leaked", regions.modes, regions.trace)
     if plain.error is not None:
         return Verdict("refused by torch", _head(plain.error), plain.trace)
-    if isinstance(regions.error, (functx.RematError, functx.ReplayError)):
+    if isinstance(regions.error, functx.RematError | functx.ReplayError):
         outcome = "refused" if program.may_refuse else "refused wrongly"
         return Verdict(outcome, _head(regions.error), regions.trace)
     if regions.error is not None:
@@ -225,5 +171,4 @@ def judge(
 def _head(error: Exception) -> str:
     """The beginning of a message, without names and numbers that differ by program."""
     text = f"{type(error).__name__}: {error}"
-    text = re.sub(r"0x[0-9a-f]+|\b[a-z]?\d+\b", "#", " ".join(text.split()))
-    return text[:140]
+    return re.sub(r"0x[0-9a-f]+|\b[a-z]?\d+\b", "#", " ".join(text.split()))[:140]

@@ -1,25 +1,15 @@
-"""A random program as data: a tree of statements, transforms around it, and its text.
+"""A random program as data: statements (lines, blocks, functions), and transforms around them.
 
 The text is Python, and it is what runs: ``str(program)`` shows it, `Program.compiled` executes it.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-
-@dataclass
-class Line:
-    """A line of Python, and the name that it gives to its result."""
-
-    text: str
-    out: str = ""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass
@@ -35,46 +25,26 @@ class Block:
 
 @dataclass
 class Inner:
-    """A function, and a call of it under some wrappers.
+    """A function, its region (``remat({})`` or ``{}``), and a call, in which ``F`` stands for both.
 
-    Attributes:
-        name: of the function.
-        parameters: as in its ``def``.
-        body: its statements.
-        result: what it returns.
-        wrappers: texts with a ``{}``, the innermost first.
-        target: what the result of the call is assigned to.
-        arguments: of the call, or ``None`` where the last wrapper makes it.
-        after: lines that take the result apart.
-        outs: the names that are bound at last.
+    The result is assigned to ``target``; lines ``after`` it take it apart.
     """
 
     name: str
     parameters: str
     body: list[Any]
     result: str
-    wrappers: list[str]
+    region: str
+    call: str
     target: str
-    arguments: str | None
     after: list[str] = field(default_factory=list)
-    outs: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        called = wrapped(self.name, self.wrappers)
-        lines = [
-            f"def {self.name}({self.parameters}):",
-            _indented([*self.body, f"return {self.result}"]),
-            f"{self.target} = {called}" + ("" if self.arguments is None else f"({self.arguments})"),
-            *self.after,
-        ]
-        return "\n".join(lines)
-
-
-def wrapped(name: str, wrappers: list[str]) -> str:
-    """The text of a function under wrappers."""
-    for wrapper in wrappers:
-        name = wrapper.replace("{}", name, 1)
-    return name
+        body = _indented([*self.body, f"return {self.result}"])
+        function = self.region.replace("{}", self.name, 1)
+        call = re.sub(r"\bF\b(?!\.)", lambda _: function, self.call)
+        head = f"def {self.name}({self.parameters}):"
+        return "\n".join([head, body, f"{self.target} = {call}", *self.after])
 
 
 def _indented(statements: list[Any]) -> str:
@@ -83,16 +53,11 @@ def _indented(statements: list[Any]) -> str:
 
 @dataclass
 class Program:
-    """A function of a matrix and a vector, and what is done to it.
+    """A function of a matrix and a vector, transforms and regions around it, the innermost first.
 
-    Attributes:
-        body: its statements.
-        result: what it returns.
-        stack: wrappers around it, the innermost first: transforms of `stack`, and regions.
-        end: how its result is differentiated outside of all transforms; see `stack.finish`.
-        features: what is in it.
-        may_refuse: whether something in it may be an error by rule 4.
-        loose: whether derivatives of derivatives of half precision are in it.
+    ``end`` says how the result is differentiated outside of them (`stack.finish`), ``may_refuse``
+    that something may be an error by rule 4, and ``loose`` that half precision is differentiated
+    more than once.
     """
 
     body: list[Any]
@@ -104,20 +69,13 @@ class Program:
     loose: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"def program(m0, v0):\n{_indented([*self.body, f'return {self.result}'])}\n\n"
-            f"transformed = {wrapped('program', self.stack)}  # end: {self.end}"
-        )
+        transformed = "program"
+        for layer in self.stack:
+            transformed = layer.replace("{}", transformed, 1)
+        body = _indented([*self.body, f"return {self.result}"])
+        return f"def program(m0, v0):\n{body}\n\ntransformed = {transformed}  # end: {self.end}"
 
     def compiled(self, namespace: dict[str, Any]) -> Callable[..., Any]:
         """The transformed function, with these globals."""
         exec(compile(str(self), "<program>", "exec"), namespace)
         return namespace["transformed"]
-
-    def bodies(self) -> Iterator[list[Any]]:
-        """Each list of statements, the outermost first."""
-        pending = [self.body]
-        while pending:
-            body = pending.pop(0)
-            yield body
-            pending += [s.body for s in body if not isinstance(s, Line)]

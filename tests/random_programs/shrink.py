@@ -2,101 +2,78 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import re
-from collections.abc import Iterator
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import functx
-
 from .judge import Verdict, judge, warm
-from .program import Block, Inner, Line, Program
+from .program import Program
 
 STAND_INS = {"m": "m0", "v": "v0", "s": "v0.sum()", "i": "idx"}
 SIMPLE_ENDS = ("values", "backward", "of the input only")
 
 
-def apart(program: Program, library: Any = functx) -> Verdict:
-    """The verdict of a process of its own, which may end by a signal."""
-    reading, writing = os.pipe()
+def forked(function: Callable[[], Any]) -> Callable[[], int]:
+    """Start a process for it; the result waits for its exit code."""
+    sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         try:
-            with os.fdopen(writing, "wb") as out:
-                pickle.dump(judge(program, library=library), out)
-        finally:
+            function()
             os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as given:
-        data = given.read()
-    status = os.waitpid(pid, 0)[1]
-    if data:
-        return pickle.loads(data)
-    return Verdict("crashed", f"the process ended with {os.waitstatus_to_exitcode(status)}")
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _without(wrapper: str) -> list[list[str]]:
-    """A wrapper with less in it: none, if it is a region; one without its policy."""
-    if not wrapper.startswith("remat("):
-        return []
-    return [[]] + ([["remat({})"]] if wrapper != "remat({})" else [])
+def apart(program: Program, library: Any) -> Verdict:
+    """The verdict of a process of its own, which may end by a signal."""
+    with tempfile.NamedTemporaryFile() as file:
+        path = Path(file.name)
+        code = forked(lambda: path.write_bytes(pickle.dumps(judge(program, library=library))))()
+        ended = Verdict("crashed", f"the process ended with {code}")
+        return ended if code else pickle.loads(path.read_bytes())
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, the largest things first."""
-
-    def changed() -> tuple[Program, list[list[Any]]]:
-        other = copy.deepcopy(program)
-        return other, list(other.bodies())
-
-    for n in range(len(program.stack)):
-        other = copy.deepcopy(program)
-        del other.stack[n]
-        yield other
+    """Programs with one thing less; not all of them run."""
+    stack, lines = program.stack, "\n".join(map(str, program.body)).splitlines()
+    for n in range(len(stack)):
+        yield replace(program, stack=stack[:n] + stack[n + 1 :])
     for end in SIMPLE_ENDS[: (*SIMPLE_ENDS, program.end).index(program.end)]:
-        other = copy.deepcopy(program)
-        other.end = end
-        yield other
-    for where, body in enumerate(list(program.bodies())):
-        for n, statement in enumerate(body):
-            other, bodies = changed()
-            del bodies[where][n]
-            yield other
-            outs = statement.outs if isinstance(statement, Inner) else []
-            outs = [statement.out] if isinstance(statement, Line) and statement.out else outs
-            lines = [Line(f"{out} = {STAND_INS[out[0]]}") for out in outs if out[0] in STAND_INS]
-            if lines and not (isinstance(statement, Line) and statement.text == lines[0].text):
-                other, bodies = changed()
-                bodies[where][n : n + 1] = lines
-                yield other
-            if isinstance(statement, Block):
-                other, bodies = changed()
-                bodies[where][n : n + 1] = bodies[where][n].body
-                yield other
-            for k, wrapper in enumerate(getattr(statement, "wrappers", [])):
-                for less in _without(wrapper):
-                    other, bodies = changed()
-                    bodies[where][n].wrappers[k : k + 1] = less
-                    yield other
-    for out in re.findall(r"\b[mvs]\d+\b", program.result):
-        if program.result != out:
-            other = copy.deepcopy(program)
-            other.result = out
-            yield other
+        yield replace(program, end=end)
+    for n, line in enumerate(lines):
+        pad = re.match(" *", line)[0]
+        end = n + 1
+        while end < len(lines) and lines[end].startswith(pad + " "):
+            end += 1
+        names = re.findall(r"\b[mvsi]\d+\b", line.split(" = ")[0]) if " = " in line else []
+        simple = [f"{pad}{name} = {STAND_INS[name[0]]}" for name in names]
+        without = re.sub(r"remat\((f\d+)\)", r"\1", line)
+        without = re.sub(r"remat\((f\d+), policy=.*?\)\(", r"\1(", without)
+        dedented = [inner[4:] for inner in lines[n + 1 : end]]
+        for less in ([], simple, dedented, [without, *lines[n + 1 : end]]):
+            if less != lines[n:end]:
+                yield replace(program, body=lines[:n] + less + lines[end:])
 
 
-def smallest(program: Program, library: Any = functx) -> tuple[Program, Verdict]:
+def smallest(program: Program, library: Any) -> tuple[Program, Verdict]:
     """A program none of whose parts can go without another outcome, and its verdict."""
     warm()
     verdict = apart(program, library)
-    found = True
-    while found:
-        found = False
+    while True:
         for other in smaller(program):
             now = apart(other, library)
             if now.outcome == verdict.outcome and now.why[:20] == verdict.why[:20]:
-                program, verdict, found = other, now, True
+                program, verdict = other, now
                 break
-    return program, verdict
+        else:
+            return program, verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -12,64 +13,38 @@ from torch.nn import functional as F
 import functx
 
 SIZE = 3
-_NUMBERS = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NAMES = ("grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd", "hessian", "grad_and_value",
+         "value_and_grad", "functional_call", "checkpoint_name")  # fmt: skip
 
 
 def numbers(shape: Any, start: int = 0) -> torch.Tensor:
-    """Numbers that depend on the shape only."""
-    shape = tuple(shape)
-    n = 1
-    for size in shape:
-        n *= size
-    repeated = _NUMBERS[start:].repeat(1 + (start + n) // len(_NUMBERS))
-    return repeated[:n].clone().view(shape)
+    """Numbers between -1.5 and 1.5 that depend on the shape only."""
+    angles = torch.arange(start, start + math.prod(shape), dtype=torch.float64)
+    return 1.5 * torch.cos(1.7 * angles).reshape(tuple(shape))
 
 
 class Cube(torch.autograd.Function):
-    """x ** 3, with a forward mode and made for vmap."""
+    """x ** 3, the derivative of which is k times too large; made for vmap and forward mode."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x):
+    def forward(x, k):
         return x**3
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+        ctx.k = inputs[1]
 
     @staticmethod
     def backward(ctx, cotangent):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * cotangent
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * tangent
-
-
-class Scale(torch.autograd.Function):
-    """Times a number in the forward, and times another one in the backward."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, factor):
-        return x * factor
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * (ctx.factor + 1), None
+        return 3 * ctx.k * ctx.saved_tensors[0] ** 2 * cotangent, None
 
     @staticmethod
     def jvp(ctx, tangent, _):
-        return tangent * (ctx.factor + 1)
+        return 3 * ctx.k * ctx.saved_tensors[0] ** 2 * tangent
 
 
 class Product(torch.autograd.Function):
@@ -132,40 +107,18 @@ class Net(nn.Module):
         return torch.sin(m) / self.steps.clone()
 
 
-def functions(library: Any) -> types.SimpleNamespace:
-    """What programs call ``fx``: names of functx, the transforms of ``library``."""
-    names = ("grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd", "hessian", "grad_and_value")
-    found = types.SimpleNamespace(**{name: getattr(library, name) for name in names})
-    found.functional_call, found.checkpoint_name = (
-        torch.func.functional_call,
-        functx.checkpoint_name,
-    )
-    if library is functx:
-        found.value_and_grad = functx.value_and_grad
-        found.functional_call = functx.functional_call
-    else:
-        found.value_and_grad = lambda f, argnums=0, has_aux=False: (
-            lambda *args: library.grad_and_value(f, argnums, has_aux)(*args)[::-1]
-        )
-    return found
-
-
 def namespace(remat: Any, library: Any) -> dict[str, Any]:
-    """A fresh world: the globals of a program."""
-    net = Net(remat)
+    """A fresh world: the globals of a program, whose ``fx`` has the transforms of ``library``."""
     return {
         "torch": torch,
         "F": F,
         "aten": torch.ops.aten,
         "cp": functx.checkpoint_policies,
-        "fx": functions(library),
+        "fx": types.SimpleNamespace(**{n: getattr(library, n, getattr(functx, n)) for n in NAMES}),
         "remat": remat,
-        "self": net,
+        "self": Net(remat),
         "box": types.SimpleNamespace(t=numbers((SIZE, SIZE), 100), number=0.7),
         "generator": torch.Generator().manual_seed(7),
         "idx": torch.tensor([2, 0, 2]),
-        "Cube": Cube,
-        "Scale": Scale,
-        "Product": Product,
-        "hooked": hooked,
+        **{f.__name__: f for f in (Cube, Product, hooked)},
     }

@@ -21,7 +21,9 @@ ways = pytest.mark.parametrize("way", ["patch", "apply"])
 def checkpointed(model, way):
     """``model``, checkpointed, and the context to use it in."""
     if way == "patch":
-        model.gradient_checkpointing_enable()
+        with functx.patch_checkpoint():
+            model.gradient_checkpointing_enable()
+        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
         return model, functx.patch_checkpoint()
     return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()
 

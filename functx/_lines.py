@@ -1,0 +1,67 @@
+"""Lines of the user's code: which one runs, and in which modules.
+
+A place is a code object and an instruction, not a frame, which would keep alive all that it refers
+to; the line is looked up when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+Place = tuple[types.CodeType, int]
+
+_INTERNAL = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
+
+@functools.cache
+def _is_internal(filename: str) -> bool:
+    return filename.startswith(_INTERNAL)
+
+
+def where() -> Place:
+    """The line outside of torch and functx that is running."""
+    frame: Any = sys._getframe(1)
+    here = frame
+    while _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+        if frame is None:
+            frame = here
+            break
+    return frame.f_code, frame.f_lasti
+
+
+def line_of(place: Place) -> tuple[str, int, str]:
+    """File, line and function of a place."""
+    code, instruction = place
+    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
+    return code.co_filename, lines[0] if lines else code.co_firstlineno, code.co_qualname
+
+
+class ModulePaths:
+    """Where among the modules that are running this is."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, tuple[nn.Module, dict[int, str]]] = {}
+
+    def here(self) -> str:
+        """The path from the outermost module that is running; ``""`` outside of modules."""
+        running: list[nn.Module] = []
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                running.append(frame.f_locals["self"])
+            frame = frame.f_back
+        if not running:
+            return ""
+        root = running[-1]
+        if id(root) not in self._paths:
+            named = root.named_modules(remove_duplicate=False)
+            self._paths[id(root)] = root, {id(module): path for path, module in named}
+        return self._paths[id(root)][1].get(id(running[0]), "")
