@@ -44,12 +44,14 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         busy: whether an operation is in here: what it calls is the engine's, not the user's.
+        count: how many operations have run.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         self.busy = False
+        self.count = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,6 +59,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)
+        self.count += 1
         if operator.kind is SILENT:
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         self.busy = True
