@@ -4,6 +4,7 @@ A superset of :mod:`torch.func`: the same names, signatures and results, and `re
 checkpointing that composes with all of them.
 """
 
+from functx import _budget as _budget
 from functx import checkpoint_policies as checkpoint_policies
 from functx import memory as memory
 from functx import per_sample as per_sample
@@ -17,6 +18,8 @@ from functx._linearize import linearize as linearize
 from functx._loops import remat_loop as remat_loop
 from functx._loops import remat_scan as remat_scan
 from functx._patch import patch_checkpoint as patch_checkpoint
+from functx._plan import Plan as Plan
+from functx._plan import plan as plan
 from functx._remat import checkpoint_name as checkpoint_name
 from functx._remat import remat as remat
 from functx._sequential import remat_sequential as remat_sequential

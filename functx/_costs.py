@@ -7,7 +7,6 @@ same transforms. Then the chain runs forward as a whole, to see what its blocks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from functx import _torch, _tree
 from functx._chain import Block, Chain, Tree
 from functx._policy_kinds import flops_of
 from functx._remat import Options, run
+from functx._saved import held
 from functx._storages import LiveStorages, no_collection, storages_of
 from functx._transforms import grad
 
@@ -133,7 +133,7 @@ def there_and_back(
 def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
     """The most bytes live while ``body`` runs and is pulled back, beside what was there before."""
     with no_collection(), LiveStorages() as storages:
-        there_and_back(body, tensors, wanted, lambda outs: outs.clear() if False else None)
+        there_and_back(body, tensors, wanted, lambda outs: None)
     return storages.peak
 
 
@@ -180,7 +180,8 @@ def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
         for block in blocks:
             states.append(block(states[-1]))
     costs = [_cost(block, read_by([block], s), first, required) for block, s in zip(blocks, states)]
-    leaving, keys = _leaving(states), [_keys(tensors_of(state)) for state in states]
+    leaving = _leaving(states)
+    del states
     with torch.enable_grad(), Births() as births:
         tensors = tensors_of(x)
         kept, unsaved = [0] * len(blocks), [0] * len(blocks)
@@ -188,7 +189,7 @@ def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
         alive: dict[int, tuple[int, int]] = {}
 
         def run_all(*leaves: Tensor) -> Any:
-            state = _filled(x, tensors, leaves)
+            state = filled(x, tensors, leaves)
             for births.block, block in enumerate(blocks):
                 state = block(state)
                 made = births.made()
@@ -197,7 +198,6 @@ def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
             return state
 
         there_and_back(run_all, tensors, required(x), lambda _: alive.update(births.made()))
-    del states, keys
     for maker, nbytes in alive.values():
         kept[maker] += nbytes
     for i, of in enumerate(sizes[:-1]):
@@ -209,33 +209,42 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, Any], required: 
     tensors, wanted = tensors_of(x), required(x)
     tensors = fresh(tensors, wanted)
     seen: dict[str, int] = {}
+    start = torch.autograd._get_sequence_nr()
     with torch.enable_grad(), no_collection(), LiveStorages() as storages:
 
         def between(outs: list[Tensor]) -> None:
             seen["live"], seen["forward"] = storages.live, storages.peak
             seen["ran"] = len(storages.timeline)
-            seen["out"] = storages.bytes_of(outs)
+            seen["saved"] = storages.bytes_of(held([t.grad_fn for t in outs], start))
             seen["cotangents"] = sum(t.nbytes for t in outs)
 
-        there_and_back(
-            lambda *leaves: block(_filled(x, tensors_of(x), leaves)), tensors, wanted, between
-        )
+        def body(*leaves: Tensor) -> Any:
+            return block(filled(x, tensors_of(x), leaves))
+
+        gradients = there_and_back(body, tensors, wanted, between)
+        # Gradients of parameters, and of what went into the chain, are live from then on.
+        inner = [_keys([t])[0] not in first for t, w in zip(tensors_of(x), wanted) if w]
+        inner += [False] * (len(gradients) - len(inner))
+        stay = [g for g, i in zip(gradients, inner) if g is not None and not i]
+        of_leaves = storages.bytes_of(stay)
+        del gradients, stay
     live = seen["live"]
     backward = max((e.live for e in storages.timeline[seen["ran"] :]), default=live) - live
     with torch.no_grad():
         flops = work(block, x)
     return Block(
         kept=live,
-        saved=live - seen["out"],
+        saved=seen["saved"],
         forward=seen["forward"],
-        backward=max(backward, seen["cotangents"]),
+        backward=max(backward - of_leaves, seen["cotangents"]),
         cotangents=seen["cotangents"],
-        gradients=0,
+        gradients=of_leaves,
         work=flops,
     )
 
 
-def _filled(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+def filled(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    """A pytree with other tensors in it."""
     by = {id(o): n for o, n in zip(old, new)}
     return _tree.map_(lambda t: by.get(id(t), t), tree)
 
@@ -255,5 +264,3 @@ def _leaving(states: Sequence[Any]) -> list[list[int]]:
                 leaving[i][j] += storage.nbytes()
     return leaving
 
-
-__all__ = ["nullcontext"]

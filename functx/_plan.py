@@ -13,11 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from functx import _costs, _schedules
+import torch
+from torch import Tensor, nn
+
+from functx import _schedules
 from functx._chain import Tree, all_trees, neighbours, tree_of, work_again
-from functx._costs import as_blocks, measured, pullback_peak, undisturbed, walk
+from functx._costs import filled, fresh, measured, peak_of, tensors_of, walk, work
+from functx._labels import labels
 from functx._remat import remat
-from functx._validate import check_budget, check_callable, describe
+from functx._saved import undisturbed
+from functx._validate import check_callable, checked_budget, describe
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,18 @@ class Plan:
         Raises:
             ValueError: there are more blocks, or fewer.
         """
-        parts = as_blocks(blocks)
+        parts = _as_blocks(blocks)
         if parts is None and callable(blocks):
             return remat(blocks, policy=self)
         if parts is None or len(parts) != self.blocks:
             got = describe(blocks) if parts is None else f"{len(parts)}"
             raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
-        tree = nested_lists(self.tree)
-        return lambda x: walk(tree, *parts, x)
+        return lambda x: walk(self.nested, parts, x)
+
+    @property
+    def nested(self) -> Tree:
+        """The tree as nested lists."""
+        return _lists(self.tree)
 
     def to_json(self) -> str:
         """The plan as a JSON text."""
@@ -121,14 +130,15 @@ class Plan:
         return lines
 
 
-def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
+def plan(f: Any, /, *args: Any, budget: int | float | str, **kwargs: Any) -> Plan:
     """Choose what to recompute, so that ``f`` and its pullback fit in ``budget``.
 
     Blocks are measured; the cuts that recompute least are found by a dynamic programme over
-    all nestings of regions, and measured again as a whole, so that the peak is what was asked for
-    and not only expected to be. Derivatives are those of every floating point tensor in the
-    arguments and every parameter, by plain autograd, and, of a function without parameters, by
-    `functx.grad` as well, whichever peaks higher; their bytes are part of the peak.
+    all nestings of regions, and measured again as a whole, by one forward and one backward pass.
+    Derivatives are those of the tensors that require grad, in the arguments and reached otherwise;
+    if no argument does, of all floating point arguments. Their bytes are part of the peak. Other
+    uses may take more: several cotangents at once, derivatives of derivatives, a pullback that is
+    kept to be called again.
 
     Args:
         f: blocks that are called one after another, each with the result of the one before: an
@@ -136,7 +146,8 @@ def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
             module: its operations are the blocks, up to 32 of them, more are taken together.
         *args: what ``f`` is called with; a chain, with one argument, any pytree.
         budget: the most bytes that the forward and the backward pass may have live beside what
-            was there before; a float up to 1 is a share of what they have without regions.
+            was there before, as an int or a text such as ``"2GiB"``; a float up to 1 is a share of
+            what they have without regions.
         **kwargs: likewise, for a function.
 
     Returns:
@@ -144,7 +155,7 @@ def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
         ``functx.remat(f, policy=plan)`` for a function.
 
     Raises:
-        TypeError: blocks are no callables; ``budget`` is no number.
+        TypeError: blocks are no callables; ``budget`` is neither a number nor a text.
         ValueError: no plan fits; the message says what the least possible is.
         functx.RematError: what a function runs depends on values, or can't be recorded.
 
@@ -158,7 +169,8 @@ def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
         >>> torch.equal(plan.apply(layers)(x), torch.nn.Sequential(*layers)(x))
         True
     """
-    blocks = as_blocks(f)
+    budget = checked_budget(budget, "functx.plan")
+    blocks = _as_blocks(f)
     if blocks is None:
         check_callable(f, "functx.plan")
         return _FUNCTIONS[0](f, args, kwargs, budget)
@@ -168,66 +180,61 @@ def plan(f: Any, /, *args: Any, budget: int | float, **kwargs: Any) -> Plan:
         raise ValueError("functx.plan: there are no blocks")
     if len(args) != 1 or kwargs:
         raise TypeError(f"functx.plan: blocks are called with one argument, got {len(args)}")
-    with undisturbed(blocks):
-        return chosen(blocks, args[0], budget, tuple(map(_name, blocks)), "functx.plan")
+    some = any(t.requires_grad for t in tensors_of(args[0]))
 
+    def wanted(t: Tensor) -> bool:
+        return t.requires_grad if some else t.is_floating_point() or t.is_complex()
 
-def chosen(
-    blocks: Any,
-    x: Any,
-    budget: Any,
-    names: tuple[str, ...],
-    api: str,
-    peak_of: Callable[[Tree], int] | None = None,
-) -> Plan:
-    """The plan for some blocks called on ``x``.
-
-    Args:
-        blocks: the chain.
-        x: what goes into it.
-        budget: as for `plan`.
-        names: of the blocks.
-        api: who asks, for messages.
-        peak_of: measures the peak of a tree; that of plain autograd if it is ``None``.
-    """
-    if peak_of is None:
-
-        def peak_of(tree: Tree) -> int:
-            return pullback_peak(lambda x: walk(tree, *blocks, x), x)
-
-    everything: Tree = list(range(len(blocks)))
-    most = peak_of(everything)
-    allowed = budget_in_bytes(budget, most, api)
-    work = _costs.work(lambda: walk(everything, *blocks, x))
-    if most <= allowed:
-        tree, peak, again = everything, most, 0
-    else:
-        tree, peak, again = _fitting(blocks, x, allowed, api, peak_of)
-    return Plan(
-        blocks=len(blocks),
-        tree=_tuples(tree),
-        budget=allowed,
-        peak=peak,
-        peak_without=most,
-        work=work,
-        again=again,
-        names=names,
-    )
-
-
-def budget_in_bytes(budget: Any, most: int, api: str) -> int:
-    """A budget, checked; a share of ``most`` if it is a float."""
-    check_budget(budget, api)
-    return int(budget * most) if isinstance(budget, float) else budget
+    buffers = [t for b in blocks for t, (kind, _) in labels(b, (), {}) if kind == "buffer"]
+    with undisturbed(buffers):
+        return chosen(blocks, args[0], budget, tuple(map(_name, blocks)), "functx.plan", wanted)
 
 
 _FUNCTIONS: list[Callable[..., Plan]] = []
 
 
-def set_function_planner(planner: Any) -> Any:
+def function_planner(planner: Any) -> Any:
     """Register what plans for functions that are no chains."""
     _FUNCTIONS.append(planner)
     return planner
+
+
+def chosen(
+    blocks: Any,
+    x: Any,
+    budget: int | float,
+    names: tuple[str, ...],
+    api: str,
+    wanted: Callable[[Tensor], bool],
+) -> Plan:
+    """The plan for some blocks called on ``x``.
+
+    Args:
+        blocks: the chain.
+        x: what goes into it, a pytree.
+        budget: bytes, or a share.
+        names: of the blocks.
+        api: who asks, for messages.
+        wanted: which of the tensors in ``x`` are differentiated.
+    """
+    tensors = tensors_of(x)
+    required = [*map(wanted, tensors)]
+    own = fresh(tensors, required)
+
+    def peak(tree: Tree) -> int:
+        return peak_of(lambda *leaves: walk(tree, blocks, filled(x, tensors, leaves)), own, required)
+
+    everything: Tree = list(range(len(blocks)))
+    with torch.enable_grad():
+        most = peak(everything)
+        allowed = int(budget * most) if isinstance(budget, float) else budget
+        flops = work(lambda: walk(everything, blocks, filled(x, tensors, own)))
+        if most <= allowed:
+            best = everything, most, 0
+        else:
+            best = _fitting(blocks, filled(x, tensors, own), allowed, api, peak, dict(zip(map(id, own), required)))
+    tree, peak_found, again = best
+    return Plan(len(blocks), _tuples(tree), allowed, peak_found, most, flops, again, names)
 
 
 # So many blocks have few enough trees (90) to measure all of them.
@@ -242,11 +249,16 @@ MANY = 16
 
 
 def _fitting(
-    blocks: Any, x: Any, allowed: int, api: str, peak_of: Callable[[Tree], int]
+    blocks: Any,
+    x: Any,
+    allowed: int,
+    api: str,
+    peak: Callable[[Tree], int],
+    required: dict[int, bool],
 ) -> tuple[Tree, int, int]:
     """The tree with the least work done again of those whose measured peak is allowed."""
-    chain = measured(blocks, x)
-    candidates = _Candidates(peak_of, allowed, chain.work, api)
+    chain = measured(blocks, x, lambda t: required[id(t)])
+    candidates = _Candidates(peak, allowed, chain.work, api)
     n = len(blocks)
     candidates.fits(list(range(n)))
     if n <= FEW:
@@ -375,5 +387,12 @@ def _tuples(tree: Any) -> tuple[Any, ...]:
     return tuple(_tuples(p) if isinstance(p, (list, tuple)) else p for p in tree)
 
 
-def nested_lists(tree: Any) -> Tree:
-    return [nested_lists(p) if isinstance(p, (list, tuple)) else p for p in tree]
+def _lists(tree: Any) -> Tree:
+    return [_lists(p) if isinstance(p, tuple) else p for p in tree]
+
+
+def _as_blocks(f: Any) -> list[Callable[[Any], Any]] | None:
+    """The blocks of a chain, if that is what ``f`` is."""
+    if isinstance(f, nn.Sequential):
+        return list(f.children())
+    return list(f) if isinstance(f, (list, tuple, nn.ModuleList)) else None

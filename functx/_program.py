@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _torch_fake, _tree
 from functx._errors import RematError
-from functx._remat import Settings, no_regions
+from functx._remat import Settings, is_tracked, no_regions, unseen
 
 MOST_BLOCKS = 32  # a block for each operation up to so many; more are taken together
 _PASSIVE = {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex"}
@@ -221,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         """A tensor like ``t`` without memory."""
         made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
         if t.is_floating_point() or t.is_complex():
-            made.requires_grad_(_torch.requires_grad_anywhere(t))
+            made.requires_grad_(is_tracked(t))
         self._fakes[number] = made
         self._numbers[id(t)] = number
         self._know(made, number, 0)
@@ -324,6 +324,7 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Program:
     seeded = torch.default_generator.get_state()
     with (
         _torch.cleared_interpreter_stack(),
+        unseen(),
         no_regions(),
         _torch.without_dispatch_modes(),  # nothing runs that a counter or a profiler should see
         _torch_fake.FakeTensorMode(),

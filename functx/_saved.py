@@ -176,7 +176,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
         return None
     returned = {id(storage) for t in results for storage in storages_of(t)}
     rows: dict[int, Residual] = {}
-    for t in _held(tape, start):
+    for t in held(tape, start):
         for storage in storages_of(t):
             key = id(storage)
             born = storages.birth_of(storage)
@@ -195,7 +195,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     return [rows[k] for k in sorted(rows, key=lambda k: (rows[k].made, order.get(k, len(order))))]
 
 
-def _held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
+def held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
     """What the nodes of a tape hold that are not older than a sequence number, oldest first."""
     seen = {node for node in tape if node._sequence_nr() >= start}
     stack = list(seen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,16 +159,33 @@ def check_real(leaves: Sequence[Any], api: str, what: str) -> None:
             )
 
 
-def check_budget(budget: Any, api: str) -> None:
-    """Raises unless ``budget`` is a positive number of bytes, or a share up to 1.
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
+
+
+def checked_budget(budget: Any, api: str) -> int | float:
+    """A budget: bytes as an int, or a share as a float up to 1.
+
+    Args:
+        budget: either; or a text, bytes with a unit (``"2GiB"``, ``"500 MB"``).
+        api: what it was given to, for messages.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive, or a share larger than 1.
+        TypeError: it is neither number nor text.
+        ValueError: it is not positive, a share larger than 1, or no text of that form.
     """
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*([\d_]*\.?\d+)\s*([A-Za-z]*)\s*", budget)
+        if found is None or (unit := found[2].replace("k", "K")) not in _UNITS:
+            raise ValueError(f"{api}: budget is {budget!r}; write bytes as '2GiB' or '500MB'")
+        budget = int(float(found[1]) * _UNITS[unit])
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(
-            f"{api}: budget must be a number of bytes or a float up to 1, got {describe(budget)}"
+            f"{api}: budget must be bytes (an int, or a text such as '2GiB') or a float up to 1, "
+            f"got {describe(budget)}"
         )
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(
@@ -175,6 +193,7 @@ def check_budget(budget: Any, api: str) -> None:
         )
     if budget <= 0:
         raise ValueError(f"{api}: budget is {budget} bytes")
+    return budget
 
 
 def integer(value: Any, message: str) -> int:

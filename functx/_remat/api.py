@@ -18,7 +18,7 @@ from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
 from functx._remat.region import Options
 from functx._remat.statics import check_static, checked_static
-from functx._validate import check_budget
+from functx._validate import checked_budget
 
 F = TypeVar("F", bound=Callable[..., Any])
 _RUN_LATER = (
@@ -99,9 +99,11 @@ def remat(
             and raises where they differ. ``"none"`` compares their order alone, not shapes, dtypes
             and numbers.
         debug: where a replay departs, show what the forward and the replay called side by side.
-        budget: the most bytes that ``f`` and its pullback may have live, or, as a float up to 1, a
-            share of what they have without remat. What to recompute is chosen by `functx.plan` at
-            the first call with such shapes.
+        budget: the most bytes that a call of ``f`` and one pullback of it may have live beside what
+            was there before: an int, a text such as ``"2GiB"``, or, as a float up to 1, a share of
+            what they have without regions. What to recompute is chosen and measured at the first
+            call with new shapes, see `functx.plan`. Other uses may take more: several cotangents at
+            once, derivatives of derivatives, forward mode around it, a pullback that is kept.
         prevent_cse: accepted for compatibility with JAX; nothing merges a replay with its forward.
 
     Returns:
@@ -170,7 +172,7 @@ def checked_options(
     elif budget is not None:
         if policy is not None:
             raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
-        check_budget(budget, "remat")
+        budget = checked_budget(budget, "remat")
     policy = None if policy is None else _policies.as_policy(policy)
     if policy == _policies.Everything(False):
         policy = None

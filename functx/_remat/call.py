@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from functx import _torch_compiler, _tree
 from functx import _torch_engine as _torch
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, observers, traced
+from functx._remat import arguments, cells, departures, distributed, levels, observers, traced
 from functx._remat.region import Options
 
 
@@ -43,7 +43,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
-    if _torch.dual_level() >= 0 and _has_tangents(args, kwargs):
+    if _torch.dual_level() >= 0 and not levels.has_jvp() and _has_tangents(args, kwargs):
         warnings.warn(
             f"remat: {options.name} runs without recomputing: its inputs are duals of plain "
             "torch.autograd.forward_ad, which functx can't follow. Use functx.jvp.",
@@ -80,12 +80,8 @@ def differentiating() -> bool:
 
 
 def _has_tangents(args: Any, kwargs: Any) -> bool:
-    return any(
-        isinstance(t, Tensor)
-        and _torch.level_of(t) <= 0
-        and fwAD.unpack_dual(t).tangent is not None
-        for t in _tree.leaves((args, kwargs))
-    )
+    tensors = [t for t in _tree.leaves((args, kwargs)) if isinstance(t, Tensor)]
+    return any(fwAD.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _prepared(f: Any, frozen: Any, args: Any, kwargs: Any, name: str) -> tuple[list[Tensor], Any, Any]:

@@ -27,6 +27,7 @@ from functx import _torch_engine as _torch
 from functx._remat import levels, saving
 from functx._remat.ledger import Ledger
 from functx._remat.names import kept_copy, named
+from functx._remat.operators import storage_of
 
 INSIDE = 1 << 40
 _FURTHER, _INDEX, _SHIFT = 1 << 41, (1 << 40) - 1, 60
@@ -125,7 +126,7 @@ class Listener(TorchFunctionMode):
         number = self.number_of(value)
         depth = self.depth()
         while number is None and _torch.level_of(value) > depth:
-            value = _torch.inner_of(value)
+            value = levels.alive(_torch.inner_of(value))
             number = self.number_of(value)
         return number
 
@@ -219,6 +220,7 @@ class Listener(TorchFunctionMode):
         for ledger in self.ledgers:
             ledger.next_call()
         self.begin(call)
+        self.count = self.ledger.count
         out = self.execute(call, func, args, kwargs)
         if isinstance(out, Tensor):
             call.results = out.shape, out.dtype
@@ -279,8 +281,11 @@ class Listener(TorchFunctionMode):
             if out.requires_grad:  # perhaps since this call, which has written to it
                 self.may_leave(known, call)
             return _as_given(out, given, args, kwargs)
-        self.serial += 1
-        self.known[id(out)] = r = ref(out), self.serial
+        if self.ledger.count == self.count and args and _is_same(out, args[0]):
+            number = call.operands[0]
+        else:
+            number = self.serial = self.serial + 1
+        self.known[id(out)] = r = ref(out), number
         if out.requires_grad:
             self.may_leave(r, call)
         return out
@@ -385,6 +390,13 @@ class Listener(TorchFunctionMode):
         index = _FURTHER | (len(self.calls) - 1)
         mask = (1 << _SHIFT) - 1
         return {n >> _SHIFT: None for n in self.wanted if n > INSIDE and n & mask == index}
+
+
+def _is_same(out: Tensor, operand: Any) -> bool:
+    """Whether a result that no operation has made is the operand: ``x.to(x.dtype)``, in a level."""
+    if not isinstance(operand, Tensor):
+        return False
+    return storage_of(levels.base_of(out)) == storage_of(levels.base_of(operand))
 
 
 def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:

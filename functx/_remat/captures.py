@@ -37,7 +37,7 @@ class Captures(Listener):
         captured: by the id of a foreign tensor, the number of the input that it became.
         asked: savers, of regions around too, whose policies look at operations.
         unseen: whether something may have passed by unseen, so that the tape must be looked at.
-        leavers: results that require grad, by number: weakly, and the call that made them.
+        leavers: results that require grad: weakly, their number, the call that made them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Captures(Listener):
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
         self.unseen = False
-        self.leavers: dict[int, tuple[Any, Call]] = {}
+        self.leavers: dict[int, tuple[Any, int, Call]] = {}
         self.first_node = self.sequence = _torch.next_sequence_number()
 
     def depth(self) -> int:
@@ -223,7 +223,7 @@ class Captures(Listener):
     def may_leave(self, known: tuple[Any, int], call: Call) -> None:
         super().may_leave(known, call)
         if known[1] > 0 or -1 - known[1] in self.made:
-            self.leavers[known[1]] = known[0], call
+            self.leavers[id(known[0])] = *known, call
 
     def expects_inside(self) -> list[Call] | None:
         """What the log of a region inside, which has just been taken in, must be."""

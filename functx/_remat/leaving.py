@@ -19,7 +19,8 @@ def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int
     Returns:
         Their numbers, and they themselves.
     """
-    found = [(n, t) for n, (ref, _) in captures.leavers.items() if (t := ref()) is not None]
+    leavers = captures.leavers.values()
+    found = [(n, t) for ref, n, _ in leavers if (t := ref()) is not None]
     found = [(number, t) for number, t in found if t.requires_grad]
     for _, t in found:
         if t._is_view() or t.grad_fn is None or _torch.level_of(t) != -1:
@@ -32,7 +33,7 @@ def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int
 def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:
     """Inside of transforms, nothing that requires grad may be alive."""
     returned = {id(t) for t in results}
-    refs = [ref for ref, _ in captures.leavers.values()]
+    refs = [ref for ref, _, _ in captures.leavers.values()]
     if any(_left_alive(ref, returned) for ref in refs):
         gc.collect()  # it may be a cycle that holds it
         for ref in refs:
@@ -48,7 +49,7 @@ def _left_alive(ref: object, returned: set[int]) -> bool:
 def _left(captures: Captures, t: Tensor | None, why: str) -> RematError:
     assert t is not None
     made_by = [
-        departures.name_of(call.func) for ref, call in captures.leavers.values() if ref() is t
+        departures.name_of(call.func) for ref, _, call in captures.leavers.values() if ref() is t
     ]
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {made_by[0]} made in "

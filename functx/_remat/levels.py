@@ -116,6 +116,11 @@ def frames() -> list[Frame]:
     return [Frame(i) for i in _torch.interpreter_stack() or ()]
 
 
+def has_jvp() -> bool:
+    """Whether a jvp level is active."""
+    return any(i.key() == _torch.TransformType.Jvp for i in _torch.interpreter_stack() or ())
+
+
 def at_depth(n: int, body: Callable[[], T]) -> T:
     """What ``body`` returns where only the levels 1 to ``n`` are active."""
     depth = _torch.functorch_depth()

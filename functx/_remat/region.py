@@ -5,7 +5,7 @@ The seven rules are in the package's docstring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,13 @@ from torch import Tensor
 from functx import _torch_engine as _torch
 from functx._remat import levels
 from functx._remat.operators import storage_of
+
+
+class Plans(dict[Any, Any]):
+    """The plans of a function with a budget, by what it runs; a copy in a pickle has none."""
+
+    def __reduce__(self) -> Any:
+        return Plans, ()
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Options:
         name: what messages call it.
         early_stop: whether a replay leaves out what no pullback reads.
         is_pullback: whether it is the pullback of another region.
-        budget: bytes, a share of what is kept without remat, or a plan.
+        budget: bytes, a share of the peak without remat, or a plan.
+        plans: those made for the budget so far.
         contexts: the policy as ``torch.compile`` takes it; ``None`` if there is none that it can.
         static: positions and names of arguments that are no tensors.
     """
@@ -42,6 +50,7 @@ class Options:
     budget: Any = None
     contexts: Any = None
     static: Any = None
+    plans: Plans = field(default_factory=Plans, compare=False, repr=False)
 
 
 class Region:
