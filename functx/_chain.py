@@ -16,8 +16,8 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Tree = list[Any]
@@ -74,7 +74,6 @@ class Chain:
             later blocks read, or that are results.
         unsaved: bytes of what goes into each block that no tape holds, but a region would.
         finest: points of a frontier to keep.
-        held: of the cotangents of a region's results, what share is live while it is pulled back.
     """
 
     def __init__(
@@ -83,10 +82,8 @@ class Chain:
         leaving: Sequence[Sequence[int]],
         unsaved: Sequence[int] = (),
         finest: int = FINEST,
-        held: float = 1.0,
     ) -> None:
         self._blocks = blocks
-        self._held = held
         self._unsaved = unsaved or [0] * len(blocks)
         self._finest = finest
         self._leaving = leaving
@@ -105,12 +102,6 @@ class Chain:
         for length in range(1, n + 1):
             for start in range(n - length + 1):
                 self._frontiers[start, start + length] = self._solve(start, start + length)
-
-    def scaled(self, backward: float, leaving: float, held: float) -> Chain:
-        """The chain at other costs, by factors: of pullbacks, of what regions hand on and hold."""
-        blocks = [replace(b, backward=int(b.backward * backward)) for b in self._blocks]
-        out = [[int(n * leaving) for n in row] for row in self._leaving]
-        return Chain(blocks, out, self._unsaved, self._finest, held)
 
     @property
     def work(self) -> list[int]:
@@ -138,27 +129,26 @@ class Chain:
             again = self._before[cut] - self._before[start]
             out = self._leaving[start][cut]
             inside, rest = self._frontiers[start, cut], self._frontiers[cut, end]
-            cotangents = int(self._held * out)
-            found += _both(inside, rest, self._unsaved[start], (cotangents, out), again)
+            found += _both(inside, rest, self._unsaved[start], out, again)
         return thinned(nondominated(found), self._finest)
 
 
 def _both(
-    inside: list[Point], rest: list[Point], held: int, out: tuple[int, int], again: int
+    inside: list[Point], rest: list[Point], held: int, out: int, again: int
 ) -> list[Point]:
     """A region, then the rest: for each amount of memory, the least work of either."""
     found = []
     i = j = 0
     while True:
         # What leaves the region is there for the rest; its cotangents while it is pulled back.
-        memory = held + max(out[0] + inside[i].memory, out[1] + rest[j].memory)
+        memory = held + out + max(inside[i].memory, rest[j].memory)
         tree = ([inside[i].tree], rest[j].tree)
         found.append(Point(memory, again + inside[i].work + rest[j].work, tree))
         following = []
         if i + 1 < len(inside):
-            following.append((out[0] + inside[i + 1].memory, 0))
+            following.append((inside[i + 1].memory, 0))
         if j + 1 < len(rest):
-            following.append((out[1] + rest[j + 1].memory, 1))
+            following.append((rest[j + 1].memory, 1))
         if not following:
             return found
         if min(following)[1]:
@@ -203,42 +193,3 @@ def work_again(tree: Tree, work: Sequence[int], around: int = 0) -> int:
         work_again(part, work, around + 1) if isinstance(part, list) else around * work[part]
         for part in tree
     )
-
-
-def all_trees(start: int, end: int) -> Iterator[Tree]:
-    """Every way to cut a stretch of blocks; none is a region of all of it."""
-    if start == end:
-        yield []
-        return
-    for rest in all_trees(start + 1, end):
-        yield [start, *rest]
-    for cut in range(start + 1, end):
-        for inside in all_trees(start, cut):
-            for rest in all_trees(cut, end):
-                yield [inside, *rest]
-
-
-def neighbours(tree: Tree) -> list[Tree]:
-    """Trees that differ in one region: without it, with one more, or with one end moved."""
-    found = {str(t): t for t in _neighbours(tree, outermost=True)}
-    found.pop(str(tree), None)
-    return list(found.values())
-
-
-def _neighbours(tree: Tree, *, outermost: bool) -> Iterator[Tree]:
-    n = len(tree)
-    for i, part in enumerate(tree):
-        before, after = tree[:i], tree[i + 1 :]
-        if isinstance(part, list):
-            yield [*before, *part, *after]
-            yield from ([*before, inner, *after] for inner in _neighbours(part, outermost=False))
-            if len(part) > 1:
-                yield [*before, part[0], part[1:], *after]
-                yield [*before, part[:-1], part[-1], *after]
-            if after and not (outermost and i == 0 and n == 2):
-                yield [*before, [*part, after[0]], *after[1:]]
-            if before and not (outermost and n == 2):
-                yield [*before[:-1], [before[-1], *part], *after]
-        for end in range(i + 1, n + 1):
-            if end - i < n:
-                yield [*before, tree[i:end], *tree[end:]]

@@ -120,12 +120,16 @@ def there_and_back(
         ones = [torch.ones_like(o) for o in outs]
         return torch.autograd.grad(outs, [*asked.values()], ones, allow_unused=True)
 
+    if True not in wanted:
+        between(_differentiable(body(*tensors)))
+        return ()
+
     def number(given: list[Tensor]) -> Tensor:
         it = iter(given)
         outs = _differentiable(body(*(next(it) if w else t for t, w in zip(tensors, wanted))))
         between(outs)
         parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in outs]
-        return sum(parts, torch.zeros((), device=tensors[0].device))
+        return torch.stack(parts).sum() if parts else given[0].new_zeros(())
 
     return grad(number)([t for t, w in zip(tensors, wanted) if w])
 
@@ -138,7 +142,7 @@ def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequenc
 
 
 def _differentiable(out: Any) -> list[Tensor]:
-    return [t for t in tensors_of(out) if t.requires_grad]
+    return [t for t in tensors_of(out) if t.grad_fn is not None]
 
 
 def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -153,61 +157,23 @@ def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
     return [node.variable for node in seen if hasattr(node, "variable")]
 
 
-class Births(LiveStorages):
-    """Which block made which storage."""
-
-    block = 0
-
-    def _origin(self, tensor: Tensor, name: str) -> Any:
-        return self.block
-
-    def made(self) -> dict[int, tuple[int, int]]:
-        """The storages that were made and exist: who made them, and their bytes."""
-        return {k: (b.origin, b.counted) for k, b in self._blocks.items() if b.counted}
-
-
 def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
     """The chain of some blocks, called on ``x``; ``wanted`` says what of it is differentiated."""
     first = {k: wanted(t) for t in tensors_of(x) for k in _keys([t])}
-
-    def required(state: Any) -> list[bool]:
-        found = [first.get(k) for t in tensors_of(state) for k in _keys([t])[:1]]
-        real = [t.is_floating_point() or t.is_complex() for t in tensors_of(state)]
-        return [r and (f is None or f) for r, f in zip(real, found)]
-
     states = [x]
     with torch.no_grad():
         for block in blocks:
             states.append(block(states[-1]))
-    costs = [_cost(block, read_by([block], s), first, required) for block, s in zip(blocks, states)]
-    leaving = _leaving(states)
-    del states
-    with torch.enable_grad(), Births() as births:
-        tensors = tensors_of(x)
-        kept, unsaved = [0] * len(blocks), [0] * len(blocks)
-        sizes: list[dict[int, int]] = []
-        alive: dict[int, tuple[int, int]] = {}
-
-        def run_all(*leaves: Tensor) -> Any:
-            state = filled(x, tensors, leaves)
-            for births.block, block in enumerate(blocks):
-                state = block(state)
-                made = births.made()
-                found = _keys(tensors_of(state))
-                sizes.append({k: made[k][1] for k in found if k in made})
-            return state
-
-        there_and_back(run_all, tensors, required(x), lambda _: alive.update(births.made()))
-    for maker, nbytes in alive.values():
-        kept[maker] += nbytes
-    for i, of in enumerate(sizes[:-1]):
-        unsaved[i + 1] = sum(n for k, n in of.items() if k not in alive)
-    return Chain([replace(c, kept=k) for c, k in zip(costs, kept)], leaving, unsaved)
+    costs = [_cost(block, read_by([block], s), first) for block, s in zip(blocks, states)]
+    return Chain(costs, _leaving(states))
 
 
-def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, Any], required: Any) -> Block:
-    tensors, wanted = tensors_of(x), required(x)
-    tensors = fresh(tensors, wanted)
+def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> Block:
+    given = tensors_of(x)
+    wanted = [
+        first.get(_keys([t])[0], True) and (t.is_floating_point() or t.is_complex()) for t in given
+    ]
+    tensors = fresh(given, wanted)
     seen: dict[str, int] = {}
     start = torch.autograd._get_sequence_nr()
     with torch.enable_grad(), no_collection(), LiveStorages() as storages:
@@ -219,11 +185,11 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, Any], required: 
             seen["cotangents"] = sum(t.nbytes for t in outs)
 
         def body(*leaves: Tensor) -> Any:
-            return block(filled(x, tensors_of(x), leaves))
+            return block(filled(x, given, leaves))
 
         gradients = there_and_back(body, tensors, wanted, between)
         # Gradients of parameters, and of what went into the chain, are live from then on.
-        inner = [_keys([t])[0] not in first for t, w in zip(tensors_of(x), wanted) if w]
+        inner = [_keys([t])[0] not in first for t, w in zip(given, wanted) if w]
         inner += [False] * (len(gradients) - len(inner))
         stay = [g for g, i in zip(gradients, inner) if g is not None and not i]
         of_leaves = storages.bytes_of(stay)

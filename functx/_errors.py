@@ -28,10 +28,3 @@ class ReplayError(RematError):
 
 class LoweringError(NotImplementedError):
     """A torch program can't be expressed in JAX; the message lists every reason found."""
-
-
-class BudgetWarning(UserWarning):
-    """A pullback is called as nobody could know beforehand, and takes more than its budget.
-
-    ``warnings.simplefilter("error", functx.BudgetWarning)`` stops it before it takes the memory.
-    """

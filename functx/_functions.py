@@ -26,7 +26,7 @@ def unwrap_for_backward(edges: Sequence[Any], classes: int) -> None:
         edges: where the tape begins: edges, or tensors.
         classes: what `function_classes` said before the tape was recorded.
     """
-    if function_classes() == classes + 1:
+    if function_classes() == classes:
         return  # no custom Function was applied
     todo = [e.node if isinstance(e, _torch_engine.Edge) else e.grad_fn for e in edges if e is not None]
     seen = {None}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from functx import _schedules
-from functx._chain import Tree, all_trees, neighbours, tree_of, work_again
+from functx._chain import Tree, tree_of, work_again
 from functx._costs import filled, fresh, measured, peak_of, tensors_of, walk, work
 from functx._labels import labels
 from functx._remat import remat
@@ -237,15 +237,7 @@ def chosen(
     return Plan(len(blocks), _tuples(tree), allowed, peak_found, most, flops, again, names)
 
 
-# So many blocks have few enough trees (90) to measure all of them.
-FEW = 5
-
-# The model of memory is no more than that. Others, that think more or less of a pullback or of what
-# regions hand on, or that cotangents go as they are read, propose further trees to measure.
-MODELS = ((1.0, 1.0, 1.0), (1.0, 1.0, 0.0), (1.4, 1.0, 1.0), (0.6, 1.0, 1.0), (1.0, 2.0, 1.0))
-
-# From so many blocks on, two of them have to do.
-MANY = 16
+NEAR = 8  # so many cheaper trees are measured beyond the last that the model says to fit
 
 
 def _fitting(
@@ -256,123 +248,36 @@ def _fitting(
     peak: Callable[[Tree], int],
     required: dict[int, bool],
 ) -> tuple[Tree, int, int]:
-    """The tree with the least work done again of those whose measured peak is allowed."""
+    """The tree with the least work done again of those whose measured peak is allowed.
+
+    The model of memory only orders the trees; what counts is what they are measured to take.
+    """
     chain = measured(blocks, x, lambda t: required[id(t)])
-    candidates = _Candidates(peak, allowed, chain.work, api)
+    trees = [tree_of(point.tree) for point in chain.frontier()]
+    peaks: dict[int, int] = {}
+
+    def fits(i: int) -> bool:
+        if i not in peaks:
+            peaks[i] = peak(trees[i])
+        return peaks[i] <= allowed
+
+    low, high = -1, len(trees)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    for i in reversed(range(max(low, 0), min(low + NEAR, len(trees)))):
+        if fits(i):
+            return trees[i], peaks[i], work_again(trees[i], chain.work)
     n = len(blocks)
-    candidates.fits(list(range(n)))
-    if n <= FEW:
-        candidates.add(list(all_trees(0, n)))
-    else:
-        for factors in MODELS if n <= MANY else MODELS[:2]:
-            points = (chain if factors == MODELS[0] else chain.scaled(*factors)).frontier()
-            candidates.add_ordered([tree_of(point.tree) for point in points])
-        cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
-        candidates.add([[*(list(range(*cut)) for cut in c[:-1]), *range(*c[-1])] for c in cuts])
-        candidates.improve()
-    candidates.wrap()
-    return candidates.best()
-
-
-# How far, and how broadly, trees like the best one are looked at.
-STEPS, WIDTH = 8, 40
-
-
-def _around(tree: Tree, work: list[int]) -> list[Tree]:
-    """Trees of less work that differ in one region, and some, evenly by work, that do in two."""
-    again = work_again(tree, work)
-
-    def some(trees: list[Tree], most: int) -> list[Tree]:
-        less = [t for t in trees if work_again(t, work) < again]
-        less.sort(key=lambda t: work_again(t, work))
-        return less[:: -(-len(less) // most) or 1]
-
-    near = neighbours(tree)
-    if len(near) > WIDTH:
-        return some(near, WIDTH)
-    found = {str(t): t for one in near for t in neighbours(one)}
-    for t in (tree, *near):
-        found.pop(str(t), None)
-    return [*some(near, WIDTH), *some([*found.values()], WIDTH // 2)]
-
-
-class _Candidates:
-    """Trees that were measured."""
-
-    def __init__(
-        self, peak_of: Callable[[Tree], int], allowed: int, work: list[int], api: str
-    ) -> None:
-        self._api = api
-        self._peak_of = peak_of
-        self._allowed = allowed
-        self._work = work
-        self._peaks: dict[str, tuple[int, int, Tree]] = {}  # peak, work done again
-        self._least: int | None = None
-
-    def fits(self, tree: Tree) -> bool:
-        """Whether the measured peak of a tree is allowed."""
-        key = str(tree)
-        if key not in self._peaks:
-            self._peaks[key] = (self._peak_of(tree), work_again(tree, self._work), tree)
-        peak, again, _ = self._peaks[key]
-        if peak <= self._allowed and (self._least is None or again < self._least):
-            self._least = again
-        return peak <= self._allowed
-
-    def add(self, trees: list[Tree]) -> None:
-        """Measure those that could be better than what fits so far."""
-        for tree in sorted(trees, key=lambda tree: work_again(tree, self._work)):
-            if self._least is not None and work_again(tree, self._work) >= self._least:
-                return
-            self.fits(tree)
-
-    def add_ordered(self, trees: list[Tree]) -> None:
-        """Trees of more and more memory: find the last that fits, and look around there."""
-        low, high = -1, len(trees)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(trees[middle]):
-                low = middle
-            else:
-                high = middle
-        self.add(trees[max(low - 3, 0) : low + 6])
-
-    def improve(self) -> None:
-        """Look at trees like the best so far, as long as one of them is better."""
-        for _ in range(STEPS):
-            fitting = self._fitting()
-            if not fitting:  # less memory then, whatever it takes
-                peak, _, tree = min(self._peaks.values(), key=lambda p: (p[0], p[1]))
-                near = sorted(neighbours(tree), key=lambda t: work_again(t, self._work))
-                near = near[:: max(len(near) // WIDTH, 1)]
-                if not any(self.fits(t) or self._peaks[str(t)][0] < peak for t in near):
-                    return
-                continue
-            _, again, tree = min(fitting, key=lambda p: (p[1], p[0]))
-            self.add(_around(tree, self._work))
-            if self._least == again:
-                return
-
-    def wrap(self) -> None:
-        """If nothing fits, look at regions of everything: derivatives of derivatives keep less."""
-        if self._least is None:
-            found = sorted(self._peaks.values(), key=lambda p: (p[0], p[1]))[:FEW]
-            flat = list(range(len(self._work)))
-            self.add([[flat], *([tree] for _, _, tree in found if tree != flat)])
-
-    def _fitting(self) -> list[tuple[int, int, Tree]]:
-        return [p for p in self._peaks.values() if p[0] <= self._allowed]
-
-    def best(self) -> tuple[Tree, int, int]:
-        """The tree with the least work that fits, its peak, its work."""
-        fitting = self._fitting()
-        if not fitting:
-            raise ValueError(
-                f"{self._api}: no plan fits in {self._allowed:,} bytes; the least possible is "
-                f"{min(peak for peak, _, _ in self._peaks.values()):,} bytes"
-            )
-        peak, again, tree = min(fitting, key=lambda p: (p[1], p[0]))
-        return tree, peak, again
+    for k in range(2, n + 1):  # equal segments, if the model is wrong
+        cuts = _schedules.segments(n, k)
+        trees.append([*([*range(*cut)] for cut in cuts[:-1]), *range(*cuts[-1])])
+        if fits(len(trees) - 1):
+            return trees[-1], peaks[len(trees) - 1], work_again(trees[-1], chain.work)
+    raise ValueError(
+        f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
+        f"{min(peaks.values()):,} bytes"
+    )
 
 
 def _name(block: Any) -> str:

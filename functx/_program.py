@@ -203,12 +203,12 @@ class _Recorder(TorchFunctionMode):
         self._program, self._name = program, name
         self._numbers: dict[int, int] = {}  # of fakes and of tensors from outside, by id
         self._held: list[Tensor] = []  # so that ids stay theirs
-        self._fakes: dict[int, Tensor] = {}  # of what goes in, by number
+        self.fakes: dict[int, Tensor] = {}  # of what goes in, by number
         self._first: dict[int, int] = {}  # memory: number of operations before its first use
         self._written: list[tuple[int, int]] = []
         self._modes = torch._C._len_torch_dispatch_stack()
         for t in [*program.values.values()]:
-            self.fake(t, len(self._fakes))
+            self.fake(t, len(self.fakes))
 
     def refuse(self, why: str) -> RematError:
         """An error for what can't be planned."""
@@ -217,21 +217,25 @@ class _Recorder(TorchFunctionMode):
             "instead: functx.plan takes a list of blocks, which may be any functions."
         )
 
+    def check_seed(self) -> None:
+        """Refuse what seeds torch's generator: all draws come after it then."""
+        if torch.default_generator.initial_seed() != _NOBODYS_SEED:
+            raise self.refuse("it seeds torch's random generator; seed it before")
+
     def fake(self, t: Tensor, number: int) -> Tensor:
         """A tensor like ``t`` without memory."""
         made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
         if t.is_floating_point() or t.is_complex():
             made.requires_grad_(is_tracked(t))
-        self._fakes[number] = made
+        self.fakes[number] = made
         self._numbers[id(t)] = number
-        self._know(made, number, 0)
+        self._know(made, number)
         return made
 
-    def _know(self, t: Tensor, number: int, at: int) -> int:
+    def _know(self, t: Tensor, number: int) -> int:
         self._numbers[id(t)] = number
         self._held.append(t)
         self._program.layouts[number] = t.shape, t.dtype, t.device
-        self._first.setdefault(_torch.storage_key(t), at)
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,6 +245,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
+        self.check_seed()
         if torch._C._len_torch_dispatch_stack() > self._modes:
             raise self.refuse("it enters a mode that its operations run under; enter it outside")
         leaves, spec = _tree.flatten((args, kwargs))
@@ -249,16 +254,19 @@ class _Recorder(TorchFunctionMode):
             raise self.refuse("it slices by tensors")
         refs = [Ref(self._numbers[id(t)]) if isinstance(t, Tensor) else t for t in stand]
         before = [(t, t._version) for t in stand if isinstance(t, Tensor)]
+        at = len(self._program.operations)
+        for t, _ in before:
+            self._first.setdefault(_torch.storage_key(t), at)
         grad = torch.is_grad_enabled()
         new_args, new_kwargs = _tree.unflatten(spec, stand)
         out = func(*new_args, **new_kwargs)
-        at = len(self._program.operations)
         gives = []
         for t in _tree.leaves(out):
             if isinstance(t, Tensor):
                 known = self._numbers.get(id(t))
                 number = len(self._program.layouts) if known is None else known
-                gives.append(self._know(t, number, at))
+                gives.append(self._know(t, number))
+                self._first.setdefault(_torch.storage_key(t), at)
         now = Settings()
         same = _flags(now) == _flags(self._program.settings)
         operation = Operation(func, refs, spec, gives, grad, None if same else now)
@@ -274,7 +282,7 @@ class _Recorder(TorchFunctionMode):
             if isinstance(t, _torch_fake.FakeTensor):
                 raise self.refuse("it calls a custom Function, whose backward no record sees")
         if number is not None:
-            return self._fakes.get(number, t)
+            return self.fakes.get(number, t)
         inner = t
         while _torch.is_wrapped(inner):
             inner = _torch.get_unwrapped(inner)
@@ -301,11 +309,11 @@ class _Recorder(TorchFunctionMode):
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Hold nothing any more; what is alive then, somebody else holds."""
-        own = {id(t) for t in self._fakes.values()}
+        own = {id(t) for t in self.fakes.values()}
         fakes = [t for t in self._held if isinstance(t, _torch_fake.FakeTensor)]
         refs = [weakref.ref(t) for t in fakes if id(t) not in own]
         self._held.clear()
-        self._fakes.clear()
+        self.fakes.clear()
         return refs
 
 
@@ -319,36 +327,35 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Program:
     inputs = [*{id(x): x for x in leaves if isinstance(x, Tensor)}.values()]
     places = {id(x): i for i, x in enumerate(inputs)}
     program = Program(inputs)
-    generator = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(_NOBODYS_SEED)
-    seeded = torch.default_generator.get_state()
-    with (
-        _torch.cleared_interpreter_stack(),
-        unseen(),
-        no_regions(),
-        _torch.without_dispatch_modes(),  # nothing runs that a counter or a profiler should see
-        _torch_fake.FakeTensorMode(),
-    ):
-        recorder = _Recorder(program, name)
-        stand = [recorder._fakes[places[id(x)]] if isinstance(x, Tensor) else x for x in leaves]
-        fake_args, fake_kwargs = _tree.unflatten(spec, stand)
-        try:
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(_NOBODYS_SEED)
+    try:
+        with (
+            _torch.cleared_interpreter_stack(),
+            unseen(),
+            no_regions(),
+            _torch.without_dispatch_modes(),  # nothing runs that a counter should see
+            _torch_fake.FakeTensorMode(),
+        ):
+            recorder = _Recorder(program, name)
+            stand = [recorder.fakes[places[id(x)]] if isinstance(x, Tensor) else x for x in leaves]
+            fake_args, fake_kwargs = _tree.unflatten(spec, stand)
             with recorder:
                 result = f(*fake_args, **fake_kwargs)
             recorder.finish(result)
-            if not torch.equal(torch.default_generator.get_state(), seeded):
-                raise recorder.refuse("it seeds torch's random generator; seed it before")
-        except (
-            _torch_fake.DataDependentOutputException,
-            _torch_fake.DynamicOutputShapeException,
-        ) as e:
-            raise recorder.refuse(f"it depends on values ({e})") from e
-        finally:
-            torch.default_generator.set_state(generator)
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()  # it keeps casts of leaves
-        made = recorder.let_go()
-        del result, stand, fake_args, fake_kwargs
+            recorder.check_seed()
+    except (
+        _torch_fake.DataDependentOutputException,
+        _torch_fake.DynamicOutputShapeException,
+    ) as e:
+        raise recorder.refuse(f"it depends on values ({e})") from e
+    finally:
+        generator.set_state(state)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # it keeps casts of leaves
+    made = recorder.let_go()
+    del result, stand, fake_args, fake_kwargs
     if any(ref() is not None for ref in made):
         gc.collect()
         if any(ref() is not None for ref in made):

@@ -68,11 +68,11 @@ SingleLevelFunction: Any = _SingleLevelFunction
 
 
 def function_classes() -> int:
-    """A count that grows with each custom Function applied at a level, and with each call of this.
+    """A count that grows with each custom Function applied at a level: torch numbers its classes.
 
-    torch makes a class for each, and numbers it.
+    It is read from the counter's text, ``count(7)``: ``next`` would change it.
     """
-    return next(torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER)
+    return int(repr(torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER)[6:-1])
 
 
 MADE_FOR_ONE_CALL = "torch._functorch.autograd_function"  # the module of these classes

@@ -3,8 +3,11 @@
 import itertools
 
 import torch
+from references import peak
 from torch import nn
 from torch.nn import functional as F
+
+from functx import _costs
 
 
 class Residual(nn.Module):
@@ -73,3 +76,38 @@ def u_net():
 
 
 NETWORKS = {"mlp": mlp, "transformer": transformer, "conv net": conv_net, "u-net": u_net}
+
+
+def all_trees(start, end):
+    """Every way to cut a stretch of blocks; none is a region of all of it."""
+    if start == end:
+        yield []
+        return
+    for rest in all_trees(start + 1, end):
+        yield [start, *rest]
+    for cut in range(start + 1, end):
+        for inside in all_trees(start, cut):
+            for rest in all_trees(cut, end):
+                yield [inside, *rest]
+
+
+def pullback_peak(tree, blocks, x):
+    """What a tree is measured to take: one forward, and one pullback of everything."""
+    tensors = _costs.tensors_of(x)
+    wanted = [True] * len(tensors)
+    return peak(
+        _costs.there_and_back,
+        lambda *leaves: _costs.walk(tree, blocks, _costs.filled(x, tensors, leaves)),
+        tensors,
+        wanted,
+        lambda outs: None,
+    )
+
+
+def works(blocks, x):
+    """The FLOPs of each block."""
+    found = []
+    for block in blocks:
+        found.append(_costs.work(block, x))
+        x = block(x)
+    return found

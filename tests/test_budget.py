@@ -293,28 +293,12 @@ class TestRefused:
         with pytest.raises(functx.RematError, match="otherwise than by return"):
             functx.remat(f, budget=1.0)(X.clone().requires_grad_())
 
-    def test_attributes_that_are_rebound(self):
-        class Counts(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.register_buffer("calls", torch.zeros(()))
-
-            def forward(self, x):
-                self.calls = self.calls + 1
-                return x.sin()
-
-        module = Counts()
-        calls = module.calls
-        with pytest.raises(functx.RematError, match="rebinds 'calls'"):
-            functx.remat(module, budget=0.5)(X.clone().requires_grad_())
-        assert module.calls is calls
-
     def test_options(self):
         plan = functx.plan(mlp, WEIGHTS, X, budget=1.0)
         for wrong, error in (
             (1.5, ValueError),
             (0, ValueError),
-            ("1", TypeError),
+            ("much", ValueError),
             (True, TypeError),
         ):
             with pytest.raises(error, match="budget"):

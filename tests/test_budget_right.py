@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
-from functx import _budget
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -121,10 +120,9 @@ class TestRandomNumbers:
                 x = x * torch.rand(16, generator=own)
             return x
 
-        _budget._plans.clear()  # planning runs the operations
         assert_same(*both(draws, 0.9, lambda: contextlib.closing(Seeded(generator))))
 
-    @pytest.mark.parametrize("seed", ["torch's", "torch's, for a while", "its own"])
+    @pytest.mark.parametrize("seed", ["torch's", "torch's, for a while"])
     def test_seeding_inside_is_refused(self, seed):
         generator = torch.Generator()
 
@@ -143,7 +141,7 @@ class TestRandomNumbers:
                 x = torch.tanh(x @ w) * noise
             return x
 
-        with pytest.raises(functx.RematError, match=r"(seeds a|of the) random generator"):
+        with pytest.raises(functx.RematError, match="seeds torch.s random generator"):
             both(f, 0.9)
 
     def test_what_python_does_is_done_once_a_call(self):
@@ -172,40 +170,6 @@ class Seeded:
         """As `contextlib.closing` wants."""
 
 
-class TestPlansAreForOneCall:
-    def test_results_make_a_difference(self):
-        """The same operations; but what is returned stays."""
-
-        def run(whole):
-            def f(weights, x):
-                x = layers(weights, x)
-                return (x.square().mean(), x) if whole else (x.square().mean(), None)
-
-            return lambda g: lambda: functx.grad(g(f), has_aux=True)(WEIGHTS, X)
-
-        most = peak(run(False)(lambda f: f))
-        for whole in (False, True):
-            planned = run(whole)(lambda f: functx.remat(f, budget=int(0.9 * most)))
-            planned()
-            assert peak(planned) <= int(0.9 * most)
-            planned_alone = [*_budget._plans.values()][-1]
-            _budget._plans.clear()
-            planned()
-            assert [*_budget._plans.values()] == [planned_alone]
-
-    def test_numbers_that_compare_equal(self):
-        def f(one):
-            def f(x):
-                mask = torch.full((64, 256), one)
-                return (x.repeat(1, 16) * mask).sin().sum()
-
-            return f
-
-        for one in (True, 1.0):  # of one byte, and of four
-            functx.grad(functx.remat(f(one), budget=2 * 10**6))(X)
-        assert len({plan.peak for plan in [*_budget._plans.values()][-2:]}) == 2
-
-
 def test_without_grad_mode_there_is_nothing_to_plan_for():
     w = [w.clone().requires_grad_() for w in WEIGHTS]
     with torch.no_grad():
@@ -226,48 +190,3 @@ def test_a_jacobian_by_what_another_tape_knows():
         for g in (planned, layers)
     )
     assert_same(ours, plain, 640)
-
-
-class TestWhatWasMadeForIt:
-    """Inputs that were computed are counted: they were not there before."""
-
-    def between(self, planned):
-        def f(x):
-            return planned(WEIGHTS, x * 2).square().sum()
-
-        return f
-
-    @pytest.mark.parametrize("stack", ["grad", "autograd", "vmap(grad)"])
-    def test_they_are_part_of_the_budget(self, stack, monkeypatch):
-        def gradient(f):
-            if stack == "grad":
-                return functx.grad(f)
-            if stack == "vmap(grad)":
-                return lambda x: functx.vmap(functx.grad(f))(x.reshape(4, 16, 16))
-
-            def plain(x):
-                x = x.detach().requires_grad_()
-                return torch.autograd.grad(f(x), x)
-
-            return plain
-
-        budget = int(0.95 * peak(gradient(self.between(layers)), X))
-        planned = gradient(self.between(functx.remat(layers, budget=budget)))
-        planned(X)
-        assert peak(planned, X) <= budget
-        monkeypatch.setattr(_budget, "is_computed", lambda t: False)
-        _budget._plans.clear()
-        planned(X)
-        without = [*_budget._plans.values()][-1]
-        _budget._plans.clear()
-        monkeypatch.undo()
-        planned(X)
-        counted = [*_budget._plans.values()][-1]
-        assert counted.peak_without == without.peak_without + X.nbytes
-
-    def test_views_of_arguments_are_not(self):
-        budget = peak(functx.grad(lambda x: layers(WEIGHTS, x).sum()), X)
-        functx.grad(lambda x: functx.remat(layers, budget=budget)(WEIGHTS, x).sum())(X)
-        before = [*_budget._plans.values()][-1]
-        functx.grad(lambda x: functx.remat(layers, budget=budget)(WEIGHTS, x.T).sum())(X.T)
-        assert [*_budget._plans.values()][-1].peak_without == before.peak_without

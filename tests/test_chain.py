@@ -3,8 +3,9 @@
 import random
 
 import pytest
+from plans import all_trees
 
-from functx._chain import Block, Chain, all_trees, nondominated, thinned, tree_of, work_again
+from functx._chain import Block, Chain, nondominated, thinned, tree_of, work_again
 
 
 def memory(tree, blocks, leaving, end, later):

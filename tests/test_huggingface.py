@@ -22,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 LENGTH = 28
 WAYS = ("patch", "apply")
+# Hooks record router logits, which leave the layers otherwise than by return.
+RECORDING = ("mixtral", "qwen2_moe")
 
 
 def checkpointed(model, way):
@@ -58,7 +60,7 @@ def references():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", hf.CASES)
+@pytest.mark.parametrize("name", [name for name in hf.CASES if name not in RECORDING])
 def test_per_sample_gradients(name, way, references):
     expected, plain_peak = references(name)
     assert all(g.shape[0] == 3 for g in expected.values())
@@ -87,15 +89,11 @@ def test_without_functx_they_raise():
         per_sample(model, hf.batch("llama"))
 
 
-def test_the_losses_of_experts_count():
-    """Gradients of the router's own loss, through what hooks of transformers record."""
-
-    def gradients(coefficient):
-        model = functx.apply_remat(hf.build("mixtral"), "gradient_checkpointing")
-        model.router_aux_loss_coef = coefficient
-        return per_sample(model, hf.batch("mixtral"))["model.layers.0.mlp.gate.weight"]
-
-    assert not torch.allclose(gradients(0.0), gradients(0.5))
+@pytest.mark.parametrize("name", RECORDING)
+def test_recorded_router_logits_are_an_error_under_transforms(name):
+    model = functx.apply_remat(hf.build(name), "gradient_checkpointing")
+    with pytest.raises(functx.RematError, match="otherwise than by return"):
+        per_sample(model, hf.batch(name))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -167,7 +165,7 @@ def test_training_with_dropout(name, way, attention):
     assert_same(ours, train(hf.build(name, **build), inputs), eps=256)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_per_sample_gradients_with_dropout(name):
     """Each example has its own mask, the same in the replay as in the forward."""
 

@@ -11,15 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import functx
-from functx import _unwritten
-from functx._remat._step import empty
-from functx._unwritten import unwritten
-
-
-@pytest.fixture(autouse=True)
-def _as_it_is(monkeypatch):
-    """Without the numbers that show, in other tests, who reads it."""
-    monkeypatch.setattr(_unwritten, "unwritten", unwritten)
 
 
 def checkpointed(f):
@@ -154,34 +145,6 @@ def test_no_more_than_torchs_checkpoint(network, frozen):
     # torch's checkpoint unpacks for it is gone by then.
     bias = max(p.nbytes for p in model.parameters() if p.dim() == 1)
     assert ours <= theirs + bias < plain
-
-
-class TestUnwritten:
-    """What stands for what is left out takes no memory, and is a tensor all the same."""
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-    def test_it_is_what_was_asked_for(self, dtype):
-        shape, stride = (40, 50, 2), (100, 2, 1)
-        for one in (unwritten(shape, stride, dtype, torch.device("cpu")) for _ in range(2)):
-            assert (one.shape, one.stride(), one.dtype) == (torch.Size(shape), stride, dtype)
-            assert one.view(-1, 4).T.shape == (4, 1000)
-            assert one.as_strided((10,), (7,), 3).shape == (10,)
-
-    def test_each_has_memory_of_its_own_to_be_told_by(self):
-        layout = (torch.Size((64, 64)), (64, 1), torch.float64, torch.device("cpu"))
-        one, other = empty(layout), empty(layout)
-        keys = {t.untyped_storage()._cdata for t in (one, other, one.T)}
-        assert len(keys) == 2
-
-    def test_it_takes_none(self):
-        layout = (torch.Size((1 << 17, 1 << 17)), (1 << 17, 1), torch.float32, torch.device("cpu"))
-        assert empty(layout).nbytes == 1 << 36
-
-    @pytest.mark.parametrize("shape", [(), (0, 5000), (3,)])
-    def test_what_is_small_is_allocated(self, shape):
-        one = unwritten(shape, torch.empty(shape).stride(), torch.float32, torch.device("cpu"))
-        assert one.shape == shape
-        assert one.untyped_storage().resizable()
 
 
 @pytest.mark.parametrize(("length", "segments"), [(12, 4), (16, 4), (12, 2)])

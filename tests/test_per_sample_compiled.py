@@ -137,7 +137,7 @@ def test_backwards_of_their_own_run_in_eager(graphs):
 
     f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
     few = X.clamp(-1, 1)
-    with pytest.warns(RuntimeWarning, match="backward of its own .Bounded"):
+    with pytest.warns(RuntimeWarning, match="backward of its own"):
         assert_same(f(torch.ones(5), few), few, eps=2)
     ran = graphs.ran
     assert_same(f(torch.ones(5), 3 * few), (3 * few).clamp(-1, 1), eps=2)
@@ -179,7 +179,7 @@ def by_jacrev(w, x):
 def test_backwards_of_their_own_in_transforms_inside(graphs, loss):
     w = torch.randn(5)
     f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
-    with pytest.warns(RuntimeWarning, match="backward of its own .Straight"):
+    with pytest.warns(RuntimeWarning, match="backward of its own"):
         assert_same(f(w, 1e-3 * X), (2 * w).expand(10, 5), eps=4)
     assert_same(f(w, 100 * X), (2 * w).expand(10, 5), eps=4)
 
@@ -284,7 +284,7 @@ def test_a_graph_whose_check_was_interrupted_is_made_again(graphs):
     w = torch.randn(5)
     with pytest.raises(KeyboardInterrupt):
         f(w, 100 * X)
-    with pytest.warns(RuntimeWarning, match="backward of its own .Straight"):
+    with pytest.warns(RuntimeWarning, match="backward of its own"):
         assert_same(f(w, 100 * X), (2 * w).expand(10, 5), eps=4)
 
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from plans import NETWORKS
+from plans import NETWORKS, all_trees, pullback_peak, works
 from references import assert_same, peak
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import functx
-from functx import _costs, _schedules
-from functx._chain import all_trees, work_again
+from functx import _schedules
+from functx._chain import work_again
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -77,13 +77,9 @@ def test_less_recompute_than_uniform_segments_of_the_same_peak(network):
     less = 0
     for segments in range(2, len(blocks)):
         tree = uniform(blocks, segments)
-        allowed = _costs.pullback_peak(lambda x, tree=tree: _costs.walk(tree, *blocks, x), x)
+        allowed = pullback_peak(tree, blocks, x)
         plan = functx.plan(blocks, x, budget=allowed)
-        with _costs.undisturbed(blocks):
-            work, state = [], x
-            for block in blocks:
-                work.append(_costs.work(block, state))
-                state = block(state)
+        work = works(blocks, x)
         assert plan.peak <= allowed
         assert plan.again <= work_again(tree, work)
         less += plan.again < work_again(tree, work)
@@ -101,13 +97,9 @@ def test_close_to_the_best_of_all_trees():
     """All ways to nest regions around six blocks, each measured."""
     torch.manual_seed(2)
     blocks, x = odd_blocks(), torch.randn(300, 16)
-    work, state = [], x
-    for block in blocks:
-        work.append(_costs.work(block, state))
-        state = block(state)
+    work = works(blocks, x)
     known = [
-        (_costs.pullback_peak(lambda x, t=t: _costs.walk(t, *blocks, x), x), work_again(t, work))
-        for t in all_trees(0, len(blocks))
+        (pullback_peak(t, blocks, x), work_again(t, work)) for t in all_trees(0, len(blocks))
     ]
     budgets = sorted({peak for peak, _ in known})
     for allowed in budgets[:: max(1, len(budgets) // 8)]:
@@ -121,7 +113,7 @@ def test_the_least_of_equal_blocks_is_found():
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
     x = torch.randn(512, 64)
     nested = [[[[0, 1], 2], 3], 4, 5]
-    allowed = _costs.pullback_peak(lambda x: _costs.walk(nested, *blocks, x), x)
+    allowed = pullback_peak(nested, blocks, x)
     plan = functx.plan(blocks, x, budget=allowed)
     assert plan.again <= work_again(nested, [1] * 6) * plan.work / 6
 
@@ -186,8 +178,8 @@ def test_json(tmp_path):
 @pytest.mark.parametrize(
     ("budget", "error"),
     [
-        *((wrong, TypeError) for wrong in ("1", True, None)),
-        *((wrong, ValueError) for wrong in (1.5, 0.0, 0, -5, float("nan"))),
+        *((wrong, TypeError) for wrong in (True, None)),
+        *((wrong, ValueError) for wrong in (1.5, 0.0, 0, -5, float("nan"), "much", "2 Gib")),
     ],
 )
 def test_budgets_that_are_none(budget, error):
@@ -204,3 +196,10 @@ def test_chains_that_are_none():
         functx.plan([torch.sin], torch.ones(3), torch.ones(3), budget=0.5)
     with pytest.raises(ValueError, match="no blocks"):
         functx.plan([], torch.ones(3), budget=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("2GiB", 2 << 30), ("500 MB", 5 * 10**8), ("1.5kB", 1500), ("4096", 4096)]
+)
+def test_budgets_as_texts(text, nbytes):
+    assert functx.plan([torch.sin], torch.ones(3), budget=text).budget == nbytes

@@ -344,9 +344,7 @@ STACKS = {
     "hessian": lambda f: functx.vmap(functx.hessian(f)),
     "jvp": lambda f: lambda x: functx.jvp(functx.vmap(f), (x,), (x.cos(),)),
     "jvp(grad)": lambda f: lambda x: functx.jvp(functx.vmap(functx.grad(f)), (x,), (x.cos(),)),
-    "grad of jvp": lambda f: functx.vmap(
-        functx.grad(lambda x: functx.jvp(f, (x,), (x.cos(),))[1])
-    ),
+    "grad of jvp": lambda f: functx.vmap(functx.grad(lambda x: functx.jvp(f, (x,), (x.cos(),))[1])),
     "inner vmap": lambda f: functx.grad(lambda x: functx.vmap(f)(x).sum()),
 }
 
@@ -363,7 +361,9 @@ def test_any_choice_gives_the_same_numbers(stack, places, keeps):
     def program(remat):
         regions = [remat if i in places else (lambda f: f) for i in range(3)]
         outer = numbers(5, start=2.0)
-        first = regions[0](lambda x: functx.checkpoint_name(torch.tanh(x @ WEIGHTS[0]), "h") * outer)
+        first = regions[0](
+            lambda x: functx.checkpoint_name(torch.tanh(x @ WEIGHTS[0]), "h") * outer
+        )
         second = regions[1](lambda x: first(x.sin()).exp() * x)
         third = regions[2](lambda x: torch.softmax(second(x) @ WEIGHTS[1], -1).square().sum())
         f = STACKS[stack](third) if stack != "jacrev" else STACKS[stack](functx.vmap(third))

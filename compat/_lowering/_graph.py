@@ -9,10 +9,6 @@ from torch.fx import GraphModule, Node
 
 from functx.compat._lowering._custom_function import CustomFunction
 
-MODULE = "functx_module"
-"""Under which ``node.meta["custom"]`` has the path of the modules that ran, inside regions."""
-
-
 def attribute(node: Node) -> Any:
     """What a ``get_attr`` node gets."""
     value: Any = node.graph.owning_module

@@ -24,14 +24,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
-from functx import _torch_modules
 from functx._errors import LoweringError
 from functx.compat._lowering._checks import is_check
 from functx.compat._lowering._composites import REPLACED, opened
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
-from functx.compat._lowering._graph import MODULE
 from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
 from functx.compat._lowering._tape import ASKS, Tape
 from functx.compat._torch import (
@@ -136,17 +134,10 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self._draws = random_draws
         self._tape = tape
-        self._tracer: Any = None  # of the function itself; those of regions in it are others
         self.seen: set[int] = set()
         # Views made without grad, by id: (the detached view handed out, the view itself).  Writing
         # to the first must write through the second, whose derivative is still attached.
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __enter__(self) -> Observer:
-        if self._tracer is None and (mode := engine.proxy_mode()) is not None:
-            self._tracer = mode.tracer
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -165,18 +156,13 @@ class Observer(TorchDispatchMode):
             state = self._draws.advance(kwargs.get("generator"))
             kwargs = {name: None if name == "generator" else v for name, v in kwargs.items()}
         mode = engine.proxy_mode()
-        inside = mode is not None and mode.tracer is not self._tracer
-        if mode is None or (state is None and not inside):
+        if mode is None or state is None:
             return self._dispatch(func, args, kwargs)
         last = next(iter(reversed(mode.tracer.graph.nodes)), None)
         out = self._dispatch(func, args, kwargs)
         made = [*takewhile(lambda n: n is not last, reversed(mode.tracer.graph.nodes))]
-        if state is not None:
-            for i, node in enumerate(n for n in made if draws(n.target)):
-                node.meta["functx_draw"] = self._draws.number((state, i))
-        if inside and (path := _torch_modules.module_path()):
-            for node in made:  # for policies that go by module
-                node.meta.setdefault("custom", {})[MODULE] = path
+        for i, node in enumerate(n for n in made if draws(n.target)):
+            node.meta["functx_draw"] = self._draws.number((state, i))
         return out
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
+from functx import _torch as engine
 from functx._errors import LoweringError
-from functx._remat import keep_regions
+from functx._remat import keep_regions, on_name
 from functx.compat._lowering._checks import heed
 from functx.compat._lowering._cut import isolate
 from functx.compat._lowering._draws import Draws, only_torch_draws
@@ -121,7 +122,8 @@ def _run(
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
         hook = Interceptor(random_draws, mode)
         kept.begin(tensors)
-        with UserCalls(kept), observer, applying(hook), only_torch_draws(name):
+        named = on_name(engine.name_in_graph)
+        with UserCalls(kept), observer, applying(hook), named, only_torch_draws(name):
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
             used[i] = id(t) in observer.seen or any(o is t for o in out)

@@ -53,7 +53,7 @@ class _Example(TorchDispatchMode):
 
 
 def _example(func: Any, args: Any, kwargs: Any) -> list[Value] | None:
-    """What a call runs on one example; ``None`` if only values tell, and the call itself is asked."""
+    """What a call runs on one example; ``None`` where only values tell."""
 
     def run() -> list[Value]:
         with _torch.without_dispatch_modes(), torch.no_grad(), _Example() as example:
@@ -79,7 +79,7 @@ def _meta(tree: Any) -> Any:
 def same(value: Value, overload: Any, out: Any) -> bool:
     """Whether an operation on a batch is one that was run on an example."""
     one, batched = (sum(t.numel() for t in tensors_in((o,), None)) for o in (value.out, out))
-    if overload.overloadpacket is not value.func.overloadpacket:
-        if not (is_dot(overload) and is_dot(value.func)):
-            return False
+    same_packet = overload.overloadpacket is value.func.overloadpacket
+    if not same_packet and not (is_dot(overload) and is_dot(value.func)):
+        return False
     return batched % one == 0 if one else batched == 0

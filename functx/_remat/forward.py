@@ -144,7 +144,7 @@ def _finish(
     needed = liveness.needed(record, [*results, *parts[lowest]], held)
     del held
     region.live = record.live(needed, kept) if region.options.early_stop else None
-    region.kept = saving.NOTHING if saver is None else saver.settled(region.live)
+    region.kept = saving.settled(saver, region.live)
     kept_tensors = region.kept.take()
     writes.put_before()
     required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}

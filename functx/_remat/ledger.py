@@ -186,12 +186,13 @@ class Record(Ledger):
     def _made_by_last(self, out: Any, touched: list[int]) -> None:
         """Note the memory that the last entry has made."""
         writes = self.entries[-1][3]
-        for t in tensors_in((out,), None):
+        made = tensors_in((out,), None)
+        for t in made:
             if (key := storage_of(t)) not in touched:
                 if key != -1:
                     self.made[key] = len(self.entries) - 1, weakref.ref(t.untyped_storage())
                 writes.append(key)
-        if not writes:  # views, after all
+        if made and not writes:  # views, after all
             overload, _, _, _, _ = self.entries[-1]
             self.entries[-1] = overload, VIEW, touched, [], None
 
@@ -297,10 +298,10 @@ class Rerun(Ledger):
                 for t in tensors_in((out,), None):
                     self.leave_out(t)
                 return out
-        looks = operator.kind is VIEW or (i >= 0 and self.entries[i][1] is VIEW)
-        if self.hollow and operator.reads and not looks:
-            for t in tensors_in(args, kwargs):
-                self.check(t)
+        if self.hollow and operator.reads and operator.kind is not VIEW:
+            if i < 0 or self.entries[i][1] is not VIEW:
+                for t in tensors_in(args, kwargs):
+                    self.check(t)
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
 
     def _matching(self, operator: Operator) -> int:

@@ -1,9 +1,7 @@
-"""What policies keep of operations' results (rule 6), and what a replay does with it.
+"""Policies asked, while a region runs, what to keep of its operations' results (rule 6).
 
-Kept values are tensors below all transforms: what an ATen operation returned. A replay hands them
-out where that operation would run, so they mean the same at every level and in every order of
-derivatives. Never kept are random numbers, since generators must advance, and what operations that
-write in place return.
+Never kept are random numbers, since generators must advance, and what operations that write in
+place return.
 
 NOTE [kept around]
 A value that a region around keeps is there in any case, so a region inside keeps it too; its
@@ -13,132 +11,18 @@ pullback would else compute again what the policy around it asks for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _offload
 from functx import _torch_engine as _torch
 from functx._policies import Decision, Everything, Policy, Value
-from functx._remat import examples, ledger, levels
+from functx._remat import examples, levels
+from functx._remat.kept import NOTHING, Keeping, Kept
 from functx._remat.ledger import Entry, Ledger, Record
 from functx._remat.operators import NEW, storage_of, tensors_in
-
-
-class Kept:
-    """The results of one operation that a policy keeps.
-
-    Attributes:
-        layout: of all results, nested as they are.
-        tensors: the results; ``None`` where nobody reads one.
-        memory: where they were when the operation had run.
-        read: the memory of those that are read; set when the region has run.
-        decision: whether they go to host memory; ``None`` where only regions around want them.
-        is_written: whether that memory was written to later; a replay must hand out copies.
-    """
-
-    __slots__ = ("decision", "is_written", "layout", "memory", "read", "tensors")
-
-    def __init__(
-        self, tensors: Iterable[Tensor], layout: Any, decision: Decision | None
-    ) -> None:
-        self.layout, self.decision = layout, decision
-        self.tensors: list[Any] = [*tensors]
-        self.memory = [*map(storage_of, self.tensors)]
-        self.read = {*self.memory}
-        self.is_written = False
-
-    def about_to_write(self, storage: int) -> None:
-        """Keep what is there now."""
-        self.is_written = True
-        for i, t in enumerate(self.tensors):
-            if self.memory[i] == storage and t is not None:
-                self.tensors[i] = t.clone()
-
-    def drop_unread(self) -> None:
-        """Keep what is read only."""
-        for i, storage in enumerate(self.memory):
-            if storage not in self.read:
-                self.tensors[i] = None
-
-
-class Keeping:
-    """What a region keeps, by entry of its ledger: here until `take`, then with its node."""
-
-    def __init__(self, kept: dict[int, Kept]) -> None:
-        self.kept = kept
-        self._fetcher: _offload.Fetcher | None = None
-
-    def take(self) -> list[Tensor]:
-        """The tensors, for the node; those that the policy offloads, as copies in host memory."""
-        taken: list[Tensor] = []
-        hosts, devices = {}, {}
-        for kept in self.kept.values():
-            for place, t in enumerate(kept.tensors):
-                if t is None:
-                    continue
-                if kept.decision is Decision.OFFLOAD:
-                    devices[len(taken)] = t.device
-                    t = hosts[len(taken)] = levels.at_depth(0, partial(_offload.to_host, t))
-                taken.append(t)
-                kept.tensors[place] = None
-        if hosts:
-            self._fetcher = _offload.Fetcher(hosts, devices)
-        return taken
-
-    def given(self, tensors: Sequence[Tensor]) -> dict[int, Given]:
-        """The same with what the node has kept, for a replay that begins now."""
-        if self._fetcher is not None:
-            levels.at_depth(0, lambda: self._fetcher.begin(dict(enumerate(tensors))))
-        numbered = iter(enumerate(tensors))
-        return {i: Given(kept, numbered, self._fetcher) for i, kept in self.kept.items()}
-
-    def end(self) -> None:
-        """The replay has ended."""
-        if self._fetcher is not None:
-            self._fetcher.end()
-
-
-NOTHING = Keeping({})
-
-
-class Given:
-    """The kept results of one operation, in a replay."""
-
-    def __init__(
-        self, kept: Kept, numbered: Iterator[tuple[int, Tensor]], fetcher: _offload.Fetcher | None
-    ) -> None:
-        self._kept, self._fetcher = kept, fetcher
-        self._tensors = [next(numbered) if m in kept.read else None for m in kept.memory]
-
-    def is_whole(self) -> bool:
-        """Whether all results were kept."""
-        return None not in self._tensors
-
-    def value(self, rerun: Any) -> Any:
-        """What the operation returned."""
-        return self._filled(self._kept.layout, iter(self._tensors), rerun)
-
-    def _filled(self, layout: Any, tensors: Iterator[Any], rerun: Any) -> Any:
-        if type(layout) is list:
-            return [self._filled(one, tensors, rerun) for one in layout]
-        if type(layout) is not tuple:
-            return layout
-        numbered = next(tensors)
-        if numbered is None:
-            t = ledger.unwritten(layout)
-            rerun.leave_out(t)
-            return t
-        number, kept = numbered
-        if self._fetcher is not None and self._fetcher.brings(number):
-            t = self._fetcher.value(number, kept)
-        else:  # autograd is going to write on the tensor, and perhaps the region to its memory
-            t = kept.clone() if self._kept.is_written else kept.detach()
-        rerun.given.add(storage_of(t))
-        return t
 
 
 class Saver:
@@ -198,7 +82,7 @@ class Saver:
         return decision
 
     def _value(self, overload: Any, args: Any, kwargs: Any, out: Any) -> Value | None:
-        """What the policy is asked about; ``None`` for what no example runs (NOTE [one example])."""
+        """What the policy is asked about; ``None`` for what no example runs."""
         if self.examples is None:
             return Value(overload, args, kwargs, out)
         for i, value in enumerate(self.examples):
@@ -311,6 +195,11 @@ def saver_for(policy: Policy | None) -> Saver | None:
     if policy is None and not around:
         return None
     return Saver(policy or Everything(False), around)
+
+
+def settled(saver: Saver | None, live: Any) -> Keeping:
+    """What a region keeps in the end, which has run."""
+    return NOTHING if saver is None else saver.settled(live)
 
 
 def _ledgers() -> Iterator[Ledger]:

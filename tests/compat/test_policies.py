@@ -104,33 +104,6 @@ def test_names_are_jax_s(args):
     assert (none - plain, kept - plain) == (2, 1)
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.tanh(self.second(torch.tanh(self.first(x))))
-
-
-@pytest.mark.parametrize(("pattern", "kept"), [("first", 1), ("*", 2), ("third", 0)])
-@pytest.mark.parametrize("write", [False, True])
-def test_modules(pattern, kept, write):
-    block = Block()
-    region = functx.remat(block, policy=cp.save_in_modules(pattern))
-
-    def f(x):
-        y = region(x)
-        if write:
-            y = y.clone()
-            y[0] = 1.0
-        return (y * y).sum()
-
-    x = jnp.ones((4, 8))
-    dots = count_dots(jax.grad(to_jax(f)), x)
-    assert dots == 2 + 2 + 2 - kept
-
-
 def test_names_survive_a_second_trace(args):
     def f(ws, x):
         def body(x, a, b):

@@ -17,7 +17,7 @@ from .judge import FAILURES, OUTCOMES, identity, judge, warm
 from .templates import GROUPS
 from .writer import write
 
-SEEDS, SLICE, FEW = range(200), 25, range(40)
+SEEDS, SLICE, FEW = range(200), 25, range(30)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,8 +34,8 @@ def test_regions_change_nothing(first):
 
 
 def test_functx_transforms_agree_with_those_of_torch():
-    counts = Counter(judge(write(seed), identity, torch.func).outcome for seed in SEEDS[::2])
-    assert counts["equal"] > 0.9 * len(SEEDS[::2])
+    counts = Counter(judge(write(seed), identity, torch.func).outcome for seed in SEEDS[::3])
+    assert counts["equal"] > 0.9 * len(SEEDS[::3])
     assert set(counts) <= {"equal", "refused by torch"}
 
 
