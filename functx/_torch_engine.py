@@ -155,3 +155,17 @@ def default_device() -> torch.device | None:
 def device_mode(device: torch.device) -> Any:
     """The mode that makes a device the default one."""
     return DeviceContext(device)
+
+
+def leave_legacy_vmap() -> int:
+    """Leave the levels of the vmap that ``is_grads_batched`` uses; returns how many there were."""
+    depth = _C._vmapmode_increment_nesting() - 1
+    for _ in range(depth + 1):
+        _C._vmapmode_decrement_nesting()
+    return depth
+
+
+def enter_legacy_vmap(depth: int) -> None:
+    """Undo `leave_legacy_vmap`."""
+    for _ in range(depth):
+        _C._vmapmode_increment_nesting()

@@ -81,11 +81,13 @@ class Draws:
 class Restored:
     """The states that a replay found, to be put back after it."""
 
-    __slots__ = ("draws", "found", "locked", "python")
+    __slots__ = ("draws", "found", "legacy", "locked", "python")
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
         self.locked = _lock_taken()
+        # The older vmap of ``is_grads_batched`` refuses draws; what is replayed has no batch.
+        self.legacy = _torch.leave_legacy_vmap()
         self.found = {g: g.get_state() for g in draws.before}
         self.python = None if draws.python is None else _python_states()
         self.rewind()
@@ -107,6 +109,8 @@ class Restored:
 
     def put_back(self) -> None:
         """As the replay found them."""
+        _torch.enter_legacy_vmap(self.legacy)
+        self.legacy = 0
         for g, state in self.found.items():
             g.set_state(state)
         _set_python_states(self.python)

@@ -192,8 +192,8 @@ class Record(Ledger):
                 if key != -1:
                     self.made[key] = len(self.entries) - 1, weakref.ref(t.untyped_storage())
                 writes.append(key)
-        if made and not writes:  # views, after all
-            overload, _, _, _, _ = self.entries[-1]
+        overload, kind, _, _, _ = self.entries[-1]
+        if kind is NEW and not writes:  # views, after all
             self.entries[-1] = overload, VIEW, touched, [], None
 
     def need(self, storage: int) -> None:

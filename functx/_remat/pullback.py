@@ -34,15 +34,18 @@ def pull_back(
     given = [i for i, c in enumerate(cotangents) if c is not None]
     if not given or not asked:
         return [None] * len(needs)
-    body = Pullback(payload, [payload.wanted[i] for i in given], asked)
-    flat = saved + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
+    n, m = len(payload.requires), len(payload.requires) + payload.n_leaves
+    body = Pullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
+    flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
     noted = Noted()
     outer = listening()
     if outer is not None:
         outer.asleep = True
     try:
         # The backward is a region again:
-        if traced.keeping() or (torch.is_grad_enabled() and any(map(levels.is_tracked, flat))):
+        if traced.keeping() or (
+            torch.is_grad_enabled() and any(map(levels.is_tracked, flat + body.leaves))
+        ):
             options = Options(name="a pullback", is_pullback=True)
             grads = traced.run(body, body, flat, options, f"the pullback of {payload.region.title}")
         else:
@@ -60,25 +63,27 @@ def pull_back(
 class Pullback:
     """Replay a region, and pull cotangents back through the replay.
 
-    Called with what the node saved and the cotangents. Not all gradients that are asked for are
-    there: ``found`` says which are.
+    Called with the node's values, what the policy kept, and the cotangents. Leaves that no mode saw
+    are the program's own, in a replay too. Not all gradients that are asked for are there:
+    ``found`` says which are.
     """
 
-    def __init__(self, payload: Any, results: list[int], asked: list[int]) -> None:
-        self.payload, self.results, self.asked = payload, results, asked
+    def __init__(
+        self, payload: Any, leaves: list[Tensor], results: list[int], asked: list[int]
+    ) -> None:
+        self.payload, self.leaves, self.results, self.asked = payload, leaves, results, asked
         self.found: list[int] = []
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
         payload = self.payload
         n = len(flat) - len(self.results)
         n_values = len(payload.requires)
-        values, leaves = [*flat[:n_values]], flat[n_values : n_values + payload.n_leaves]
-        kept, cotangents = flat[n_values + payload.n_leaves : n], flat[n:]
+        values, kept, cotangents = [*flat[:n_values]], flat[n_values:n], flat[n:]
         recorded = torch.is_grad_enabled()
         edges, inputs = replay(
             payload.region, payload.level, values, payload.requires, kept, self.results
         )
-        inputs += leaves
+        inputs += self.leaves
         pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
         del flat, values, cotangents, edges
         if not pairs:

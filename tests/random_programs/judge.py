@@ -1,6 +1,6 @@
 """Runs a program with its regions and without, and says how the two differ.
 
-Both runs start from the same seeds in fresh worlds. Without regions, ``remat`` is the identity.
+Both start from the same seeds in fresh worlds. Without regions, ``remat`` is the identity.
 """
 
 from __future__ import annotations

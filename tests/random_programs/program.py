@@ -56,8 +56,7 @@ class Program:
     """A function of a matrix and a vector, transforms and regions around it, the innermost first.
 
     ``end`` says how the result is differentiated outside of them (`stack.finish`), ``may_refuse``
-    that something may be an error by rule 4, and ``loose`` that half precision is differentiated
-    more than once.
+    that rule 4 may refuse it, ``loose`` that half precision is differentiated more than once.
     """
 
     body: list[Any]

@@ -146,4 +146,5 @@ NEVER = {
     "functional_call of buffers": {"jvp"},
     "custom Function of the old style": {"levels"},
     "hook": {"jvp"},
+    "half under autocast": {"third order"},
 }

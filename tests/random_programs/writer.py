@@ -25,8 +25,7 @@ CHEAP_ENDS = ("values", "values", "backward", "of the input only")
 ENDS = ("backward", "backward", "autograd.grad", "of the input only", "double", "twice", "batched",
         "first only", "values")  # fmt: skip
 DERIVATIVES = {"gradient", "pullback", "pushforward", "jacobian", "hessian"}
-# Transforms inside: kinds of the argument and of what the function returns, kind of the result,
-# the call, what its result is assigned to, and what is around the function.
+# Transforms inside: kinds of argument, value and result, the call, its target, what is around.
 INSIDE = {
     "grad": ("m", "s", "m", "fx.grad(F)(ARG)", "OUT", ""),
     "value_and_grad": ("v", "s", "v", "fx.value_and_grad(F)(ARG)", "_, OUT", ""),
@@ -89,6 +88,7 @@ class Writer:
             "jvp": re.search("pushforward|jacfwd|hessian", text),
             "no draws": "hessian" in text or end == "batched",
             "second order": orders > 1,
+            "third order": orders > 2,
         }
         scope = Scope(["m0", "v0"], around=frozenset(name for name in where if where[name]))
         scope.depth = min(2, regions + (orders > 2))
@@ -170,7 +170,7 @@ class Writer:
         """A line of the table, of this group if one is named, which binds a new name."""
         groups = [n for n in TABLE if not NEVER.get(n, set()) & scope.around]
         weights = [4 if "levels" in NEVER.get(n, ()) else 1 for n in groups]
-        group = group or self.random.choices(groups, weights)[0]
+        group = group if group in groups else self.random.choices(groups, weights)[0]
         kind, text = self.pick(TABLE[group])
         self.features.add(group)
         self.loose |= "half" in group and "second order" in scope.around
@@ -346,8 +346,8 @@ class Writer:
         given, result, kind, call, target, around = INSIDE[name]
         argument = self.operand("m" if "vmap" in name else given, scope)
         parameter, region = self.name(given), scope.depth < 3 and self.chance(0.5)
-        flags = ["levels", *re.split("[ ,](?!draws)", around)]
-        flags += [] if "vmap" in name else ["second order"]
+        orders = ["second order", "third order"][: 1 + ("second order" in scope.around)]
+        flags = ["levels", *re.split("[ ,](?!draws)", around), *([] if "vmap" in name else orders)]
         inside = self.inside(scope, [parameter], *flags, *(["region"] if region else []))
         body = self.body(inside, self.pick((1, 2, 2, 3)))
         made = [n for n in inside.own[1:] if n[0] in "mvs"] or [parameter]
