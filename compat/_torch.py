@@ -142,7 +142,8 @@ def called_by(*modules: str) -> bool:
     def calls(frame: FrameType) -> bool:
         # What is between is ours, or what torch puts around the handler of a mode.
         name = _module(frame)
-        return not name.startswith(("functx.", "torch._compile", "torch._dynamo."))
+        ours = name.startswith(("functx.", "torch._compile", "torch._dynamo."))
+        return not ours and frame.f_code.co_name != "__torch_function__"
 
     frame = _nearest(calls)
     name = "" if frame is None else _module(frame)

@@ -32,7 +32,8 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
         if listening() is None:
             tracked, size = tuple(map(is_tracked, values)), tuple(map(_size, values))
             if True not in tracked:  # forward mode keeps nothing
-                return program.finish(walk([*range(len(blocks := program.blocks()))], blocks, program.values))
+                blocks = program.blocks()
+                return program.finish(walk([*range(len(blocks))], blocks, program.values))
         key = program.signature(), tracked, size
         plan = o.plans.get(key)
         if plan is None:

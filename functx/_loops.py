@@ -29,7 +29,6 @@ def remat_scan(
     reverse: bool = False,
     *,
     slots: int | None = None,
-    schedule: str = "binomial",
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` that keeps ``slots`` of its carries, and computes the others again.
 
@@ -49,8 +48,6 @@ def remat_scan(
         reverse: from the last slice to the first; outputs are stacked in the order of ``xs``.
         slots: how many carries to keep, the first included; the number of binary digits of
             ``length - 1`` if ``None``.
-        schedule: ``"binomial"`` runs the fewest steps again for its slots; ``"halving"`` cuts in
-            halves, which needs as many slots as the default.
 
     Returns:
         The last carry, and the outputs, their tensors stacked to ``(length, ...)``. Numbers
@@ -59,7 +56,7 @@ def remat_scan(
     Raises:
         TypeError: ``body`` does not return a pair, or changes the carry's structure, shapes or
             dtypes; ``xs`` has leaves that are no tensors.
-        ValueError: lengths differ or are missing; ``slots`` or ``schedule`` is not possible.
+        ValueError: lengths differ or are missing; ``slots`` are too few.
 
     Example:
         >>> import torch, functx
@@ -73,20 +70,20 @@ def remat_scan(
     """
     check_callable(body, "remat_scan")
     if (backend := backend_of("remat_scan", (carry, xs), {})) is not None:
-        _scheduled("remat_scan", 1, slots, schedule)
+        _checked_slots("remat_scan", 1, slots)
         return backend.remat_scan(body, carry, xs, length, reverse, slots)
     leaves, spec = _tree.flatten(xs)
     layout = (spec, tuple(leaf is not None for leaf in leaves))
     leaves = [leaf for leaf in leaves if leaf is not None]
     steps = _length(leaves, length)
-    split, slots = _scheduled("remat_scan", steps, slots, schedule)
+    slots = _checked_slots("remat_scan", steps, slots)
     if steps == 0:
         return carry, _no_steps(body, layout, carry, leaves)
 
     def step(carry: Any, xs: Sequence[Tensor]) -> tuple[Any, Any]:
         return _scan_step(body, layout, carry, xs)
 
-    return _advance(step, split, name_of(body), reverse, carry, leaves, steps, slots)
+    return _advance(step, name_of(body), reverse, carry, leaves, steps, slots)
 
 
 def remat_loop(
@@ -96,7 +93,6 @@ def remat_loop(
     *,
     cond: Callable[[Any], Any] | None = None,
     slots: int | None = None,
-    schedule: str = "binomial",
 ) -> Any:
     """``state = body(state)``, ``steps`` times or while ``cond(state)``, keeping ``slots`` states.
 
@@ -115,15 +111,13 @@ def remat_loop(
             ``vmap`` the loop goes on while one example does, and the others keep their state.
         slots: how many states to keep, the first included; the number of binary digits of the
             number of steps less one if ``None``. Not for loops with a condition.
-        schedule: ``"binomial"`` or ``"halving"``, see `remat_scan`. Not for loops with a condition.
 
     Returns:
         The last state.
 
     Raises:
         TypeError: ``body`` or ``cond`` is not callable, ``steps`` no int, or neither is given.
-        ValueError: ``steps`` is negative; ``slots`` or ``schedule`` is not possible, or given with
-            a condition.
+        ValueError: ``steps`` is negative; ``slots`` are too few, or given with a condition.
 
     Example:
         A step that is given its number:
@@ -161,31 +155,30 @@ def remat_loop(
             raise ValueError(f"remat_loop: steps is {steps}, expected 0 or more")
     if cond is not None:
         check_callable(cond, "remat_loop")
-        if slots is not None or schedule != "binomial":
+        if slots is not None:
             raise ValueError(
-                "remat_loop: slots and schedule are for loops of a given number of steps; one with "
-                "a condition keeps about 2 * log2(n) of its n states. Leave them out."
+                "remat_loop: slots are for loops of a given number of steps; one with a condition "
+                "keeps about 2 * log2(n) of its n states. Leave slots out."
             )
     backend = backend_of("remat_loop", (state,), {})
     if backend is not None and (cond is not None or backend.can_scan(state)):
-        _scheduled("remat_loop", 1, slots, schedule)
+        _checked_slots("remat_loop", 1, slots)
         return backend.remat_loop(body, state, steps, cond, slots)
     if cond is None:
         assert steps is not None
-        split, slots = _scheduled("remat_loop", steps, slots, schedule)
+        slots = _checked_slots("remat_loop", steps, slots)
         if steps == 0:
             return state
 
         def step(state: Any, _: Any) -> tuple[Any, None]:
             return body(state), None
 
-        return _advance(step, split, name_of(body), False, state, [], steps, slots)[0]
+        return _advance(step, name_of(body), False, state, [], steps, slots)[0]
     return _while.loop(body, cond, state, steps, name_of(body))
 
 
 def _advance(
     step: Step,
-    split: _schedules.Split,
     name: str,
     reverse: bool,
     carry: Any,
@@ -197,7 +190,6 @@ def _advance(
 
     Args:
         step: ``(carry, slices of length one) -> (carry, outputs of length one)``.
-        split: how to cut.
         name: of the body, for messages.
         reverse: whether to go through ``xs`` from its end.
         carry: what the first step is called with.
@@ -205,11 +197,11 @@ def _advance(
         steps: how many.
         slots: how many carries may be kept.
     """
-    parts = list(_schedules.chain(steps, slots, split))
+    parts = list(_schedules.chain(steps, slots))
     pieces = _pieces(xs, [m for m, _ in parts], reverse)
 
     def again(carry: Any, xs: Sequence[Tensor], steps: int, slots: int) -> tuple[Any, Any]:
-        return _advance(step, split, name, reverse, carry, xs, steps, slots)
+        return _advance(step, name, reverse, carry, xs, steps, slots)
 
     outputs = []
     for (m, own), piece in zip(parts[:-1], pieces):
@@ -286,14 +278,7 @@ def _row(leaf: Any) -> Any:
 
 def _checked_carry(before: Any, after: Any) -> Any:
     """The carry after a step, dicts in the order that they had before."""
-    old, spec = _tree.flatten(before)
-    try:
-        new = _tree.leaves_as(spec, after)
-    except ValueError:
-        raise TypeError(
-            f"remat_scan: body must return a carry of the structure it was given, "
-            f"{_tree.shown(spec)}, got {_tree.shown(_tree.flatten(after)[1])}"
-        ) from None
+    old, new, spec = _while.aligned("remat_scan", before, after)
     for i, (a, b) in enumerate(zip(old, new)):
         same = isinstance(a, Tensor) == isinstance(b, Tensor)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -331,23 +316,17 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
     return found.pop()
 
 
-def _scheduled(
-    api: str, steps: int, slots: int | None, schedule: str
-) -> tuple[_schedules.Split, int]:
-    """How to cut, and with how many slots; raises where that is not possible."""
-    split = _schedules.SCHEDULES.get(schedule)
-    if split is None:
-        known = ", ".join(map(repr, _schedules.SCHEDULES))
-        raise ValueError(f"{api}: schedule is {schedule!r}, expected one of {known}")
+def _checked_slots(api: str, steps: int, slots: int | None) -> int:
+    """How many states to keep; raises where a loop can't do with so few."""
     if slots is None:
-        return split, _schedules.default_slots(steps)
+        return _schedules.default_slots(steps)
     slots = integer(slots, f"{api}: slots must be an int or None")
     if slots < 1:
         raise ValueError(f"{api}: slots is {slots}; a loop keeps one state at least, its first")
-    least = _schedules.least_slots(steps, split)
+    least = _schedules.least_slots(steps)
     if slots < least:
         raise ValueError(
-            f"{api}: {steps} steps of schedule {schedule!r} need {least} slots or more, got "
-            f"{slots}; with fewer, regions would be nested too deep"
+            f"{api}: {steps} steps need {least} slots or more, got {slots}; with fewer, regions "
+            "would be nested too deep"
         )
-    return split, slots
+    return slots

@@ -77,8 +77,8 @@ def patch_checkpoint() -> Patch:
     mean what they mean to `functx.checkpoint`. Code that ``torch.compile`` compiles keeps the
     compiler's own implementation.
 
-    A function that was stored elsewhere before stays torch's: call ``gradient_checkpointing_enable``
-    of Hugging Face while the patch is in place, as it stores a partial in the model. Under
+    A function that was stored elsewhere before stays torch's: call Hugging Face's
+    ``gradient_checkpointing_enable`` while the patch is in place, as it stores a partial. Under
     transforms call ``model.disable_input_require_grads()`` too: it hangs a hook for the reentrant
     checkpoint on the embeddings, which torch refuses there and functx does not need. A backward
     pass may come after the patch, unless checkpoints are nested: a replay has to find the inner

@@ -54,7 +54,8 @@ def layers_of(history: Sequence[tuple[int, int, str]], events: int) -> dict[str,
     areas: dict[str, list[int]] = {}
     for at, nbytes, label in history:
         if label in own or others:
-            area = areas.setdefault(label if label in own else f"{others} other lines", [0] * events)
+            name = label if label in own else f"{others} other lines"
+            area = areas.setdefault(name, [0] * events)
             if at < events:  # what changed while an operation ran is there after it
                 area[at] += nbytes
     return {name: list(itertools.accumulate(changes)) for name, changes in areas.items()}

@@ -222,7 +222,10 @@ def chosen(
     own = fresh(tensors, required)
 
     def peak(tree: Tree) -> int:
-        return peak_of(lambda *leaves: walk(tree, blocks, filled(x, tensors, leaves)), own, required)
+        def body(*leaves: Tensor) -> Any:
+            return walk(tree, blocks, filled(x, tensors, leaves))
+
+        return peak_of(body, own, required)
 
     everything: Tree = list(range(len(blocks)))
     with torch.enable_grad():
@@ -232,7 +235,8 @@ def chosen(
         if most <= allowed:
             best = everything, most, 0
         else:
-            best = _fitting(blocks, filled(x, tensors, own), allowed, api, peak, dict(zip(map(id, own), required)))
+            by_id = dict(zip(map(id, own), required))
+            best = _fitting(blocks, filled(x, tensors, own), allowed, api, peak, by_id)
     tree, peak_found, again = best
     return Plan(len(blocks), _tuples(tree), allowed, peak_found, most, flops, again, names)
 

@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-
-Split = Callable[[int, int], int]
-"""``(n, slots) -> m``: how many of ``n > 1`` steps the next region takes."""
+from collections.abc import Iterator
 
 # A region inside a region is a dozen Python frames, and Python allows a thousand.
 DEEPEST = 30
@@ -57,40 +54,27 @@ def recomputed(steps: int, slots: int) -> int:
     return d * steps - reach(slots + 1, d - 1)
 
 
-def binomial(steps: int, slots: int) -> int:
-    """The next region of the schedule with the least recompute for its slots."""
+def split(steps: int, slots: int) -> int:
+    """How many steps the next region takes, for the least recompute with so many slots."""
     d = depth(steps, slots)
     # Any number from max(reach(slots, d - 2), steps - reach(slots - 1, d)) up to this is as good.
     return min(reach(slots, d - 1), steps - reach(slots - 1, d - 1))
 
 
-def halving(steps: int, slots: int) -> int:
-    """Half of the steps: about ``log2(steps)`` slots, and half as many runs of each step."""
-    return steps // 2
-
-
-SCHEDULES: dict[str, Split] = {"binomial": binomial, "halving": halving}
-
-
 def default_slots(steps: int) -> int:
-    """A number of slots that grows with the logarithm, and serves every schedule."""
+    """A number of slots that grows with the logarithm."""
     return max(1, (steps - 1).bit_length())
 
 
-def most_steps(slots: int, split: Split) -> int:
-    """The most steps that a schedule can serve with so many slots."""
-    return 2**slots if split is halving else reach(slots, DEEPEST)
-
-
-def least_slots(steps: int, split: Split) -> int:
-    """The fewest slots with which a schedule is possible."""
+def least_slots(steps: int) -> int:
+    """The fewest slots with which no step is in more than `DEEPEST` regions."""
     slots = 1
-    while most_steps(slots, split) < steps:
+    while reach(slots, DEEPEST) < steps:
         slots += 1
     return slots
 
 
-def chain(steps: int, slots: int, split: Split) -> Iterator[tuple[int, int]]:
+def chain(steps: int, slots: int) -> Iterator[tuple[int, int]]:
     """The parts of a loop in order: how many steps each has, and its slots; the last is a step."""
     while steps > 1:
         m = split(steps, slots)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -40,33 +39,23 @@ def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
         >>> x.grad.shape
         torch.Size([2, 3])
     """
-    parts = sequence(functions, "remat_sequential")
-    check_segments(segments, len(parts), "remat_sequential")
+    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    for part in parts:
+        check_callable(part, "remat_sequential")
+    integer(segments, "remat_sequential: segments must be an int")
+    if not 1 <= segments <= len(parts):
+        raise ValueError(
+            f"remat_sequential: {len(parts)} functions can be cut into 1 to {len(parts)} segments, "
+            f"not {segments}"
+        )
     cuts = _schedules.segments(len(parts), segments)
     for start, end in cuts[:-1]:
         o = Options(name=f"functions {start} to {end - 1} of remat_sequential")
-        x = run(functools.partial(_compose, *parts[start:end]), (x,), {}, o)
-    return _compose(*parts[cuts[-1][0] :], x)
+        x = run(functools.partial(_composed, *parts[start:end]), (x,), {}, o)
+    return _composed(*parts[cuts[-1][0] :], x)
 
 
-def sequence(functions: Any, api: str) -> list[Callable[..., Any]]:
-    """The functions of a chain; an ``nn.Sequential`` is its children."""
-    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
-    for part in parts:
-        check_callable(part, api)
-    return parts
-
-
-def check_segments(segments: Any, length: int, api: str) -> None:
-    """Raises unless a chain of ``length`` functions can be cut into ``segments``."""
-    integer(segments, f"{api}: segments must be an int")
-    if not 1 <= segments <= length:
-        raise ValueError(
-            f"{api}: {length} functions can be cut into 1 to {length} segments, not {segments}"
-        )
-
-
-def _compose(*functions_and_x: Any) -> Any:
+def _composed(*functions_and_x: Any) -> Any:
     *functions, x = functions_and_x
     for function in functions:
         x = function(x)

@@ -1,4 +1,4 @@
-"""Caches of keys and values, which a checkpointed layer of Hugging Face transformers goes without."""
+"""Caches of keys and values, which checkpointed layers of transformers go without."""
 
 from __future__ import annotations
 

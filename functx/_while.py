@@ -106,23 +106,25 @@ def _is_batched(t: Tensor) -> bool:
 
 def _masked(alive: Tensor, state: Any, new: Any) -> Any:
     """The next state; examples that are done keep theirs."""
-    old_leaves, spec = _tree.flatten(state)
-    try:
-        new_leaves = _tree.leaves_as(spec, new)
-    except ValueError:
-        raise TypeError(
-            "remat_loop: under vmap, where examples end at different steps, body must return a "
-            f"state of the structure it was given, {_tree.shown(spec)}, got "
-            f"{_tree.shown(_tree.flatten(new)[1])}"
-        ) from None
-    done = []
-    for a, b in zip(old_leaves, new_leaves):
+    old_leaves, new_leaves, spec = aligned("remat_loop", state, new)
+    for i, (a, b) in enumerate(zip(old_leaves, new_leaves)):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            b = torch.where(alive, b, a)
+            new_leaves[i] = torch.where(alive, b, a)
         elif isinstance(a, Tensor) or isinstance(b, Tensor) or a != b:
             raise TypeError(
                 "remat_loop: under vmap, where examples end at different steps, what changes in "
                 f"the state must be tensors; got {describe(a)} and then {describe(b)}"
             )
-        done.append(b)
-    return _tree.unflatten(spec, done)
+    return _tree.unflatten(spec, new_leaves)
+
+
+def aligned(api: str, before: Any, after: Any) -> tuple[list[Any], list[Any], Any]:
+    """The leaves of two states in one order, and their structure, which must be the same."""
+    old, spec = _tree.flatten(before)
+    try:
+        return old, [*_tree.leaves_as(spec, after)], spec
+    except ValueError:
+        raise TypeError(
+            f"{api}: body must return a state of the structure it was given, {_tree.shown(spec)}, "
+            f"got {_tree.shown(_tree.flatten(after)[1])}"
+        ) from None

@@ -1,4 +1,4 @@
-"""What `functx.checkpoint` and `checkpoint_sequential` refuse, and their contexts (see tests/remat)."""
+"""What `functx.checkpoint` and `checkpoint_sequential` refuse, and their contexts."""
 
 import contextlib
 import functools

@@ -78,10 +78,6 @@ class TestRecompute:
             autograd(f, X[:2])
         assert operations.counts["tanh"] == calls.n == 1024 + 3755
 
-    def test_halving(self):
-        counts = count(grad, loop, X, 64, schedule="halving")
-        assert counts["tanh"] == 64 + 32 * 6
-
     def test_forward_mode_recomputes_nothing(self):
         counts = count(functx.jvp, lambda x: loop(x, 33, slots=5), (X,), (X,))
         assert counts["tanh"] == 33
@@ -195,8 +191,6 @@ class TestRefused:
             ({"slots": 0}, ValueError, "slots is 0"),
             ({"slots": 1.5}, TypeError, "slots must be an int"),
             ({"slots": 2, "steps": 497}, ValueError, "need 3 slots or more, got 2"),
-            ({"slots": 5, "schedule": "halving"}, ValueError, "need 7 slots or more"),
-            ({"schedule": "random"}, ValueError, "'binomial', 'halving'"),
             ({"steps": -1}, ValueError, "expected 0 or more"),
             ({"steps": 2.0}, TypeError, "steps must be an int"),
         ],

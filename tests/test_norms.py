@@ -1,7 +1,4 @@
-"""Second derivatives of normalisation layers, against central differences in float64."""
-
-import subprocess
-import sys
+"""Nested derivatives of normalisation layers, against central differences in float64."""
 
 import pytest
 import torch
@@ -9,11 +6,12 @@ from cases import DTYPE, numbers
 from torch.nn import functional as F
 
 import functx
-from functx._torch_norms import mend_batching_rules
+from functx import _norms
 
 X = numbers(2, 4, 3)
 ROWS = (numbers(3, start=1.0) + 1.5, numbers(3, start=2.0))
 CHANNELS = (numbers(4, start=1.0) + 1.5, numbers(4, start=2.0))
+STATISTICS = numbers(4), numbers(4).exp()
 LAYERS = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b), ROWS),
     "layer_norm of matrices": (
@@ -23,7 +21,7 @@ LAYERS = {
     "layer_norm without weight": (lambda x: F.layer_norm(x, (3,)), ()),
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), CHANNELS),
     "batch_norm in eval": (
-        lambda x, w, b: F.batch_norm(x, numbers(4), numbers(4).exp(), w, b),
+        lambda x, w, b: F.batch_norm(x, *(t.to(x.dtype) for t in STATISTICS), w, b),
         CHANNELS,
     ),
     "batch_norm without weight": (lambda x: F.batch_norm(x, None, None, training=True), ()),
@@ -74,14 +72,13 @@ WAYS = {
     "jacfwd of grad": lambda f, n: functx.jacfwd(functx.grad(f, argnums=n), argnums=n),
     "jacrev of jacfwd": lambda f, n: functx.jacrev(functx.jacfwd(f, argnums=n), argnums=n),
     "jacfwd of jacfwd": lambda f, n: functx.jacfwd(functx.jacfwd(f, argnums=n), argnums=n),
-    "hessian of torch.func": lambda f, n: torch.func.hessian(f, argnums=n),
+    "torch.func inside": lambda f, n: functx.jacrev(torch.func.jacrev(f, argnums=n), argnums=n),
 }
 
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_second_derivatives(layer, way, remat):
-    mend_batching_rules()
     f, rest = loss(layer[0]), layer[1]
     args = (X, *rest)
     numbers_of = tuple(range(len(args)))
@@ -90,6 +87,14 @@ def test_second_derivatives(layer, way, remat):
     torch.testing.assert_close(
         matrix(found, [a.numel() for a in args]), expected, rtol=1e-6, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("remat", [lambda f: f, functx.remat])
+def test_third_order_in_reverse(remat):
+    a, c = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([1.0, 2.0, 4.0])
+    f = remat(lambda s: (F.layer_norm(a * s + a**2, (3,)) * c).sum())
+    third = functx.grad(functx.grad(functx.grad(f)))(torch.tensor(0.7))
+    torch.testing.assert_close(third, torch.tensor(4.716), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("outer", ["grad", "jvp", "backward"])
@@ -120,35 +125,61 @@ def test_per_example_gradients_are_differentiable(layer, outer):
     torch.testing.assert_close(derivative(batched), derivative(looped), rtol=1e-10, atol=1e-11)
 
 
-def test_first_derivatives_are_those_of_torch_bit_by_bit():
-    """In a process of its own, before and after the rules are replaced; and nothing is printed."""
-    code = """
-import torch
-from torch.nn import functional as F
-from functx._torch_norms import mend_batching_rules
-found = []
-for _ in range(2):
-    torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w, c = torch.randn(5, 2, 4, 3), torch.rand(5, 3), torch.rand(5, 4)
-        x, w, c = (t.to(dtype) for t in (x, w, c))
-        for f, v in ((lambda x, w: F.layer_norm(x, (3,), w, w), w),
-                     (lambda x, w: F.batch_norm(x, None, None, w, w, training=True), c),
-                     (lambda x, w: F.instance_norm(x, None, None, w, w), c)):
-            for dims in ((0, 0), (0, None), (None, 0)):
-                args = [t if d == 0 else t[0] for t, d in zip((x, v), dims)]
-                g = torch.func.grad(lambda x, w: f(x, w).float().sin().sum(), argnums=(0, 1))
-                found += torch.func.vmap(g, in_dims=dims)(*args)
-    mend_batching_rules()
-half = len(found) // 2
-assert all(torch.equal(a, b) for a, b in zip(found[:half], found[half:])) and half
-"""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+PER_EXAMPLE = {
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f)),
+    "vmap(jacrev)": lambda f: functx.vmap(functx.jacrev(f)),
+    "vmap(jacfwd)": lambda f: functx.vmap(functx.jacfwd(f)),
+    "remat(vmap(grad))": lambda f: functx.remat(functx.vmap(functx.grad(f))),
+}
 
 
-def test_rules_are_replaced_once():
-    mend_batching_rules()
-    mend_batching_rules()
+@pytest.mark.parametrize("remat", [lambda f: f, functx.remat])
+@pytest.mark.parametrize("way", PER_EXAMPLE)
+def test_plain_autograd_follows_to_a_weight_of_the_closure(way, remat):
+    """Twice, as the gradient penalty of a model that is not an argument is trained."""
+    rows = torch.stack([X, X.cos()])
+
+    def derivatives(transform, remat):
+        w = ROWS[0].clone().requires_grad_()
+        f = remat(loss(lambda x: F.layer_norm(x.sin(), (3,), w)))
+        (first,) = torch.autograd.grad(transform(f)(rows).sin().sum(), w, create_graph=True)
+        return first, torch.autograd.grad(first.sin().sum(), w)[0]
+
+    def looped(f):
+        return lambda rows: torch.stack([functx.grad(f)(x) for x in rows])
+
+    expected = derivatives(looped, lambda f: f)
+    torch.testing.assert_close(derivatives(PER_EXAMPLE[way], remat), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("remat", [lambda f: f, functx.remat])
+def test_first_derivatives_are_those_of_torch_bit_by_bit(layer, dtype, remat):
+    f, args = layer[0], [t.to(dtype) for t in (torch.stack([X, X.cos()]), *layer[1])]
+
+    def gradients(transforms, f):
+        each = transforms.grad(lambda *args: f(*args).float().sin().sum(), tuple(range(len(args))))
+        return transforms.vmap(each, (0, *(None for _ in args[1:])))(*args)
+
+    for found, expected in zip(gradients(functx, remat(f)), gradients(torch.func, f)):
+        assert torch.equal(found, expected)
+
+
+def test_values_are_those_of_torch_bit_by_bit(layer):
+    args = tuple(t.float() for t in (X, *layer[1]))
+    inner = functx.vjp(lambda x: functx.vjp(layer[0], x, *args[1:])[0], args[0])[0]
+    assert torch.equal(inner, layer[0](*args))
+
+
+def test_a_single_gradient_needs_no_mode():
+    seen = []
+
+    def f(x):
+        seen.append(_norms.are_defined())
+        return x.sum()
+
+    functx.grad(f)(X)
+    with torch.no_grad():
+        functx.vmap(functx.grad(f))(X)
+    functx.grad(lambda x: functx.grad(f)(x).sum())(X)
+    assert seen == [False, False, True]

@@ -19,15 +19,15 @@ def optimum(steps, slots):
     return min(m + optimum(m, slots) + optimum(steps - m, slots - 1) for m in range(1, steps))
 
 
-def walk(steps, slots, split):
+def walk(steps, slots):
     """Steps run again, and the most regions around one step, of a schedule as it is executed."""
-    *regions, last = _schedules.chain(steps, slots, split)
+    *regions, last = _schedules.chain(steps, slots)
     assert last[0] == 1
     assert sum(m for m, _ in regions) == steps - 1
     again = deepest = 0
     for m, own in regions:
         assert own >= 1  # a region's first state is one of its slots
-        inside, depth = walk(m, own, split)
+        inside, depth = walk(m, own)
         again, deepest = again + m + inside, max(deepest, depth + 1)
     return again, deepest
 
@@ -38,26 +38,17 @@ def test_binomial_is_the_optimum(slots):
         best = _schedules.recomputed(steps, slots)
         assert best == optimum(steps, slots)
         depth = _schedules.depth(steps, slots)
-        assert walk(steps, slots, _schedules.binomial) == (best, depth)
+        assert walk(steps, slots) == (best, depth)
 
 
 def test_a_thousand_steps():
     assert _schedules.recomputed(1024, 10) == 3755
-    assert walk(1024, 10, _schedules.binomial) == (3755, 5)
-    assert walk(1024, 10, _schedules.halving) == (5120, 10)
-
-
-def test_halving_fits_its_slots():
-    for steps in range(1, 600):
-        slots = _schedules.default_slots(steps)
-        assert slots == max(1, math.ceil(math.log2(steps)))
-        walk(steps, slots, _schedules.halving)  # asserts
-        assert _schedules.least_slots(steps, _schedules.halving) == slots
+    assert walk(1024, 10) == (3755, 5)
 
 
 def test_least_slots_bound_the_depth():
     for steps in (1, 31, 32, 496, 497, 1024, 10**6):
-        slots = _schedules.least_slots(steps, _schedules.binomial)
+        slots = _schedules.least_slots(steps)
         assert _schedules.depth(steps, slots) <= _schedules.DEEPEST
         assert slots == 1 or _schedules.depth(steps, slots - 1) > _schedules.DEEPEST
 
