@@ -19,7 +19,7 @@ from functx import _torch, _torch_engine
 from functx._torch_engine import function_classes as function_classes
 
 
-def unwrap_for_backward(edges: Sequence[Any], classes: int) -> None:
+def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
     """Let the custom Functions on a tape find what they saved without dead wrappers.
 
     Args:
@@ -28,7 +28,7 @@ def unwrap_for_backward(edges: Sequence[Any], classes: int) -> None:
     """
     if function_classes() == classes:
         return  # no custom Function was applied
-    todo = [e.node if isinstance(e, _torch_engine.Edge) else e.grad_fn for e in edges if e is not None]
+    todo = [_node_of(e) for e in edges]
     seen = {None}
     while todo:
         node = todo.pop()
@@ -39,6 +39,12 @@ def unwrap_for_backward(edges: Sequence[Any], classes: int) -> None:
         made_for = getattr(node, "_forward_cls", None)
         if made_for is not None and made_for.__module__ == _torch_engine.MADE_FOR_ONE_CALL:
             _unwrap(type(node), made_for)
+
+
+def _node_of(edge: Any) -> Any:
+    if edge is None or isinstance(edge, Tensor):
+        return None if edge is None else edge.grad_fn
+    return edge.node
 
 
 def _unwrap(node: Any, function: Any) -> None:

@@ -188,14 +188,8 @@ def _advance(
 ) -> tuple[Any, Any]:
     """Some steps: a chain of regions, and a last step that is in none.
 
-    Args:
-        step: ``(carry, slices of length one) -> (carry, outputs of length one)``.
-        name: of the body, for messages.
-        reverse: whether to go through ``xs`` from its end.
-        carry: what the first step is called with.
-        xs: tensors of shape ``(steps, ...)``.
-        steps: how many.
-        slots: how many carries may be kept.
+    ``step`` takes a carry and slices of length one and returns the like, ``xs`` have the shape
+    ``(steps, ...)``, and ``reverse`` goes through them from their end.
     """
     parts = list(_schedules.chain(steps, slots))
     pieces = _pieces(xs, [m for m, _ in parts], reverse)

@@ -67,12 +67,15 @@ allow_single_level = _F.set_single_level_autograd_function_allowed
 SingleLevelFunction: Any = _SingleLevelFunction
 
 
-def function_classes() -> int:
-    """A count that grows with each custom Function applied at a level: torch numbers its classes.
+_classes = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 
-    It is read from the counter's text, ``count(7)``: ``next`` would change it.
+
+def function_classes() -> str:
+    """Changes with each custom Function applied at a level: torch makes a class, and counts it.
+
+    It is the text of the counter, ``count(7)``: ``next`` would change it.
     """
-    return int(repr(torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER)[6:-1])
+    return repr(_classes)
 
 
 MADE_FOR_ONE_CALL = "torch._functorch.autograd_function"  # the module of these classes

@@ -23,15 +23,7 @@ Body, Cond = Callable[[Any], Any], Callable[[Any], Any]
 
 
 def loop(body: Body, cond: Cond, state: Any, most: int | None, name: str) -> Any:
-    """``while cond(state): state = body(state)``, at most ``most`` times.
-
-    Args:
-        body: from state to state.
-        cond: whether to go on.
-        state: the first.
-        most: a bound, if there is one.
-        name: of the body, for messages.
-    """
+    """``while cond(state): state = body(state)``, at most ``most`` times."""
     alive, goes_on = _asked(cond(state), None)
     taken = 0
     while goes_on and (most is None or taken < most):
@@ -51,18 +43,10 @@ def _region(body: Body, cond: Cond, name: str, state: Any, alive: Any, steps: in
 def _block(
     body: Body, cond: Cond, name: str, state: Any, alive: Tensor | None, steps: int
 ) -> tuple[Any, Tensor | None, bool]:
-    """One step, and more while the condition holds, up to so many.
-
-    Args:
-        body: from state to state.
-        cond: whether to go on; it does at the start.
-        name: of the body.
-        state: the first.
-        alive: under ``vmap``, which examples go on.
-        steps: how many.
+    """One step, and more while the condition holds, which it does at the start, up to so many.
 
     Returns:
-        The last state, which examples go on, and whether the loop does.
+        The last state, under ``vmap`` which examples go on, and whether the loop does.
     """
     while steps > 1:
         half = steps // 2

@@ -84,7 +84,7 @@ def test_all_but_products():
         ~ours.save_only_these_names("a"),
         ours.dots_saveable & ours.save_only_these_names("a"),
         ours.save_smaller_than(100),
-        ours.dots_saveable | ours.save_in_modules("x"),
+        ours.dots_saveable | ours.save_smaller_than(100),
         lambda ctx, op, *args, **kwargs: True,
     ],
 )

@@ -225,7 +225,7 @@ class Writer:
     def change(self, scope: Scope) -> list:
         """Something that is not the same afterwards: a name, an attribute, a tensor."""
         kinds = ("name", "attribute", "write", "state", "rule 4")
-        kind = self.random.choices(kinds, (2, 4, 12, 1, 3))[0]
+        kind = self.random.choices(kinds, (3, 6, 15, 2, 4))[0]
         name = self.pick([n for n in scope.own if n[0] != "i"])
         if kind == "name":
             scope.writable.discard(name)
