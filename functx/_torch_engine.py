@@ -47,6 +47,7 @@ enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_
 leave_jvp = _F._jvp_decrement_nesting
 enter_jvp_nesting = _eager_transforms.enter_jvp_nesting
 exit_jvp_nesting = _eager_transforms.exit_jvp_nesting
+forward_mode, jvp_levels = fwAD, _eager_transforms  # what they count is looked at in each entry
 fwd_grad_mode = fwAD._set_fwd_grad_enabled
 fwd_grad_enabled = _C._is_fwd_grad_enabled
 set_fwd_grad_enabled = _C._set_fwd_grad_enabled

@@ -8,6 +8,7 @@ differentiates anything, the results get one node a level (`node.attach`).
 from __future__ import annotations
 
 from functools import partial
+from bisect import bisect_right
 from types import CodeType
 from typing import Any
 
@@ -144,6 +145,7 @@ def _finish(
     needed = liveness.needed(record, [*results, *parts[lowest]], held)
     del held
     region.live = record.live(needed, kept) if region.options.early_stop else None
+    region.left_out = 0 if saver is not None else _first_left_out(region)
     region.kept = saving.settled(saver, region.live)
     kept_tensors = region.kept.take()
     writes.put_before()
@@ -180,6 +182,15 @@ def _finish(
     if n:
         leaving.check_nothing_left(captures, fresh)
     return fresh[: region.n_results], further
+
+
+_NEVER = 1 << 60
+
+
+def _first_left_out(region: Region) -> int:
+    """The first call in which something is not live."""
+    at = -1 if region.live is None else region.live.find(0)
+    return _NEVER if at < 0 else bisect_right(region.starts, at) - 1
 
 
 def _taken_apart(

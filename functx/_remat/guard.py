@@ -27,17 +27,17 @@ class Noted:
         self.functorch = _torch.functorch_depth()
         self.grad = torch.is_grad_enabled()
         self.fwd = _torch.fwd_grad_enabled()
-        self.duals = _torch.dual_level()
-        self.nesting = _torch.jvp_nesting()
+        self.duals = _torch.forward_mode._current_level
+        self.nesting = _torch.jvp_levels.JVP_NESTING
         self.hooks: list[Any] = []  # saved-tensor hooks that the entry took off, outermost last
 
-    def cut_back(self) -> None:
-        """Undo what was entered since."""
-        while _torch.function_depth() > self.function:
+    def cut_back(self, functorch: int | None = None, modes: int = 0) -> None:
+        """Undo what was entered since, but for some function modes, and levels to some depth."""
+        while _torch.function_depth() > self.function + modes:
             _torch.pop_function_mode()
         while _torch.dispatch_depth() > self.dispatch:
             _torch.pop_dispatch_mode(None)
-        levels.leave_to(self.functorch)
+        levels.leave_to(self.functorch if functorch is None else functorch)
         self.settle()
         self.put_hooks_back()
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from functx import _torch_engine as _torch
 from functx._remat import levels, traced
 from functx._remat.calls import listening
-from functx._remat.guard import Noted
 from functx._remat.region import Options
 from functx._remat.replay import replay
 
@@ -37,7 +36,6 @@ def pull_back(
     n, m = len(payload.requires), len(payload.requires) + payload.n_leaves
     body = Pullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
     flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
-    noted = Noted()
     outer = listening()
     if outer is not None:
         outer.asleep = True
@@ -50,9 +48,6 @@ def pull_back(
             grads = traced.run(body, body, flat, options, f"the pullback of {payload.region.title}")
         else:
             grads = body(*flat)
-    except BaseException:
-        noted.cut_back()
-        raise
     finally:
         if outer is not None:
             outer.asleep = False

@@ -72,11 +72,13 @@ class Region:
         written: by the memory that the region wrote of its inputs, which inputs lie there.
         made: the inputs that were made of data, inside: their memory is the region's own.
         further: numbers of results that left otherwise than by return, and became results.
+        left_out: the first call in which a replay leaves something out, or hands out what is kept.
         left_behind: tensors without gradient, weakly, that the forward made.
     """
 
     __slots__ = (
-        *("body", "calls", "code", "draws", "entries", "frames", "further", "kept", "left_behind"),
+        *("body", "calls", "code", "draws", "entries", "frames", "further", "kept"),
+        *("left_behind", "left_out"),
         *("live", "made", "n_args", "n_results", "options", "settings", "slots", "starts"),
         *("title", "written"),
     )

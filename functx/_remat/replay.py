@@ -38,7 +38,8 @@ class Replayer(Listener):
         self.region, self.standins, self.rerun = region, standins, ledger
         self.strict = region.options.determinism_check != "none"
         self.wanted = dict.fromkeys(region.further)
-        self._depth = _torch.functorch_depth()
+        self._depth, self._dispatch = _torch.functorch_depth(), _torch.dispatch_depth()
+        self.watching = False
         self.n_args = region.n_args
         for number, t in enumerate(standins):
             self.know(t, -1 - number)
@@ -53,7 +54,15 @@ class Replayer(Listener):
             number = self.number_within(t)
         return (INSIDE if number is None else number), t
 
+    def watch(self) -> None:
+        """Let the ledger see what runs from now on: something is going to be left out."""
+        self.watching = True
+        _torch.push_dispatch_mode(self.rerun)
+
     def begin(self, call: Call) -> None:
+        if not self.watching and self.rerun.call >= self.region.left_out:
+            if _torch.dispatch_depth() == self._dispatch:  # the program has entered no mode
+                self.watch()
         due = self.due()
         if (
             due is None
@@ -133,11 +142,10 @@ def replay(
     attempt = partial(_attempt, region, level, values, requires, kept, wanted)
 
     def run() -> tuple[list[Any], list[Tensor]]:
-        here = Noted()
         try:
             return attempt(None if wanted is None else region.live)
         except BeginAgain:
-            here.cut_back()
+            noted.cut_back(depth, len(modes))
             if restored is not None:
                 restored.rewind()
             return attempt(None)
@@ -281,11 +289,13 @@ def _body(
     rerun.draws_again = bool(region.draws)
     standins = [*map(_own, standins)]
     replayer = Replayer(region, rerun, standins, None)
-    _torch.push_dispatch_mode(rerun)
+    if region.draws or region.left_out == 0:
+        replayer.watch()
     _torch.push_function_mode(replayer)
     results = [*map(replayer.result, region.body(*standins[: region.n_args]))]
     replayer.finish()
     _torch.pop_function_mode()
-    _torch.pop_dispatch_mode(None)
+    if replayer.watching:
+        _torch.pop_dispatch_mode(None)
     region.kept.end()
     return results + [replayer.left(number) for number in region.further], rerun

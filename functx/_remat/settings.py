@@ -19,20 +19,21 @@ from functx import _torch_engine as _torch
 _C: Any = torch._C
 
 
-def _set_deterministic(wanted: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
+def _set_deterministic(wanted: bool) -> None:
+    warn_only = _C._get_deterministic_algorithms_warn_only()
+    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
+def _set_warn_only(wanted: bool) -> None:
+    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
 
 
-def _precision() -> Any:
-    """As one word, or, where torch's newer API has set them apart, by backend."""
+def _read() -> list[Any]:
     try:
-        return _C._get_float32_matmul_precision()
-    except RuntimeError:
-        return {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
+        return [*map(call, _READ)]
+    except RuntimeError:  # torch's newer API has set precision by backend
+        by_backend = {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
+        return [*map(call, _READ[:-1]), by_backend]
 
 
 def _set_precision(wanted: Any) -> None:
@@ -50,8 +51,9 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_deterministic, _set_deterministic),
-    (_precision, _set_precision),
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (_C._get_float32_matmul_precision, _set_precision),
 ]
 _READ = [read for read, _ in _FLAGS]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -63,7 +65,7 @@ class Settings:
     __slots__ = ("casts", "device", "flags", "norms")
 
     def __init__(self) -> None:
-        self.flags = [*map(call, _READ)]
+        self.flags = _read()
         self.casts = _casts() if _torch.any_autocast() else None
         self.device = _torch.default_device() if _torch.function_depth() else None
         self.norms = _torch.function_depth() > 0 and _norms.are_defined()
