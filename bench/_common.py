@@ -88,7 +88,7 @@ class Result:
         return cls(**figures)
 
     def markdown(self) -> str:
-        """The claim, the table and the notes, for README.md."""
+        """The claim, the table and the notes, for a page."""
         lines = [self.claim, ""]
         lines.append("| " + " | ".join(column.title for column in self.columns) + " |")
         numbers = [not isinstance(self.rows[0].get(c.key), str) for c in self.columns]

@@ -1,8 +1,9 @@
 """Figures of README.md and docs/: what stands between two markers is made from a file of results.
 
-``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, ``<!-- file:PATH -->`` the
-text of a file in this repository; ``<!-- end -->`` closes either. Figures of a GPU,
-``cuda/NAME``, may not have been measured: then that is what it says.
+``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, with the keys of some columns
+behind the name one of those; ``<!-- file:PATH -->`` opens the text of a file in this repository.
+``<!-- end -->`` closes either. Figures of a GPU, ``cuda/NAME``, may not have been measured: then that
+is what it says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bench._common import RESULTS, Result
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_MEASURED = "Not measured yet."
-MARKERS = re.compile(r"<!-- (bench|file):(\S+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKERS = re.compile(r"(<!-- (bench|file):(\S+)((?: \w+)*) -->)\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -26,14 +27,23 @@ def filled(text: str) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        kind, name = match.groups()
-        if kind == "bench":
-            path = RESULTS / f"{name}.json"
-            missing = name.startswith("cuda/") and not path.exists()
-            body = NOT_MEASURED if missing else Result.read(path).markdown()
-        else:
-            lines = (ROOT / name).read_text().splitlines()
-            body = "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
-        return f"<!-- {kind}:{name} -->\n{body}\n<!-- end -->"
+        marker, kind, name, keys = match.groups()
+        body = _table(name, keys.split()) if kind == "bench" else _text(name)
+        return f"{marker}\n{body}\n<!-- end -->"
 
     return MARKERS.sub(fill, text)
+
+
+def _table(name: str, keys: list[str]) -> str:
+    path = RESULTS / f"{name}.json"
+    if name.startswith("cuda/") and not path.exists():
+        return NOT_MEASURED
+    result = Result.read(path)
+    if keys:
+        result.columns = [column for column in result.columns if column.key in keys]
+    return result.markdown()
+
+
+def _text(name: str) -> str:
+    lines = (ROOT / name).read_text().splitlines()
+    return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])

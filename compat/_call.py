@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 
 from functx import _torch
 from functx._errors import LoweringError
-from functx._torch_compiler import uncompiled
+from functx._torch.compiler import uncompiled
 from functx.compat._dlpack import borrow, give
 from functx.compat._encoding import torch_dtype_of
 from functx.compat._lowering._dtypes import to_jax_dtype
@@ -123,7 +123,7 @@ def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tens
 
 def _duals(tensors: Sequence[Tensor]) -> list[Any]:
     """Primals and tangents of tensors, some of which are duals at this level; or nothing."""
-    if _torch.forward_ad_level() < 0:
+    if _torch.dual_level() < 0:
         return []
     duals = [forward_ad.unpack_dual(t) for t in tensors]
     return duals if any(d.tangent is not None for d in duals) else []
@@ -237,8 +237,8 @@ class JaxCall(SingleLevelFunction):
         if not wanted or not any(needs):
             return (None, *(None for _ in needs))
         kept = ctx.saved_tensors
-        saved = [_torch.unwrap_if_dead(t) for t in kept]
-        given = [_torch.unwrap_if_dead(c) for c in cotangents if c is not None]
+        saved = [_torch.alive(t) for t in kept]
+        given = [_torch.alive(c) for c in cotangents if c is not None]
         inputs = saved[: len(needs)]
         again = node.residuals is None or (
             inputs[0] is kept[0] and _is_recorded([*inputs, *given])  # the level is alive
@@ -278,7 +278,7 @@ def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     """One level of vmap."""
     interpreter: Any = _torch.current_interpreter()
     level = interpreter.level()
-    values, dims = zip(*(_torch.unwrap_batched(t, level) for t in tensors))
+    values, dims = zip(*(_torch.unwrap_batch(t, level) for t in tensors))
     program = program_of(handle)
     if all(dim is None for dim in dims):
         with below_vmap():
@@ -287,7 +287,7 @@ def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     with below_vmap():
         outs = call(batched, values)
     return [
-        out if dim is None else _torch.add_batch_dim(out, dim, level)
+        out if dim is None else _torch.wrap_batch(out, dim, level)
         for out, dim in zip(outs, batched.info, strict=True)
     ]
 

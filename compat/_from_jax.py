@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from functx._torch_compiler import uncompiled
+from functx._torch.compiler import uncompiled
 from functx.compat import _inline as _inline  # to_jax learns the operator
 from functx.compat._arguments import Leaf, StaticArguments, read_leaf
 from functx.compat._call import call

@@ -22,11 +22,11 @@ from functx._plan import Plan as Plan
 from functx._plan import plan as plan
 from functx._remat import checkpoint_name as checkpoint_name
 from functx._remat import remat as remat
-from functx._sequential import remat_sequential as remat_sequential
 from functx._residuals import Residual as Residual
 from functx._residuals import Residuals as Residuals
 from functx._saved import print_saved_residuals as print_saved_residuals
 from functx._saved import saved_residuals as saved_residuals
+from functx._sequential import remat_sequential as remat_sequential
 from functx._transforms import debug_unwrap as debug_unwrap
 from functx._transforms import functional_call as functional_call
 from functx._transforms import functionalize as functionalize

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch_compiler
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._errors import RematError
 from functx._remat import checked_options, differentiating, name_of, run
+from functx._torch import compiler
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -98,7 +98,7 @@ def checkpoint(
     _check_flag("debug", debug)
     _check_flag("early_stop", early_stop)
     _check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks, optional=True)
-    overruling = _torch_compiler.checkpoint_overrules()
+    overruling = compiler.checkpoint_overrules()
     if overruling.debug is not None:
         debug = overruling.debug
     if overruling.early_stop is not None:
@@ -111,14 +111,14 @@ def checkpoint(
             "checkpoint: debug=True and a context_fn exclude each other, as in torch. Leave out "
             "one of them."
         )
-    if context_fn is not noop_context_fn and _torch_compiler.in_plain_graph():
+    if context_fn is not noop_context_fn and compiler.in_plain_graph():
         return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
         )
     policy, body = None, function
     if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
         forward, replays = _contexts(context_fn)
-        policy = _torch_compiler.selective_policy(forward)
+        policy = compiler.selective_policy(forward)
         if policy is None:
             body = _entered(function, forward, replays)
         elif respect_saved_tensors_hooks and _torch.top_saved_tensor_hooks(True) is not None:

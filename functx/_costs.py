@@ -109,7 +109,7 @@ def there_and_back(
     Returns:
         The gradients.
     """
-    if _torch.peek_interpreter_stack() is None:
+    if _torch.peek_interpreter() is None:
         leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
         outs = _differentiable(body(*leaves))
         between(outs)
@@ -175,7 +175,7 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> Block:
     ]
     tensors = fresh(given, wanted)
     seen: dict[str, int] = {}
-    start = torch.autograd._get_sequence_nr()
+    start = _torch.next_sequence_number()
     with torch.enable_grad(), no_collection(), LiveStorages() as storages:
 
         def between(outs: list[Tensor]) -> None:

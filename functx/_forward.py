@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from functx import _norms, _torch_globals, _validate
+from functx import _norms, _validate
 from functx._validate import Argnums
 
 
@@ -24,7 +24,7 @@ def jacfwd(func: Callable[..., Any], argnums: Argnums = 0, *options: Any, **name
     def jacobian(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
         _validate.check_primals([args[i] for i in positions], "jacfwd(f)(*args)")
-        _torch_globals.check_derivatives_exist("jacfwd")
+        _validate.check_derivatives_exist("jacfwd")
         with _norms.around(args):
             return transformed(*args)
 
@@ -37,6 +37,6 @@ def jvp(func: Callable[..., Any], primals: Any, *options: Any, **named: Any) -> 
     if torch.compiler.is_dynamo_compiling():
         return torch.func.jvp(func, primals, *options, **named)
     _validate.check_primals(primals, "jvp(f, primals, tangents)")
-    _torch_globals.check_derivatives_exist("jvp")
+    _validate.check_derivatives_exist("jvp")
     with _norms.around(primals):
         return torch.func.jvp(func, primals, *options, **named)

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from functx import _torch, _torch_engine
-from functx._torch_engine import function_classes as function_classes
+from functx import _torch
+from functx._torch import function_classes as function_classes
 
 
 def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
@@ -37,7 +37,7 @@ def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
         seen.add(node)
         todo += [below for below, _ in node.next_functions]
         made_for = getattr(node, "_forward_cls", None)
-        if made_for is not None and made_for.__module__ == _torch_engine.MADE_FOR_ONE_CALL:
+        if made_for is not None and made_for.__module__ == _torch.MADE_FOR_ONE_CALL:
             _unwrap(type(node), made_for)
 
 
@@ -54,5 +54,5 @@ def _unwrap(node: Any, function: Any) -> None:
 
 
 def _alive(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(_torch.unwrap_if_dead(v) if isinstance(v, Tensor) else v for v in values)
+    return tuple(_torch.alive(v) if isinstance(v, Tensor) else v for v in values)
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_compiler, _tree
+from functx import _tree
 from functx._arrays import by_primals
+from functx._torch import compiler
 from functx._transforms import vjp
 
 
 @by_primals
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     """The value of a function, and its Jacobian-vector product at that point, for many tangents.
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch_engine as _torch
-from functx import _tree
+from functx import _torch, _tree
 
 _DERIVATIVES = {_torch.TransformType.Grad, _torch.TransformType.Jvp}
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()

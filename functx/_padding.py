@@ -42,5 +42,5 @@ def _is_mapped(value: Any) -> bool:
     while isinstance(value, torch.Tensor) and _torch.is_wrapped(value):
         if _torch.is_batched(value):
             return True
-        value = _torch.get_unwrapped(value)
+        value = _torch.inner_of(value)
     return False

@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _torch_compiler
 from functx._checkpoint import checkpoint
+from functx._torch import compiler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,7 +126,7 @@ _OWN = {__name__, checkpoint.__module__, "functx._remat.call"}
 
 def patched_checkpoint(function: Any = None, *args: Any, **options: Any) -> Any:
     """What is called in place of ``torch.utils.checkpoint.checkpoint``."""
-    if _torch_compiler.in_plain_graph():
+    if compiler.in_plain_graph():
         return torch_checkpoint(function, *args, **options)
     return checkpoint(function, *args, **options)
 

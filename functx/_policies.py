@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _torch, _torch_compiler
+from functx import _torch
+from functx._torch import compiler
 
 
 class Decision(enum.Enum):
@@ -320,10 +321,10 @@ def as_contexts(policy: Policy | None) -> Any:
         names, and before torch 2.13 the outputs of operations.
     """
     if policy is None:
-        return _torch_compiler.same_numbers
+        return compiler.same_numbers
     if not policy.known_to_torch:
         return None
-    return functools.partial(_torch_compiler.same_numbers, functools.partial(_say, policy))
+    return functools.partial(compiler.same_numbers, functools.partial(_say, policy))
 
 
 def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functx._policies import Combined, Decision, OfOperation, Policy, Value
-from functx._torch_compiler import OUTPUTS_KNOWN_TO_TORCH
+from functx._torch.compiler import OUTPUTS_KNOWN_TO_TORCH
 
 
 def _packets(names: str) -> frozenset[Any]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch, _torch_fake, _tree
+from functx import _torch, _tree
 from functx._errors import RematError
 from functx._remat import Settings, is_tracked, no_regions, unseen
 
@@ -206,7 +206,7 @@ class _Recorder(TorchFunctionMode):
         self.fakes: dict[int, Tensor] = {}  # of what goes in, by number
         self._first: dict[int, int] = {}  # memory: number of operations before its first use
         self._written: list[tuple[int, int]] = []
-        self._modes = torch._C._len_torch_dispatch_stack()
+        self._modes = _torch.dispatch_depth()
         for t in [*program.values.values()]:
             self.fake(t, len(self.fakes))
 
@@ -246,7 +246,7 @@ class _Recorder(TorchFunctionMode):
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
         self.check_seed()
-        if torch._C._len_torch_dispatch_stack() > self._modes:
+        if _torch.dispatch_depth() > self._modes:
             raise self.refuse("it enters a mode that its operations run under; enter it outside")
         leaves, spec = _tree.flatten((args, kwargs))
         stand = [self._resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -256,7 +256,7 @@ class _Recorder(TorchFunctionMode):
         before = [(t, t._version) for t in stand if isinstance(t, Tensor)]
         at = len(self._program.operations)
         for t, _ in before:
-            self._first.setdefault(_torch.storage_key(t), at)
+            self._first.setdefault(_torch.storage_address(t), at)
         grad = torch.is_grad_enabled()
         new_args, new_kwargs = _tree.unflatten(spec, stand)
         out = func(*new_args, **new_kwargs)
@@ -266,27 +266,27 @@ class _Recorder(TorchFunctionMode):
                 known = self._numbers.get(id(t))
                 number = len(self._program.layouts) if known is None else known
                 gives.append(self._know(t, number))
-                self._first.setdefault(_torch.storage_key(t), at)
+                self._first.setdefault(_torch.storage_address(t), at)
         now = Settings()
         same = _flags(now) == _flags(self._program.settings)
         operation = Operation(func, refs, spec, gives, grad, None if same else now)
         self._program.operations.append(operation)
         for t, version in before:
             if t._version != version:
-                self._written.append((self._first[_torch.storage_key(t)], at + 1))
+                self._written.append((self._first[_torch.storage_address(t)], at + 1))
         return out
 
     def _resolved(self, t: Tensor) -> Tensor:
         number = self._numbers.get(id(t))
         if isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
-            if isinstance(t, _torch_fake.FakeTensor):
+            if isinstance(t, _torch.FakeTensor):
                 raise self.refuse("it calls a custom Function, whose backward no record sees")
         if number is not None:
             return self.fakes.get(number, t)
         inner = t
         while _torch.is_wrapped(inner):
-            inner = _torch.get_unwrapped(inner)
-        if isinstance(inner, _torch_fake.FakeTensor):
+            inner = _torch.inner_of(inner)
+        if isinstance(inner, _torch.FakeTensor):
             raise self.refuse(
                 "it makes tensors where no record sees it (in a transform, or an extension)"
             )
@@ -310,7 +310,7 @@ class _Recorder(TorchFunctionMode):
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Hold nothing any more; what is alive then, somebody else holds."""
         own = {id(t) for t in self.fakes.values()}
-        fakes = [t for t in self._held if isinstance(t, _torch_fake.FakeTensor)]
+        fakes = [t for t in self._held if isinstance(t, _torch.FakeTensor)]
         refs = [weakref.ref(t) for t in fakes if id(t) not in own]
         self._held.clear()
         self.fakes.clear()
@@ -336,7 +336,7 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Program:
             unseen(),
             no_regions(),
             _torch.without_dispatch_modes(),  # nothing runs that a counter should see
-            _torch_fake.FakeTensorMode(),
+            _torch.FakeTensorMode(),
         ):
             recorder = _Recorder(program, name)
             stand = [recorder.fakes[places[id(x)]] if isinstance(x, Tensor) else x for x in leaves]
@@ -346,8 +346,8 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Program:
             recorder.finish(result)
             recorder.check_seed()
     except (
-        _torch_fake.DataDependentOutputException,
-        _torch_fake.DynamicOutputShapeException,
+        _torch.DataDependentOutputException,
+        _torch.DynamicOutputShapeException,
     ) as e:
         raise recorder.refuse(f"it depends on values ({e})") from e
     finally:

@@ -19,17 +19,17 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from functx import _norms, _torch, _torch_compiler, _torch_globals, _tree, _validate
+from functx import _norms, _torch, _tree, _validate
 from functx._functions import function_classes, unwrap_for_backward
-from functx._remat.inside import made_inside, taken_in
-from functx._torch_edges import gradient_edge, pull_back
+from functx._remat import made_inside, taken_in
+from functx._torch import compiler, gradient_edge
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
 _HOOKS_NOTE = (
@@ -38,6 +38,30 @@ _HOOKS_NOTE = (
     "use functx.remat(f)(*args), or functx.checkpoint(f, *args) in place of "
     "torch.utils.checkpoint.checkpoint(f, *args)."
 )
+
+
+
+def pull_back(
+    edges: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> Sequence[torch.Tensor]:
+    """As transforms of torch.func do it, from edges; zeros for what they do not lead to."""
+    found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+    if edges and inputs:
+        with compiler.without_compiled_autograd():
+            found = torch.autograd.grad(
+                edges,
+                inputs,
+                cotangents,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
 
 
 class Pullback:
@@ -55,7 +79,7 @@ class Pullback:
         ]
         self._outputs_spec = spec
 
-    @_torch_compiler.uncompiled
+    @compiler.uncompiled
     def __call__(
         self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> Any:
@@ -86,7 +110,7 @@ class Pullback:
                 create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
             )
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
-        flat_gradients = [_torch.unwrap_if_dead(gradient) for gradient in gradients]
+        flat_gradients = [_torch.alive(gradient) for gradient in gradients]
         return _tree.unflatten(self._inputs_spec, made_inside(flat_gradients))
 
     @property
@@ -115,7 +139,7 @@ class Pullback:
 
         def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
             def hook(gradient: torch.Tensor) -> torch.Tensor:
-                receive(*made_inside([_torch.unwrap_if_dead(gradient)]))
+                receive(*made_inside([_torch.alive(gradient)]))
                 if gradient.layout is not torch.strided:
                     return torch.zeros_like(gradient)
                 # What the engine keeps to the end in its place has no memory to speak of.
@@ -188,7 +212,7 @@ def record(
         inputs are the tuple of the differentiated arguments.
     """
     _validate.check_inputs(args, argnums, api)
-    _torch_globals.check_derivatives_exist(api)
+    _validate.check_derivatives_exist(api)
     args, kwargs = taken_in(api, (args, kwargs))
     with (
         _hooks_disabled(),
@@ -200,14 +224,14 @@ def record(
         def enter(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return _torch.wrap_for_grad(_torch.unwrap_if_dead(leaf), level)
+            return _torch.wrap_grad(_torch.alive(leaf), level)
 
         made: list[torch.Tensor] = []
 
         def leave(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            value = _torch.unwrap_for_grad(leaf, level)
+            value = _torch.unwrap_grad(leaf, level)
             if value is not leaf:  # else it is of nobody here, and passed on as it is
                 made.append(value)
             return value

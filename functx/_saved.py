@@ -70,7 +70,7 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
     check_callable(f, "saved_residuals")
     if (backend := backend_of("saved_residuals", args, kwargs)) is not None:
         return Residuals(backend.saved_residuals(f, *args, **kwargs))
-    if _torch.peek_interpreter_stack() is not None:
+    if _torch.peek_interpreter() is not None:
         raise RuntimeError(
             "saved_residuals: called inside of a transform. Call it outside, on the transformed "
             "function: saved_residuals(functx.vmap(f), x)."
@@ -157,7 +157,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     storages = TracedStorages()
 
     def named(t: Tensor, name: str) -> None:
-        with torch._C.DisableTorchFunction():  # or a region would take it that the memory is read
+        with _torch.without_function_modes():  # or a region would take it that the memory is read
             for storage in storages_of(t):
                 names.setdefault(id(storage), []).append(name)
 
@@ -167,7 +167,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
             moved[id(copy)] = made
             names[id(copy)] = names.get(id(source), [])
 
-    start = torch.autograd._get_sequence_nr()
+    start = _torch.next_sequence_number()
     with on_name(named), _offload.on_offload(offloaded), storages:
         out = f(*args, **kwargs)
     results = [t for t in _tree.leaves(out) if isinstance(t, Tensor)]

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functx import _torch_compiler
 from functx._torch import (
     TorchDispatchMode,
-    get_unwrapped,
+    compiler,
+    inner_of,
     is_traceable_wrapper_subclass,
     is_wrapped,
     sparse_coo_parts,
@@ -81,7 +81,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        _torch_compiler.load()
+        compiler.load()
         self.live = 0
         self.peak = 0
         self.operations: Counter[str] = Counter()
@@ -174,7 +174,7 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:
         attributes, _ = tensor.__tensor_flatten__()
         return [getattr(tensor, name) for name in attributes]
     if is_wrapped(tensor):
-        return [get_unwrapped(tensor)]
+        return [inner_of(tensor)]
     if tensor.layout == torch.sparse_coo:
         return sparse_coo_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

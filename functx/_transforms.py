@@ -21,10 +21,10 @@ from torch.func import (
     stack_module_state,
 )
 
-from functx import _forward, _jacobian, _torch_compiler, _tree, _validate
+from functx import _forward, _jacobian, _remat, _tree, _validate
 from functx._arrays import backend_of, by_arguments, by_primals
 from functx._pullback import record
-from functx._remat import inside
+from functx._torch import compiler
 from functx._validate import Argnums
 from functx._vmap import vmap_by_keys
 
@@ -52,12 +52,12 @@ __all__ = [
 ]
 
 
-vmap = by_arguments(inside.by_arguments(vmap_by_keys))
-jacfwd = by_arguments(inside.by_arguments(_forward.jacfwd))
-jvp = by_primals(inside.by_primals(_forward.jvp))
+vmap = by_arguments(_remat.by_arguments(vmap_by_keys))
+jacfwd = by_arguments(_remat.by_arguments(_forward.jacfwd))
+jvp = by_primals(_remat.by_primals(_forward.jvp))
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def grad(
     return gradient
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def grad_and_value(
     return gradient_and_value
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def value_and_grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def value_and_grad(
     return value_and_gradient
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The output of a function, and its pullback: vector-Jacobian products.
 
@@ -228,7 +228,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return (output, pullback, aux) if has_aux else (output, pullback)
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def jacrev(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -296,7 +296,7 @@ def jacrev(
     return jacobian
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.
 
@@ -373,4 +373,4 @@ def _named_after(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     And hidden from ``torch.compile``, which would trace half of it.
     """
     wraps = functools.wraps(func, updated=())
-    return lambda wrapper: _torch_compiler.uncompiled(wraps(wrapper))
+    return lambda wrapper: compiler.uncompiled(wraps(wrapper))

@@ -8,6 +8,7 @@ called, ``argnums`` of a wrong type) raises there, not at the first call.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from functx import _tree
+from functx import _torch, _tree
 
 Argnums = int | tuple[int, ...]
 
@@ -209,3 +210,19 @@ def describe(value: Any) -> str:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_derivatives_exist(api: str) -> None:
+    """Raises ``RuntimeError`` where torch would say without an error that a derivative is zero."""
+    if torch.is_inference_mode_enabled() and _inference_hides_derivatives():
+        raise RuntimeError(
+            f"{api}: in torch.inference_mode, torch {torch.__version__} gives zeros for "
+            "derivatives. Leave it, or use torch.no_grad()."
+        )
+
+
+@functools.cache
+def _inference_hides_derivatives() -> bool:
+    """Whether derivatives are zero in inference mode, as before torch 2.13."""
+    with _torch.cleared_interpreter_stack(), _torch.without_modes(), torch.inference_mode():
+        return not torch.func.grad(torch.sin)(torch.zeros(()))

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
-from functx import _tree
+from functx import _torch, _tree
 from functx._remat import Options, run
 from functx._validate import describe
 

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from not_yet import NOT_YET
 
 from functx._remat import ledger
 
@@ -64,17 +63,3 @@ def no_hooks():
     """Run the test only where any saved-tensor hook raises: for large generated tests."""
     with torch.autograd.graph.disable_saved_tensors_hooks("functx uses no hooks"):
         yield
-
-
-def pytest_collection_modifyitems(items):
-    """Mark what functx does not do yet."""
-    for item in items:
-        for part, reason in NOT_YET.items():
-            if part in item.nodeid:
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-
-
-@pytest.fixture
-def forgotten(monkeypatch):
-    """What other tests ran is not known."""
-    monkeypatch.setattr(_known_runs, "_sightings", {})

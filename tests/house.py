@@ -20,27 +20,14 @@ def sources() -> dict[str, Path]:
     return found
 
 
-def imports(source: str, package: str = "") -> Iterator[str]:
-    """Dotted names that ``source`` imports, wherever it does, but for the type checker only.
-
-    ``from a import b`` gives ``a.b``: whether ``b`` is a module is for the reader to say.
-    """
-    tree = ast.parse(source)
-    skipped = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped |= {id(inner) for branch in node.body for inner in ast.walk(branch)}
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+def imports(source: str) -> Iterator[str]:
+    """Dotted names that ``source`` imports, wherever it does: ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            assert not node.level, "an import is absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def is_private(name: str) -> bool:
@@ -54,14 +41,26 @@ def private_names(source: str, library: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             chain = ast.unparse(node)
-            if chain.startswith(f"{library}.") and chain.replace(".", "").isidentifier():
+            if chain.startswith(f"{library}.") and not chain.startswith(f"{library}.ops."):
                 found.add(chain)
     return {name for name in found if is_private(name)}
 
 
+def private_attributes(source: str) -> set[str]:
+    """Private attributes that ``source`` reads of whatever has them: ``node._sequence_nr``."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and is_private(node.attr)
+        and not ast.unparse(node).startswith("torch.ops.")
+    }
+
+
 def own_names(source: str) -> set[str]:
     """Private names that ``source`` gives to something."""
-    names = set()
+    names: set[str | None] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
@@ -70,67 +69,5 @@ def own_names(source: str) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[-1])
-    return {name for name in names if name.startswith("_")}
-
-
-def foreign_private_attributes(source: str, own: set[str]) -> set[str]:
-    """Private attributes that ``source`` reads and nothing of ours defines: ``node._sequence_nr``.
-
-    Args:
-        source: The text of one module.
-        own: Private names that our modules define.
-    """
-    named_tuple = {"_replace", "_asdict", "_fields", "_make"}
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.endswith("__")
-        and not node.attr.startswith("_functx")
-        and node.attr not in own | named_tuple
-    }
-
-
-def layer_of(module: str, layers: list[tuple[str, ...]]) -> int:
-    """The layer of a module: that of the longest entry which is it or a package around it."""
-    matches = [
-        (len(entry), level)
-        for level, entries in enumerate(layers)
-        for entry in entries
-        if module == entry or module.startswith(entry + ".")
-    ]
-    if not matches:
-        raise LookupError(f"{module} is in no layer: add it to LAYERS in tests/test_house.py")
-    return max(matches)[1]
-
-
-def resolve(name: str, modules: set[str]) -> str | None:
-    """The module of ours that an imported dotted name is in, or None for another library's."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in modules:
-            return ".".join(parts[:end])
-    return None
-
-
-def upward_imports(
-    sources: dict[str, str], layers: list[tuple[str, ...]], packages: set[str]
-) -> list[str]:
-    """Imports of a module in a higher layer, as ``importer -> imported``.
-
-    Args:
-        sources: Text by module name.
-        layers: Module or package names, lowest layer first.
-        packages: Those of the modules that are packages.
-    """
-    found = []
-    for module, source in sources.items():
-        package = module if module in packages else module.rpartition(".")[0]
-        level = layer_of(module, layers)
-        for name in imports(source, package):
-            target = resolve(name, set(sources))
-            if target and target != module and layer_of(target, layers) > level:
-                found.append(f"{module} -> {target}")
-    return found
+            names.add(node.asname or node.name.split(".")[-1])
+    return {name for name in names if name and name.startswith("_")}

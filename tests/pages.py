@@ -9,14 +9,16 @@ import io
 import os
 import re
 import sys
+import types
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 
 
-def program(page):
-    """The python of a page."""
-    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+def blocks(text):
+    """The python blocks of a text."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def pictures(page):
@@ -24,47 +26,39 @@ def pictures(page):
     return re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
 
 
-def run(page, folder):
-    """Run a page in a folder, in which its pictures are left; returns its names."""
-    folder = Path(folder)
-    (folder / "pictures").mkdir(exist_ok=True)
-    names = {"__name__": page.stem}
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        exec(compile(program(page), str(page), "exec"), names)
-    finally:
-        os.chdir(before)
-    return names
-
-
-def printouts(page, folder):
-    """Run a page in a folder; what each of its blocks prints that prints anything."""
-    names, texts, start = {"__name__": page.stem}, [], 0
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile("\n" * start + block, f"{page.stem}.py", "exec"), names)
-            texts += [out.getvalue()] if out.getvalue() else []
-            start += block.count("\n")
-    finally:
-        os.chdir(before)
-    return texts
+def links(page):
+    """The files that a page links to."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
 
 
 def quoted(page):
     """The files that a page quotes, in order."""
-    found = re.findall(r"<!-- file:(\S+) -->", page.read_text())
-    return [DOCS.parent / name for name in found]
+    return [ROOT / name for name in re.findall(r"<!-- file:(\S+) -->", page.read_text())]
+
+
+def run(text, name, folder):
+    """Run the blocks of a text in a folder, as a module; returns what each prints that prints."""
+    module = sys.modules[name] = types.ModuleType(name)
+    printed, lines, before = [], 0, Path.cwd()
+    (Path(folder) / "pictures").mkdir(exist_ok=True)
+    os.chdir(folder)
+    try:
+        for block in blocks(text):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile("\n" * lines + block, f"{name}.py", "exec"), vars(module))
+            printed += [out.getvalue()] if out.getvalue() else []
+            lines += block.count("\n")
+    finally:
+        os.chdir(before)
+        del sys.modules[name]
+    return printed
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        page = Path(name).resolve()
-        if page.stem == "insight":
-            for path, text in zip(quoted(page), printouts(page, DOCS / "pictures"), strict=True):
-                path.write_text(text)
-        else:
-            run(page, DOCS)
+    for argument in sys.argv[1:]:
+        page = Path(argument).resolve()
+        is_insight = page.stem == "insight"
+        printed = run(page.read_text(), page.stem, DOCS / "pictures" if is_insight else DOCS)
+        for path, text in zip(quoted(page), printed, strict=False):
+            path.write_text(text)

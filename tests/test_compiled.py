@@ -11,7 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import functx
 from functx._policies import as_contexts
-from functx._torch_compiler import OUTPUTS_KNOWN_TO_TORCH
+from functx._torch.compiler import OUTPUTS_KNOWN_TO_TORCH
 
 WEIGHTS = [numbers(4, 4, start=float(i)) for i in range(8)]
 X = numbers(16, 4)

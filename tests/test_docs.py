@@ -1,6 +1,6 @@
 """Every example runs: doctests of the public modules, and the code in README.md.
 
-And what README.md quotes is what the benches and the demo wrote.
+And what the pages quote is what the benches and the demo wrote.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-import os
 import re
 import sys
 
 import house
+import pages
 import pytest
 
 sys.path.insert(0, str(house.ROOT))
@@ -20,7 +20,7 @@ sys.path.insert(0, str(house.ROOT))
 from bench import _readme
 from bench._common import RESULTS, Column, Result
 
-README = (house.ROOT / "README.md").read_text()
+README = house.ROOT / "README.md"
 MODULES = [name for name, path in house.sources().items() if ">>> " in path.read_text()]
 
 
@@ -33,14 +33,14 @@ def test_doctests(module):
     assert not failed
 
 
-def test_readme_examples_run(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("jax")
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 3
-    monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks), "README.md", "exec"), {"__name__": "readme"})
-    assert os.path.getsize("live.png") > 0
-    assert "bytes" in capsys.readouterr().out
+def test_readme_examples_run(tmp_path):
+    assert len(pages.blocks(README.read_text())) >= 3
+    assert "bytes" in pages.run(README.read_text(), "readme", tmp_path)[-1]
+
+
+def test_readme_and_the_engine_page_are_short():
+    assert README.stat().st_size <= 10_240
+    assert (house.ROOT / "docs" / "engine.md").stat().st_size <= 9_000
 
 
 @pytest.mark.parametrize("page", _readme.PAGES, ids=lambda page: page.name)
@@ -49,23 +49,34 @@ def test_pages_quote_what_was_measured(page):
 
 
 def test_every_bench_is_quoted():
-    pages = "".join(page.read_text() for page in _readme.PAGES)
+    text = "".join(page.read_text() for page in _readme.PAGES)
     for path in RESULTS.glob("*.json"):
-        assert f"<!-- bench:{path.stem} -->" in pages
+        assert f"<!-- bench:{path.stem} -->" in text
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
-def test_readme_links_exist(link):
-    assert (house.ROOT / link).exists()
+@pytest.mark.parametrize("page", _readme.PAGES, ids=lambda page: page.name)
+def test_links_exist(page):
+    assert [link for link in pages.links(page) if not link.exists()] == []
+
+
+def test_the_engine_page_has_each_file_of_the_engine():
+    text = (house.ROOT / "docs" / "engine.md").read_text()
+    for path in (house.ROOT / "functx" / "_remat").glob("[a-z]*.py"):
+        assert f"`{path.stem}`" in text
 
 
 def test_a_stale_number_is_seen():
-    stale, count = re.subn(r"\d+\.\d", "0.0", README)
+    stale, count = re.subn(r"\d+\.\d", "0.0", README.read_text())
     assert count
     assert _readme.filled(stale) != stale
 
 
-def test_the_demo_that_the_readme_shows_kept_its_promises():
+def test_a_page_may_show_some_columns_of_a_table():
+    text = "<!-- bench:deep_network library activations -->\n<!-- end -->"
+    assert "| library | peak, activations |" in _readme.filled(text)
+
+
+def test_the_demo_that_the_pages_show_kept_its_promises():
     figures = json.loads((house.ROOT / "docs" / "demo" / "figures.json").read_text())
     assert figures["training"]["accuracy"] > 0.9
     assert figures["peak_ratio"] >= 3

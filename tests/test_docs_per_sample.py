@@ -9,7 +9,7 @@ PAGES = ["dp_sgd", "flow_matching", "influence", "laplace", "ntk"]
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_are_whole(name):
     page = pages.DOCS / f"{name}.md"
-    compile(pages.program(page), str(page), "exec")
+    compile("\n".join(pages.blocks(page.read_text())), str(page), "exec")
     assert pages.pictures(page)
     for picture in pages.pictures(page):
         assert (pages.DOCS / picture).stat().st_size > 0
@@ -22,6 +22,6 @@ def test_pages_run(name, tmp_path):
     if name == "dp_sgd":
         pytest.importorskip("opacus", reason="the page is about Opacus's accountant")
     page = pages.DOCS / f"{name}.md"
-    pages.run(page, tmp_path)  # with the page's own assertions
+    pages.run(page.read_text(), name, tmp_path)  # with the page's own assertions
     for picture in pages.pictures(page):
         assert (tmp_path / picture).stat().st_size > 0

@@ -2,11 +2,11 @@
 
 import re
 
-import house
 import matplotlib
+import pages
 import pytest
 
-TEXT = (house.ROOT / "docs" / "tutorials.md").read_text()
+TEXT = (pages.DOCS / "tutorials.md").read_text()
 SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TEXT, re.DOTALL))
 
 
@@ -17,13 +17,11 @@ def test_there_is_one_for_each_usual_tutorial():
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_section(title, tmp_path, monkeypatch):
+def test_section(title, tmp_path):
     if "transformers" in SECTIONS[title]:
         pytest.importorskip("transformers")
     matplotlib.use("agg")
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.DOTALL)
-    assert blocks
-    exec(compile("\n".join(blocks), title, "exec"), {"__name__": "tutorial"})
+    assert pages.blocks(SECTIONS[title])
+    pages.run(SECTIONS[title], "tutorial", tmp_path)
     if "savefig" in SECTIONS[title]:
         assert (tmp_path / "sweep.png").stat().st_size > 0

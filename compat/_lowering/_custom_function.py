@@ -81,7 +81,7 @@ class CustomFunction(torch.nn.Module):
 
 def custom_function(function: CustomFunction, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The target of a custom Function's node; when its graph is traced again, it stays a node."""
-    if engine.peek_interpreter_stack() is not None:
+    if engine.peek_interpreter() is not None:
         return _functionalized(function, operands)
     mode = engine.proxy_mode()
     if mode is None:
@@ -102,12 +102,12 @@ def _functionalized(
         if not engine.is_functional(t):
             return t
         engine.sync(t)
-        return engine.unwrap_functional_tensor(t, views)
+        return engine.unwrap_functional(t, views)
 
     bare = [inside(t) for t in operands]
     with interpreter.lower():
         results = custom_function(function, *bare)
-    return tuple(engine.wrap_functional_tensor(r, interpreter.level()) for r in results)
+    return tuple(engine.wrap_functional(r, interpreter.level()) for r in results)
 
 
 def emit(

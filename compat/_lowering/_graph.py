@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from functx.compat._lowering._custom_function import CustomFunction
 
+
 def attribute(node: Node) -> Any:
     """What a ``get_attr`` node gets."""
     value: Any = node.graph.owning_module

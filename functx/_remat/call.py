@@ -11,16 +11,16 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _torch_compiler, _tree
-from functx import _torch_engine as _torch
+from functx import _torch, _tree
 from functx._arrays import backend_of
 from functx._remat import arguments, cells, departures, distributed, levels, observers, traced
 from functx._remat.region import Options
+from functx._torch import compiler
 
 
 def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """``f(*args, **kwargs)``, as a region where anything may be differentiated."""
-    if _torch_compiler.in_plain_graph():
+    if compiler.in_plain_graph():
         # The compiler recomputes by its partitioner; it knows no transforms.
         if torch.compiler.is_exporting():
             return f(*args, **kwargs)
@@ -31,7 +31,7 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
     return _run(f, args, kwargs, options)
 
 
-@_torch_compiler.uncompiled
+@compiler.uncompiled
 def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     if (backend := backend_of("remat", args, kwargs)) is not None:
         if options.budget is not None:

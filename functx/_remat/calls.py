@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import levels, saving
 from functx._remat.ledger import Ledger
 from functx._remat.names import kept_copy, named
@@ -46,8 +46,8 @@ LOOKS = {
     *(Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
-    *(torch._C._set_grad_enabled, torch.is_grad_enabled, Tensor.output_nr.__get__),
-    *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset),
+    *(_torch.set_grad_enabled, torch.is_grad_enabled, Tensor.output_nr.__get__),
+    *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),
 }
 # Hangs something on a tensor, where it requires grad, say; nothing is computed.
 HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import departures, distributed, examples, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
 from functx._remat.ledger import Record

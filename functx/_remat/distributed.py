@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._errors import RematError
 from functx._remat.operators import storage_of
 

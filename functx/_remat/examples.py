@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._policies import Value
 from functx._policy_kinds import is_dot
 from functx._remat import levels
@@ -35,7 +34,7 @@ def expect(savers: Sequence[Any], func: Any, args: Any, kwargs: Any) -> None:
             value.memo = {}
 
 
-class _Example(TorchDispatchMode):
+class _Example(_torch.TorchDispatchMode):
     """Writes down what runs on the meta device."""
 
     def __init__(self) -> None:

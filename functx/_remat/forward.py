@@ -7,15 +7,15 @@ differentiates anything, the results get one node a level (`node.attach`).
 
 from __future__ import annotations
 
-from functools import partial
 from bisect import bisect_right
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import leaving, levels, liveness, node, saving
 from functx._remat.calls import Body, Listener, listening
 from functx._remat.captures import Captures

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 
 
 def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generator:

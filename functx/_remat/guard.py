@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import levels
 
 

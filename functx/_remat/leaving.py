@@ -6,10 +6,11 @@ import gc
 
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._errors import RematError
 from functx._remat import departures
 from functx._remat.captures import Captures, tape_of
+
 
 def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int, Tensor]]:
     """At the base level, what requires grad and is alive: further results, off the tape.

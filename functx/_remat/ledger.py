@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from functx import _torch
 from functx._remat.generators import Draws, generator_of
 from functx._remat.operators import (
     ALWAYS,
@@ -39,7 +39,7 @@ Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
 Entry = tuple[Any, str, list[int], list[int], Layout]
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(_torch.TorchDispatchMode):
     """A dispatch mode that knows which of the user's calls runs.
 
     Attributes:

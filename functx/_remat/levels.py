@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import repeat, starmap
 from typing import Any, TypeVar
 
-import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._errors import RematError
-from functx._torch_engine import level_of
+from functx._torch import level_of
 
 GRAD, VMAP, JVP, FUNCTIONALIZE = "grad", "vmap", "jvp", "functionalize"
 _KINDS = {

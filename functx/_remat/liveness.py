@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import levels
 from functx._remat.ledger import Record
 from functx._remat.operators import storage_of

@@ -12,10 +12,10 @@ import functools
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from functx import _torch_modules
 from functx._errors import not_initialized
 from functx._remat.call import run
 from functx._remat.region import Options
@@ -137,7 +137,7 @@ def _rebuild(original: type, options: Options) -> Any:
 def remat_module(module: nn.Module, options: Options) -> nn.Module:
     """A module that does what ``module`` does, as a region, over the same state."""
     original = type(module)
-    if _torch_modules.is_scripted(module):
+    if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"remat: {original.__name__} is TorchScript, whose forward is not Python's and can't "
             "be made into a region. Call it in one: functx.remat(lambda x: module(x)), or "

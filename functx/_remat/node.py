@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import departures, levels, observers, pullback
 from functx._remat.region import Region
 

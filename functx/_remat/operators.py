@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 
 aten = torch.ops.aten
 # What an operation is to the ledger. New memory can be left out, and a write to memory that the
@@ -42,6 +42,7 @@ _HIDDEN_WRITES = {
     aten.cudnn_batch_norm.default: (3, 4),
     aten.miopen_batch_norm.default: (3, 4),
 }
+_TRAINING = 5  # which of their arguments says whether they do
 
 
 class Operator:
@@ -136,6 +137,8 @@ def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
 
 def written_by(operator: Operator, args: Any, kwargs: Any) -> list[int]:
     """The memory that an operation is about to write."""
+    if operator.overload in _HIDDEN_WRITES and not args[_TRAINING]:
+        return []
     written: list[Tensor] = []
     arguments = operator.overload._schema.arguments
     for i in operator.writes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import levels, traced
 from functx._remat.calls import listening
 from functx._remat.region import Options

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._remat import levels
 from functx._remat.operators import storage_of
 

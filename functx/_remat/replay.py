@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, listening, same_others

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._policies import Decision, Everything, Policy, Value
 from functx._remat import examples, levels
 from functx._remat.kept import NOTHING, Keeping, Kept

@@ -7,55 +7,13 @@ with it off is no region.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import call
 from typing import Any
 
 import torch
 
-from functx import _norms
-from functx import _torch_engine as _torch
+from functx import _norms, _torch
+from functx._torch import flags
 
-_C: Any = torch._C
-
-
-def _set_deterministic(wanted: bool) -> None:
-    warn_only = _C._get_deterministic_algorithms_warn_only()
-    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
-
-
-def _set_warn_only(wanted: bool) -> None:
-    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
-
-
-def _read() -> list[Any]:
-    try:
-        return [*map(call, _READ)]
-    except RuntimeError:  # torch's newer API has set precision by backend
-        by_backend = {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
-        return [*map(call, _READ[:-1]), by_backend]
-
-
-def _set_precision(wanted: Any) -> None:
-    if isinstance(wanted, str):
-        torch.set_float32_matmul_precision(wanted)
-        return
-    for backend, precision in wanted.items():
-        _C._set_fp32_precision_setter(backend, "matmul", precision)
-
-
-_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_C._get_deterministic_algorithms, _set_deterministic),
-    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
-    (_C._get_float32_matmul_precision, _set_precision),
-]
-_READ = [read for read, _ in _FLAGS]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -65,7 +23,7 @@ class Settings:
     __slots__ = ("casts", "device", "flags", "norms")
 
     def __init__(self) -> None:
-        self.flags = _read()
+        self.flags = flags.read()
         self.casts = _casts() if _torch.any_autocast() else None
         self.device = _torch.default_device() if _torch.function_depth() else None
         self.norms = _torch.function_depth() > 0 and _norms.are_defined()
@@ -82,7 +40,7 @@ class Settings:
     def put(self, now: Settings) -> None:
         """Set what was set here, where ``now`` is."""
         if self.flags != now.flags:
-            for (_, write), wanted, value in zip(_FLAGS, self.flags, now.flags):
+            for (_, write), wanted, value in zip(flags.FLAGS, self.flags, now.flags):
                 if wanted != value:
                     write(wanted)
         if self.casts != now.casts:

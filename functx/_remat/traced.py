@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import has_preserved_node_meta
 
-from functx import _torch_engine as _torch
+from functx import _torch
 from functx._policies import Everything
 from functx._remat import captures, departures, forward, levels, writes
 from functx._remat.calls import Body, listening
@@ -58,8 +57,8 @@ def keep_regions() -> Iterator[None]:
 
 
 def keeping() -> bool:
-    """Whether a graph is traced that is to keep its regions."""
-    return _keeping.traces > 0 and _torch.infra_mode(_torch.PROXY) is not None
+    """Whether a graph is traced on this thread that is to keep its regions."""
+    return _keeping.traces > 0
 
 
 def batch_being_traced() -> int:
@@ -114,7 +113,7 @@ def run(
     code: CodeType | None = None,
 ) -> list[Tensor]:
     """`forward.run`; as a node of its graph in a trace that keeps regions."""
-    if not keeping():
+    if not keeping() or _torch.infra_mode(_torch.PROXY) is None:
         return forward.run(body, again, tensors, options, title, code)
     mode = _torch.unset_mode(_torch.PROXY)
     try:
@@ -153,7 +152,7 @@ class Trace:
 
     def knows(self, t: Tensor) -> bool:
         """Whether ``t`` is a value of the graph, or a constant: nothing else is made outside."""
-        return not isinstance(t, FakeTensor) or self.mode.tracer.unwrap_proxy(t) is not t
+        return not isinstance(t, _torch.FakeTensor) or self.mode.tracer.unwrap_proxy(t) is not t
 
     def captures(self, *args: Any) -> captures.Captures:
         """The listener of the first run."""

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _torch_compiler, _tree
+from functx import _torch, _tree
 from functx._functions import function_classes
+from functx._torch import compiler
 from functx.per_sample._batch import Batch
 from functx.per_sample._failure import is_out_of_memory, outside
 
@@ -62,7 +63,7 @@ class Compiled:
         size = self._sizes.setdefault(signature, self._chunk_size or batch.size)
         if self._gave_up or batch.size != size or size == 1 or loss.randomness != "error":
             return False
-        if _torch.transforming() or _torch.dispatch_mode_depth() or _torch.forward_ad_level() >= 0:
+        if _torch.transforming() or _torch.dispatch_depth() or _torch.dual_level() >= 0:
             return False
         leaves = (leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
         return not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves)
@@ -79,9 +80,9 @@ class Compiled:
             return None if self._gave_up else self._rows(loss, batch, eager)
 
     def _rows(self, loss: Any, batch: Batch, eager: Eager) -> tuple[Any, Any, list[Any]] | None:
-        before = _torch_compiler.graphs_compiled()
+        before = compiler.graphs_compiled()
         try:
-            with _torch_compiler.hooks_guarded():
+            with compiler.hooks_guarded():
                 gradients, (value, aux) = self._function(loss, batch)(batch.args(), batch.kwargs)
         except Exception as error:  # whatever the compiler stumbles over
             if is_out_of_memory(error):
@@ -90,7 +91,7 @@ class Compiled:
             cause = f"{type(error).__name__}: {' '.join(lines[:3])}"
         else:
             rows = _tree.leaves(gradients)
-            if _torch_compiler.graphs_compiled() == before:
+            if compiler.graphs_compiled() == before:
                 return value, aux, rows
             found = _differs(loss, (value, aux), rows, eager)
             if found is None:
@@ -104,12 +105,12 @@ class Compiled:
     @contextmanager
     def _checking(self, loss: Any, batch: Batch) -> Iterator[None]:
         """Forget the graphs of a call that raised, if it made any: they were not checked."""
-        key, before = self._key(loss, batch), _torch_compiler.graphs_compiled()
+        key, before = self._key(loss, batch), compiler.graphs_compiled()
         new = key not in self._functions
         try:
             yield
         except BaseException:
-            if new or _torch_compiler.graphs_compiled() != before:
+            if new or compiler.graphs_compiled() != before:
                 self._functions.pop(key, None)
                 if all(signature != key[0] for signature, *_ in self._functions):
                     self._sizes.pop(key[0], None)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from functx import _torch_modules, _tree
+from functx import _torch, _tree
 
 Params = dict[str, torch.Tensor]
 
@@ -127,7 +127,7 @@ def check_module(module: nn.Module) -> None:
                 "process_group"
             )
         # Also the synchronised and lazy ones; instance normalisation is no subclass.
-        if not isinstance(part, _torch_modules.BatchNorm):
+        if not isinstance(part, _torch.BatchNorm):
             continue
         if part.training or part.running_mean is None:
             mode = "in training mode" if part.training else "without running statistics"

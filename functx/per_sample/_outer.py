@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _torch_operators
+from functx import _torch
 from functx._remat import on_replay
 from functx.per_sample._factors import Dense, OneHot, Term, product, without, worth
 
 aten = torch.ops.aten
 _RESHAPES = {
     aten.view.default,
-    _torch_operators.unsafe_view,
+    _torch.unsafe_view,
     aten.reshape.default,
     aten.unsqueeze.default,
     aten.squeeze.default,
@@ -203,7 +203,7 @@ class KeepFactors(_torch.TorchDispatchMode):
         for factor in found.value.terms[0]:
             values = factor.values if isinstance(factor, Dense) else factor.index
             reference = _torch.StorageWeakRef(values.untyped_storage())
-            self._factors[_torch.storage_key(values)] = reference
+            self._factors[_torch.storage_address(values)] = reference
         return found
 
     @contextmanager
@@ -225,7 +225,7 @@ class KeepFactors(_torch.TorchDispatchMode):
         for arg in args:
             if type(arg) in (Outer, Row) or not isinstance(arg, torch.Tensor):
                 continue
-            if _torch.storage_key(arg) in self._factors:
+            if _torch.storage_address(arg) in self._factors:
                 raise WrittenTo("a factor of a gradient is written to in place")
 
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> Outer | None:
@@ -273,7 +273,7 @@ class KeepFactors(_torch.TorchDispatchMode):
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    return _torch_operators.is_mutable(func)
+    return _torch.is_mutable(func)
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
@@ -288,7 +288,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         zeroes = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)
         if zeroes and one.zero():
             return one
-        if _torch_operators.is_mutable(func):
+        if _torch.is_mutable(func):
             func(one.dense(), *_products(args[1:]), **_products(kwargs))
             return one
     if isinstance(one, Outer):
@@ -296,7 +296,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             found = _followed(func, one, args)
             if found is not None:
                 return found
-        if _torch_operators.is_mutable(func):
+        if _torch.is_mutable(func):
             return _written(func, one, args, kwargs)
     return func(*_products(args), **_products(kwargs))
 

@@ -157,7 +157,7 @@ def _pull_one(
     """As `pull`, for one example, as it is."""
     args = batch.one(0)
     with _random.allowed(loss.randomness, first=batch.start == 0):
-        followed = torch.is_grad_enabled() or _torch.forward_ad_level() >= 0
+        followed = torch.is_grad_enabled() or _torch.dual_level() >= 0
         if followed or torch.is_inference_mode_enabled():
             value, aux, pullback = _record(loss, args, batch.kwargs)
         else:
@@ -277,8 +277,8 @@ def _factored(rows: torch.Tensor) -> torch.Tensor | Factored:
 
 def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
     """The gradients of all examples, ``(c, *leaf.shape)``, from that which ``vmap`` maps."""
-    if _torch.is_batched(gradient) and _torch.wrapper_level(gradient) == level:
-        value, dim = _torch.unwrap_batched(gradient, level)
+    if _torch.is_batched(gradient) and _torch.level_of(gradient) == level:
+        value, dim = _torch.unwrap_batch(gradient, level)
         assert dim is not None
         return value.movedim(dim, 0) if dim else value
     return gradient.expand(size, *gradient.shape)  # no example is in it: the same for all

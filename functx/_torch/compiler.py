@@ -1,9 +1,9 @@
-"""Private torch API of the compiler and of ``torch.utils.checkpoint``: part of `functx._torch`."""
+"""Private torch API of the compiler and of ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +13,6 @@ import torch
 from torch.utils import checkpoint as _checkpoint
 
 from functx import _torch
-from functx._torch import default_generators
 
 _eval_frame = torch._C._dynamo.eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,34 +40,6 @@ def load() -> None:
     importlib.import_module("torch._dynamo")
 
 
-_COMPILER = "torch._dynamo.eval_frame"
-_stance: Any = None
-_eager: list[Any] = []
-
-
-def stay_eager() -> None:
-    """Until `compile_again`, functions made by ``torch.compile`` run in eager.
-
-    As under ``torch.compiler.set_stance("force_eager")``. Under a dispatch mode they would as well,
-    but also ever after, and those made with ``fullgraph=True`` would raise.
-    """
-    global _stance
-    compiler: Any = sys.modules.get(_COMPILER)
-    if hasattr(compiler, "_stance"):
-        _stance = compiler._stance
-        if not _eager:
-            _eager.append(compiler.DynamoStance("force_eager"))
-        compiler._stance = _eager[0]
-
-
-def compile_again() -> None:
-    """End `stay_eager`."""
-    global _stance
-    if _stance is not None:
-        compiler: Any = sys.modules[_COMPILER]
-        compiler._stance, _stance = _stance, None
-
-
 def graphs_compiled() -> int:
     """How many graphs were made so far: a call before which there were fewer has made one."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")
@@ -89,31 +60,9 @@ def in_plain_graph() -> bool:
     )
 
 
-# --- torch.utils.checkpoint --------------------------------------------------------------------
-
-
-# As torch made it, if nobody replaced it before functx was imported.
-checkpoint_module = _checkpoint
-public_torch_checkpoint = _checkpoint.checkpoint
-
-
-def torch_checkpoint() -> Any:
-    """Torch's own ``checkpoint``, under what hides it from the compiler."""
-    function = inspect.unwrap(public_torch_checkpoint)
-    code = getattr(function, "__code__", None)
-    if getattr(function, "__globals__", None) is not vars(_checkpoint) or code is None:
-        raise RuntimeError(
-            f"functx: torch.utils.checkpoint.checkpoint had been replaced by {function!r} when "
-            "functx was imported. Import functx before whatever replaces it."
-        )
-    return function
-
-
-def of_the_compiler(function: Any) -> bool:
-    """Whether a function given to ``checkpoint`` is a graph of ``torch.compile``."""
-    return getattr(function, "__module__", None) == "torch._higher_order_ops.wrap" or isinstance(
-        getattr(function, "__self__", None), torch.fx.Interpreter
-    )
+def without_compiled_autograd() -> Any:
+    """Backward passes as they are: transforms of torch.func have theirs so, too."""
+    return torch._dynamo.compiled_autograd._disable()
 
 
 class Overrules(NamedTuple):
@@ -143,34 +92,6 @@ def selective_policy(context: Any) -> Any:
     return None
 
 
-def without_compiled_autograd() -> Any:
-    """Backward passes as they are: transforms of torch.func have theirs so, too."""
-    return torch._dynamo.compiled_autograd._disable()
-
-
-def replays_numbers() -> bool:
-    """Whether the compiler that is tracing this draws random numbers again in recomputation.
-
-    Those that end in AOTAutograd do. Elsewhere (``backend="eager"``) the graph runs torch's
-    checkpoint as it is, but told not to keep the states of generators.
-    """
-    symbolic_convert: Any = sys.modules["torch._dynamo.symbolic_convert"]
-    common: Any = sys.modules.get("torch._dynamo.backends.common")
-    found = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
-    while found is not None:
-        name = getattr(found, "compiler_name", None) or getattr(found, "_compiler_name", None) or ""
-        if name == "inductor" or name.startswith("aot_"):
-            return True
-        if common is not None and isinstance(found, common.AotAutograd):
-            return True
-        found = getattr(found, "_torchdynamo_orig_backend", getattr(found, "compiler_fn", None))
-    return False
-
-
-# It is asked while the compiler traces, as `torch.compiler.assume_constant_result` has it.
-replays_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 class _Numbers:
     """States of default generators, before a forward; and around its recomputation."""
 
@@ -181,7 +102,7 @@ class _Numbers:
         self.states: Any = None
 
     def __enter__(self) -> Any:
-        now = _states()
+        now = [generator.get_state() for generator in _generators()]
         if self._of is None:
             self.states = now
         else:
@@ -195,12 +116,13 @@ class _Numbers:
         return self._inner.__exit__(*exc)
 
 
-def _states() -> list[Any]:
-    return [generator.get_state() for _, generator in default_generators()]
+def _generators() -> list[torch.Generator]:
+    of_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *of_gpus]
 
 
 def _set_states(states: list[Any]) -> None:
-    for (_, generator), state in zip(default_generators(), states):
+    for generator, state in zip(_generators(), states):
         generator.set_state(state)
 
 
@@ -210,13 +132,14 @@ def same_numbers(policy: Any = None) -> tuple[Any, Any]:
     Args:
         policy: of torch's selective checkpoint; ``None`` for that which keeps nothing.
     """
+    selective = functools.partial(
+        _checkpoint.create_selective_checkpoint_contexts, policy or _recomputes
+    )
     if _torch.tracing():  # by AOTAutograd, which asks the policy that there is
-        return _checkpoint.create_selective_checkpoint_contexts(policy or _recomputes)
-    made = (nullcontext(), nullcontext())
-    if policy is not None:
-        made = _checkpoint.create_selective_checkpoint_contexts(policy)
-    forward = _Numbers(made[0])
-    return forward, _Numbers(made[1], forward)
+        return selective()
+    forward, again = (nullcontext(), nullcontext()) if policy is None else selective()
+    noted = _Numbers(forward)
+    return noted, _Numbers(again, noted)
 
 
 def _recomputes(*_: Any, **__: Any) -> Any:

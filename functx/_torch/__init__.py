@@ -1,0 +1,312 @@
+"""Private torch API, in one place; each name with the reason that no public one serves.
+
+``tests/test_canary.py`` asserts that each still means what it is used for, so that a torch release
+which moves one fails there, by name. What torch computes with is in `flags`; what is about
+``torch.compile`` and ``torch.utils.checkpoint``, in `compiler`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch._C import _functorch
+from torch._functorch import eager_transforms as _eager_transforms
+from torch._functorch import pyfunctorch as _pyfunctorch
+from torch._subclasses import fake_tensor as _fake_tensor
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import GradientEdge
+from torch.fx.experimental import proxy_tensor as _proxy_tensor
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+_C: Any = torch._C
+_F: Any = _functorch
+_A: Any = torch._C._autograd
+
+# -- modes: pushed and popped one by one, so that an interrupt between two is undone by depth
+push_function_mode = _C._push_on_torch_function_stack
+pop_function_mode = _C._pop_torch_function_stack
+function_depth = _C._len_torch_function_stack
+function_mode_at = _C._get_function_stack_at
+push_dispatch_mode = _C._push_on_torch_dispatch_stack
+pop_dispatch_mode = _C._pop_torch_dispatch_stack
+dispatch_depth = _C._len_torch_dispatch_stack
+dispatch_mode_at = _C._get_dispatch_stack_at
+infra_mode = _C._get_dispatch_mode
+without_function_modes = _C.DisableTorchFunction
+without_dispatch_modes = _python_dispatch._disable_current_modes
+PROXY, FAKE = _C._TorchDispatchModeKey.PROXY, _C._TorchDispatchModeKey.FAKE
+FUNCTIONAL = _C._TorchDispatchModeKey.FUNCTIONAL
+TorchDispatchMode = _python_dispatch.TorchDispatchMode  # sees what runs below all transforms
+# Dispatch modes are wrapped, at a cost for each operation, to be invisible to torch.compile, unless
+# this says that they need not be.
+never_skip_dynamo = classmethod(lambda cls: False)
+
+# -- the functorch stack: no public way to see it, or to enter a level without running a function
+TransformType = _F.TransformType
+interpreter_stack = _F.get_interpreter_stack
+peek_interpreter = _F.peek_interpreter_stack
+functorch_depth = _F.get_dynamic_layer_stack_depth
+pop_layer = _F.pop_dynamic_layer_stack
+push_layer = _F.push_dynamic_layer_stack
+vmap_interpreter = _F.CVmapInterpreterPtr
+functionalize_interpreter = _F.CFunctionalizeInterpreterPtr
+RandomnessType = _F.RandomnessType
+enter_grad, leave_grad = _F._grad_increment_nesting, _F._grad_decrement_nesting
+enter_vmap, leave_vmap = _F._vmap_increment_nesting, _F._vmap_decrement_nesting
+enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_decrement_nesting
+grad_level = _eager_transforms.grad_increment_nesting  # as a context
+current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
+_cleared_stack = _pyfunctorch.temporarily_clear_interpreter_stack
+enter_jvp_nesting = _eager_transforms.enter_jvp_nesting
+exit_jvp_nesting = _eager_transforms.exit_jvp_nesting
+forward_mode, jvp_levels = fwAD, _eager_transforms  # what they count is looked at in each entry
+fwd_grad_mode = fwAD._set_fwd_grad_enabled
+fwd_grad_enabled = _C._is_fwd_grad_enabled
+set_fwd_grad_enabled = _C._set_fwd_grad_enabled
+
+# -- wrappers of levels
+level_of, inner_of, is_batched = _F.maybe_get_level, _F.get_unwrapped, _F.is_batchedtensor
+is_wrapped, is_functional = _F.is_functorch_wrapped_tensor, _F.is_functionaltensor
+wrap_grad, unwrap_grad = _F._wrap_for_grad, _F._unwrap_for_grad
+wrap_batch, unwrap_batch = _F._add_batch_dim, _F._unwrap_batched
+sync = torch._sync  # applies the pending writes of a functional tensor
+wrap_functional, unwrap_functional = _F._wrap_functional_tensor, _F._unwrap_functional_tensor
+unwrap_if_dead = _F.unwrap_if_dead
+inplace_requires_grad_allowed = _F.get_inplace_requires_grad_allowed
+allow_inplace_requires_grad = _F.set_inplace_requires_grad_allowed
+single_level_allowed = _F.get_single_level_autograd_function_allowed
+allow_single_level = _F.set_single_level_autograd_function_allowed
+SingleLevelFunction: Any = _SingleLevelFunction
+
+
+_classes = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
+
+
+def function_classes() -> str:
+    """Changes with each custom Function applied at a level: torch makes a class, and counts it.
+
+    It is the text of the counter, ``count(7)``: ``next`` would change it.
+    """
+    return repr(_classes)
+
+
+MADE_FOR_ONE_CALL = "torch._functorch.autograd_function"  # the module of these classes
+
+
+# -- autograd: the engine itself (the public `torch.autograd.grad` is shown to function modes), ...
+run_backward = torch.autograd.Variable._execution_engine.run_backward
+next_sequence_number = torch.autograd._get_sequence_nr  # nodes are numbered as they are made
+sequence_number = operator.methodcaller("_sequence_nr")
+current_node = _C._current_autograd_node  # that the engine is running on this thread
+will_run = _C._will_engine_execute_node  # whether the backward under way comes by a node
+set_grad_enabled = _C._set_grad_enabled
+Edge: Any = GradientEdge
+# ... hooks of whoever runs around a region: they are for what is kept, which the node saves
+top_saved_tensor_hooks = _A._top_saved_tensors_default_hooks
+push_saved_tensor_hooks = _A._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks = _A._pop_saved_tensors_default_hooks
+
+# -- dispatch keys: whether Python is called from inside of an operator
+key_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+key_included = _C._dispatch_tls_is_dispatch_key_included
+AUTOGRAD = _C.DispatchKey.AutogradOther
+FUNCTORCH_FRONT = _C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
+# -- memory: who holds a storage, exactly, and its address, which is no other's while it lives
+storage_use_count = _C._storage_Use_Count
+storage_address = _C._storage_address
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without memory of its own
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+
+# -- operators and modules: what lists of them may hold, and what has only private base classes
+OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+unsafe_view = torch.ops.aten._unsafe_view.default  # autograd's and vmap's reshape of what they made
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # lazy, synchronised and of any rank
+
+# -- fake tensors, on which a budgeted function is run; and how they say that values are needed
+FakeTensor, FakeTensorMode = _fake_tensor.FakeTensor, _fake_tensor.FakeTensorMode
+DataDependentOutputException = _fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
+
+# -- autocast, of which the public context keeps a depth that an interrupt would leave behind
+any_autocast = _C._is_any_autocast_enabled
+
+# -- tracing: graphs inside of graphs, and values that stand for what a node gives
+unset_mode = _C._unset_dispatch_mode
+proxy_mode = _proxy_tensor.get_proxy_mode  # that is tracing a graph now, if any
+without_proxies = _proxy_tensor.disable_proxy_modes_tracing
+
+
+def trace_subgraph(f: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
+    """A graph of ``f`` of its own, made with the settings of the trace under way."""
+    tracer: Any = _proxy_tensor._CURRENT_MAKE_FX_TRACER
+    return tracer.trace_subgraph(f, *args)
+
+
+def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:
+    """``values``, which are now what ``proxy`` stands for in the graph."""
+    return _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)
+
+
+def name_in_graph(t: torch.Tensor, name: str) -> None:
+    """While a graph is traced, note at the node that gives ``t`` that it has a name."""
+    mode = proxy_mode()
+    slot = None if mode is None else _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+    if slot is not None:
+        # "custom" is what survives when a graph is traced again.
+        custom = slot.proxy.node.meta.setdefault("custom", {})
+        custom["functx_names"] = (*custom.get("functx_names", ()), name)
+
+
+def tracing() -> bool:
+    """Whether operations are traced or run on fake tensors: nothing has memory then."""
+    if not dispatch_depth():
+        return False
+    return any(infra_mode(key) is not None for key in (PROXY, FAKE, FUNCTIONAL))
+
+
+def transforming() -> bool:
+    """Whether any transform is active, or operations are traced."""
+    return peek_interpreter() is not None or tracing()
+
+
+def cleared_interpreter_stack() -> AbstractContextManager[list[Any]]:
+    """A context without active transforms; it gives those that were."""
+    return nullcontext([]) if peek_interpreter() is None else _cleared_stack()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
+    with without_function_modes(), without_dispatch_modes():
+        yield
+
+
+def alive(t: torch.Tensor) -> torch.Tensor:
+    """The value inside of wrappers whose levels have ended."""
+    while (value := unwrap_if_dead(t)) is not t:
+        t = value
+    return t
+
+
+def require_grad(t: torch.Tensor) -> torch.Tensor:
+    """``t.requires_grad_()``, also for a wrapper inside a transform."""
+    allowed = inplace_requires_grad_allowed()
+    allow_inplace_requires_grad(True)
+    try:
+        return t.requires_grad_()
+    finally:
+        allow_inplace_requires_grad(allowed)
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def view_base(t: torch.Tensor) -> torch.Tensor | None:
+    """What ``t`` is a view of, if autograd knows it as one."""
+    return t._base
+
+
+def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """Indices and values of a COO tensor, coalesced or not; the public ones refuse the latter."""
+    return [t._indices(), t._values()]
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _nodes_live_on() -> bool:
+    """Whether the Python object of a custom Function's node keeps the node, as since torch 2.13."""
+    node = _Same.apply(torch.ones((), requires_grad=True)).grad_fn
+    try:
+        return bool(node.next_functions)
+    except RuntimeError:
+        return False
+
+
+_NODES_LIVE_ON = _nodes_live_on()
+
+
+def gradient_edge(t: torch.Tensor) -> Any:
+    """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
+    node = t.grad_fn
+    if node is None:
+        return t
+    owner = None
+    if not _NODES_LIVE_ON and isinstance(node, torch.autograd.function.BackwardCFunction):
+        with without_modes(), torch.enable_grad():
+            owner = t.view_as(t).grad_fn  # a node below which the other one lives
+    return Edge(node, t.output_nr, owner)
+
+
+def detached_below_autograd(t: torch.Tensor) -> torch.Tensor:
+    """In a dispatch mode, a tensor of the same memory that counts its writes with ``t``."""
+    key = _C.DispatchKey.ADInplaceOrView
+    excluded = key_excluded(key)
+    _C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return t.detach()
+    finally:
+        _C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def dual_level() -> int:
+    """The level of plain forward mode that is open; -1 if none is."""
+    return fwAD._current_level
+
+
+def jvp_nesting() -> int:
+    """How many jvp levels are open, as torch counts them for naming dual levels."""
+    return _eager_transforms.JVP_NESTING
+
+
+def close_jvp_levels(duals: int, nesting: int) -> None:
+    """Close the dual levels above ``duals``, and set the count of jvp levels back."""
+    while fwAD._current_level > duals:
+        fwAD.exit_dual_level()
+    _eager_transforms.JVP_NESTING = nesting
+
+
+def default_device() -> torch.device | None:
+    """The innermost device of a ``with torch.device(...)``, or of ``set_default_device``."""
+    for i in reversed(range(function_depth())):
+        mode = function_mode_at(i)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+def device_mode(device: torch.device) -> Any:
+    """The mode that makes a device the default one."""
+    return DeviceContext(device)
+
+
+def leave_legacy_vmap() -> int:
+    """Leave the levels of the vmap that ``is_grads_batched`` uses; returns how many there were."""
+    depth = _C._vmapmode_increment_nesting() - 1
+    for _ in range(depth + 1):
+        _C._vmapmode_decrement_nesting()
+    return depth
+
+
+def enter_legacy_vmap(depth: int) -> None:
+    """Undo `leave_legacy_vmap`."""
+    for _ in range(depth):
+        _C._vmapmode_increment_nesting()

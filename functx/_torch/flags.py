@@ -1,0 +1,51 @@
+"""What torch computes with: flags of the process whose public getters warn, raise or are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import call
+from typing import Any
+
+import torch
+
+_C: Any = torch._C
+
+
+def _set_deterministic(wanted: bool) -> None:
+    warn_only = _C._get_deterministic_algorithms_warn_only()
+    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
+
+
+def _set_warn_only(wanted: bool) -> None:
+    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
+
+
+def read() -> list[Any]:
+    """What each of `FLAGS` is now."""
+    try:
+        return [*map(call, _READ)]
+    except RuntimeError:  # torch's newer API has set precision by backend
+        by_backend = {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
+        return [*map(call, _READ[:-1]), by_backend]
+
+
+def _set_precision(wanted: Any) -> None:
+    if isinstance(wanted, str):
+        torch.set_float32_matmul_precision(wanted)
+        return
+    for backend, precision in wanted.items():
+        _C._set_fp32_precision_setter(backend, "matmul", precision)
+
+
+FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (_C._get_float32_matmul_precision, _set_precision),
+]
+_READ = [getter for getter, _ in FLAGS]
