@@ -84,6 +84,8 @@ MADE_FOR_ONE_CALL = "torch._functorch.autograd_function"  # the module of these 
 
 # -- autograd: the engine itself (the public `torch.autograd.grad` is shown to function modes), ...
 run_backward = torch.autograd.Variable._execution_engine.run_backward
+current_backward = _C._current_graph_task_id
+will_run = _C._will_engine_execute_node
 next_sequence_number = torch.autograd._get_sequence_nr
 set_grad_enabled = _C._set_grad_enabled
 Edge: Any = GradientEdge
