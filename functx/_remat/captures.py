@@ -151,6 +151,12 @@ class Captures(Listener):
             self.record.need(storage_of(levels.base_of(args[0])))
         elif func in _ENGINE:
             self.unseen = True
+            if call.operands and call.operands[0] < 0:
+                raise departures.refused(
+                    f"{self.region.title} pulls back something that was computed outside, whose "
+                    "tape holds tensors that can't be seen. Compute it inside, or pull it back "
+                    "outside."
+                )
         elif func is _LABEL:
             distributed.check(args[0], self.region.title)
         elif isinstance(t := args[0], Tensor) and self._is_given(t):

@@ -22,7 +22,7 @@ from functx._remat.captures import Captures
 from functx._remat.generators import Draws
 from functx._remat.guard import Noted
 from functx._remat.ledger import Record
-from functx._remat.region import Inputs, Options, Region
+from functx._remat.region import NEVER, Inputs, Options, Region
 from functx._remat.settings import CastCache, Settings
 from functx._remat.writes import Writes
 
@@ -159,7 +159,7 @@ def _finish(
         results.clear()
         values.clear()
         parts.clear()
-        further = leaving.further_results(captures, fresh)
+        further = leaving.further_results(captures)
         region.further = [number for number, _ in further]
         fresh += [t for _, t in further]
         required[0] += [True] * len(further)
@@ -184,13 +184,10 @@ def _finish(
     return fresh[: region.n_results], further
 
 
-_NEVER = 1 << 60
-
-
 def _first_left_out(region: Region) -> int:
     """The first call in which something is not live."""
     at = -1 if region.live is None else region.live.find(0)
-    return _NEVER if at < 0 else bisect_right(region.starts, at) - 1
+    return NEVER if at < 0 else bisect_right(region.starts, at) - 1
 
 
 def _taken_apart(

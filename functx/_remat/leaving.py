@@ -12,7 +12,7 @@ from functx._remat import departures
 from functx._remat.captures import Captures, tape_of
 
 
-def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int, Tensor]]:
+def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
     """At the base level, what requires grad and is alive: further results, off the tape.
 
     Models record hidden states and router logits through hooks; these keep working.
@@ -21,14 +21,21 @@ def further_results(captures: Captures, results: list[Tensor]) -> list[tuple[int
         Their numbers, and they themselves.
     """
     leavers = captures.leavers.values()
-    found = [(n, t) for ref, n, _ in leavers if (t := ref()) is not None]
-    found = [(number, t) for number, t in found if t.requires_grad]
-    for _, t in found:
-        if t._is_view() or t.grad_fn is None or _torch.level_of(t) != -1:
+    found = {}
+    for ref, number, _ in leavers:
+        t = ref()
+        if t is None or not t.requires_grad or t.grad_fn is None or t._is_view():
+            continue
+        if _torch.level_of(t) == -1:
+            t.detach_()  # what lived on its tape alone is gone with that
+            found[number] = ref
+    t = None
+    for ref, _, _ in leavers:
+        t = ref()
+        if t is not None and t.requires_grad:
             why = "a leaf" if t.grad_fn is None else "a view"
             raise _left(captures, t, f"It is {why}, which can't become a further result: ")
-        t.detach_()
-    return found
+    return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
 
 
 def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:

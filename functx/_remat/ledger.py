@@ -62,10 +62,10 @@ class Ledger(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)
         self.count += 1
-        if operator.kind is SILENT:
-            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         self.busy = True
         try:
+            if operator.kind is SILENT:
+                return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
             return self.run(operator, args, kwargs)
         finally:
             self.busy = False

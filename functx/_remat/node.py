@@ -57,8 +57,16 @@ class RegionNode(_torch.SingleLevelFunction):
             for t, (shape, version) in zip(saved, payload.versions):
                 if levels.base_of(t)._version != version:
                     raise departures.modified(payload.region, None, shape)
-        grads = pullback.pull_back(payload, [*saved], cotangents, ctx.needs_input_grad[3:])
+        needs = ctx.needs_input_grad[3:]
+        if len(needs) > 1:
+            needs = [n and _is_asked(e[0]) for n, e in zip(needs, ctx.next_functions)]
+        grads = pullback.pull_back(payload, [*saved], cotangents, needs)
         return (None, None, None, *grads)
+
+
+def _is_asked(node: Any) -> bool:
+    """Whether this very pass asks for a gradient; of a leaf torch does not tell."""
+    return hasattr(node, "variable") or (node is not None and _torch.will_run(node))
 
 
 def attach(

@@ -22,6 +22,9 @@ class Plans(dict[Any, Any]):
         return Plans, ()
 
 
+NEVER = 1 << 60  # the number of a call that is not made
+
+
 @dataclass(frozen=True)
 class Options:
     """What a user can say about a region.

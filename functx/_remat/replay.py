@@ -23,7 +23,7 @@ from functx._remat.captures import same_function
 from functx._remat.guard import Noted
 from functx._remat.ledger import BeginAgain, Record, Rerun
 from functx._remat.observers import around_replay
-from functx._remat.region import Region
+from functx._remat.region import NEVER, Region
 from functx._remat.settings import CastCache, Settings
 from functx._remat.writes import copied
 
@@ -38,7 +38,7 @@ class Replayer(Listener):
         self.region, self.standins, self.rerun = region, standins, ledger
         self.strict = region.options.determinism_check != "none"
         self.wanted = dict.fromkeys(region.further)
-        self._depth, self._dispatch = _torch.functorch_depth(), _torch.dispatch_depth()
+        self._depth, self._here = _torch.functorch_depth(), _here()
         self.watching = False
         self.n_args = region.n_args
         for number, t in enumerate(standins):
@@ -60,9 +60,14 @@ class Replayer(Listener):
         _torch.push_dispatch_mode(self.rerun)
 
     def begin(self, call: Call) -> None:
-        if not self.watching and self.rerun.call >= self.region.left_out:
-            if _torch.dispatch_depth() == self._dispatch:  # the program has entered no mode
-                self.watch()
+        left_out = self.region.left_out
+        if not self.watching and left_out < NEVER:
+            # (A region inside has calls of its own, which are not told one by one.)
+            inside = isinstance(call.func, str) and call.func != "return"
+            if inside or self.rerun.call >= left_out:
+                # (Where the program has entered no mode; what an engine runs has modes of its own.)
+                if _here() == self._here:
+                    self.watch()
         due = self.due()
         if (
             due is None
@@ -115,6 +120,11 @@ class Replayer(Listener):
                 hint = departures.cached(t.shape)
                 break
         return departures.differently(self.region, call, due, hint)
+
+
+def _here() -> tuple[int, int]:
+    """The dispatch modes and the backward pass that this runs in."""
+    return _torch.dispatch_depth(), _torch.current_backward()
 
 
 def replay(
@@ -295,7 +305,7 @@ def _body(
     results = [*map(replayer.result, region.body(*standins[: region.n_args]))]
     replayer.finish()
     _torch.pop_function_mode()
-    if replayer.watching:
-        _torch.pop_dispatch_mode(None)
+    if replayer.watching and _torch.pop_dispatch_mode(None) is not rerun:
+        raise AssertionError("functx: a dispatch mode was left behind")
     region.kept.end()
     return results + [replayer.left(number) for number in region.further], rerun

@@ -105,6 +105,7 @@ run_backward = torch.autograd.Variable._execution_engine.run_backward
 next_sequence_number = torch.autograd._get_sequence_nr  # nodes are numbered as they are made
 sequence_number = operator.methodcaller("_sequence_nr")
 current_node = _C._current_autograd_node  # that the engine is running on this thread
+current_backward = _C._current_graph_task_id  # the backward under way; -1 outside
 will_run = _C._will_engine_execute_node  # whether the backward under way comes by a node
 set_grad_enabled = _C._set_grad_enabled
 Edge: Any = GradientEdge

@@ -186,7 +186,7 @@ class TestWhatNobodyAsksFor:
 
         def counts(remat, *asked):
             f = remat(lambda a, w: torch.tanh(a @ w))
-            return op_counts(lambda: torch.autograd.grad(f(a, w).sum(), asked))["mm"]
+            return op_counts(lambda: torch.autograd.grad(f(a * 1, w * 1).sum(), asked))["mm"]
 
         for asked in ((a,), (w,), (a, w)):
             assert counts(functx.remat, *asked) == counts(identity, *asked) + 1
