@@ -1,4 +1,36 @@
-"""The recompute engine (docstring: below, with the rules)."""
+"""The recompute engine: ``remat(f)`` is ``f``, recomputed where it is differentiated.
+
+In every stack of transforms, values and derivatives are those of ``f``; only time and memory
+differ. As with ``torch.utils.checkpoint`` and ``jax.checkpoint``, the Python code of a region may
+run again. Seven rules say all that is promised and asked:
+
+1. Same inputs. A replay finds what the forward found: its arguments; every tensor that it reads, at
+   every level; torch's random numbers; autocast, grad mode, default device and dtype, SDPA
+   backends, deterministic and matmul-precision flags. Other settings that differ are rule 3.
+2. State advances once. Buffers and captured tensors that a region writes in place hold afterwards
+   what they hold without remat, bit by bit.
+3. Compared. A replay makes the forward's calls: same functions, order, shapes, dtypes, numbers and
+   operands. Python's and NumPy's data that becomes a tensor is kept by place. Versions of inputs
+   are compared, values are not. A departure raises `ReplayError`.
+4. Nothing is lost silently. Where a gradient could be lost, an error names the tensor, the line and
+   the way out. (In plain autograd a tensor that leaves otherwise than by return is attached.)
+5. Everything else is the function's own business, and happens again in a replay: lists, dicts,
+   counters, globals, files, prints, NumPy arrays, what hooks keep. The engine finds, copies,
+   compares or restores Python objects in four places only: closure cells, numbers given to calls,
+   the structure of container arguments, and, where asked, the global generators of Python and
+   NumPy. No mechanism may be added to that list.
+6. No less memory than it says, no more than it must. A node keeps the inputs that its pullback
+   reads, once, and what the policy names. Memory is freed by dropping references. The pullback
+   recomputes nothing that it does not read.
+7. Never silently ``f``. A fallback that saves nothing where something is differentiated warns.
+
+After an exception or an interrupt torch is as it was (`guard`).
+
+The idea: a region runs once, in the caller's levels, on leaf stand-ins of its inputs (`forward`). A
+function mode (`captures`) sees its calls, and turns foreign tensors into inputs; a dispatch mode
+(`ledger`) sees what ran on which memory. The tape of that run is dropped, and the results get one
+node a level (`node`). A node's backward is a region again: replay, then pull back (`pullback`).
+"""
 
 from functx._remat.api import checked_options as checked_options
 from functx._remat.api import name_of as name_of
