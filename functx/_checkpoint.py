@@ -18,7 +18,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from functx import _torch
 from functx._errors import RematError
-from functx._remat import checked_options, differentiating, name_of, run
+from functx._remat import checked_options, differentiating, name_of, run, warn_if_later
 from functx._torch import compiler
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -115,6 +115,7 @@ def checkpoint(
         return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
         )
+    warn_if_later(function)
     policy, body = None, function
     if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
         forward, replays = _contexts(context_fn)

@@ -238,15 +238,19 @@ def _rematted(f: Any, options: Options) -> Any:
             f"remat: expected a callable, got {type(f).__name__}. Give it a function, a method or "
             "an nn.Module; to set options only, use remat(option=...) as a decorator."
         )
-    options = replace(options, name=name_of(f))
+    warn_if_later(f)
+    return Rematted(f, replace(options, name=name_of(f)))
+
+
+def warn_if_later(f: Any) -> None:
+    """Warn of a function whose body runs after the call (rule 7)."""
     if any(runs_later(f) for runs_later in _RUN_LATER):
         warnings.warn(
-            f"remat: {options.name} is a generator or coroutine function, whose body runs after "
-            "the call, outside of any region: nothing is computed again. Make a region of what "
-            "it does in between.",
-            stacklevel=3,
+            f"remat: {name_of(f)} is a generator or coroutine function, whose body runs after the "
+            "call, outside of any region: nothing is computed again. Make a region of what it does "
+            "in between.",
+            stacklevel=4,
         )
-    return Rematted(f, options)
 
 
 def name_of(f: Any) -> str:
