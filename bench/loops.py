@@ -31,14 +31,14 @@ def known(steps: int, slots: int, body: Any, x: torch.Tensor) -> torch.Tensor:
     return functx.remat_loop(body, x, steps, slots=slots)
 
 
-def unknown(steps: int, slots: int, body: Any, x: torch.Tensor) -> torch.Tensor:
+def unknown(steps: int, body: Any, x: torch.Tensor) -> torch.Tensor:
     """While a condition holds that no schedule can foresee."""
 
     def counted(state: Any) -> Any:
         i, x = state
         return i + 1, body(x)
 
-    return functx.remat_loop(counted, (0, x), cond=lambda s: s[0] < steps, slots=slots)[1]
+    return functx.remat_loop(counted, (0, x), cond=lambda s: s[0] < steps)[1]
 
 
 def plain(steps: int, body: Any, x: torch.Tensor) -> torch.Tensor:
@@ -66,19 +66,20 @@ def measured(loop: Loop, steps: int, device: torch.device) -> dict[str, Any]:
 
 
 def torch_rows(steps: int, device: torch.device) -> list[dict[str, Any]]:
-    rows = [{"loop": "a plain loop", **measured(functools.partial(plain, steps), steps, device)}]
+    rows: list[dict[str, Any]] = [
+        {"loop": "a plain loop", **measured(functools.partial(plain, steps), steps, device)}
+    ]
     segments = {_schedules.default_slots(steps), int(steps**0.5)}
     for count in sorted(segments):
         loop = functools.partial(torch_sequential, steps, count)
         title = f"torch checkpoint_sequential, {count} segments"
         rows.append({"loop": title, **measured(loop, steps, device)})
     for slots in LENGTHS[steps]:
-        best = _schedules.recomputed(steps, slots)
-        for title, kind in (("functx.remat_loop", known), ("length unknown", unknown)):
-            loop = functools.partial(kind, steps, slots)
-            row = {"loop": title, "slots": slots, "best": best}
-            rows.append(row | measured(loop, steps, device))
-    return rows
+        row = {"loop": "functx.remat_loop", "slots": slots}
+        row["best"] = _schedules.recomputed(steps, slots)
+        rows.append(row | measured(functools.partial(known, steps, slots), steps, device))
+    loop = functools.partial(unknown, steps)
+    return [*rows, {"loop": "functx.remat_loop, length unknown", **measured(loop, steps, device)}]
 
 
 def jax_rows(steps: int) -> list[dict[str, Any]]:

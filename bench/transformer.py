@@ -31,7 +31,7 @@ from bench._common import (
 
 NAME = "transformer"
 CLAIM = "Time of gradients of a transformer of 12 blocks (width 256, T 128, B 8), a region each"
-REPEATS = 16  # the first five times, a region is watched, or its pullback compared
+REPEATS = 5
 
 
 def by_hand(stack: Stack) -> list[torch.Tensor]:

@@ -299,7 +299,8 @@ def _body(
     rerun.draws_again = bool(region.draws)
     standins = [*map(_own, standins)]
     replayer = Replayer(region, rerun, standins, None)
-    if region.draws or region.left_out == 0:
+    # (What another mode calls is no call of the region: only where this one is seen to be busy.)
+    if region.draws or region.left_out == 0 or _torch.dispatch_depth():
         replayer.watch()
     _torch.push_function_mode(replayer)
     results = [*map(replayer.result, region.body(*standins[: region.n_args]))]

@@ -58,7 +58,7 @@ def keep_regions() -> Iterator[None]:
 
 def keeping() -> bool:
     """Whether a graph is traced on this thread that is to keep its regions."""
-    return _keeping.traces > 0 and _torch.infra_mode(_torch.PROXY) is not None
+    return _keeping.traces > 0
 
 
 def batch_being_traced() -> int:
