@@ -257,8 +257,8 @@ def tape_of(t: Tensor, first: int) -> Any:
     """
     todo: list[Any] = []
     while True:
-        if t.requires_grad:
-            todo.append(t.grad_fn if t.grad_fn is not None else _accumulator(t))
+        if t.requires_grad:  # (so says a view made under no_grad at a functorch level, too)
+            todo.append(t.grad_fn)
         if _torch.level_of(t) <= 0:
             break
         t = _torch.inner_of(t)
@@ -271,17 +271,3 @@ def tape_of(t: Tensor, first: int) -> Any:
         yield node
         if hasattr(node, "variable") or node._sequence_nr() >= first:
             todo += [n for n, _ in node.next_functions]
-
-
-class _Leaf:
-    """Stands for the node of a leaf, without making one."""
-
-    next_functions = ()
-
-    def __init__(self, variable: Tensor) -> None:
-        self.variable = variable
-
-
-def _accumulator(t: Tensor) -> Any:
-    return _Leaf(t)
-
