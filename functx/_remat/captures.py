@@ -22,7 +22,7 @@ from functx import _torch
 from functx._remat import departures, distributed, examples, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
 from functx._remat.ledger import Record
-from functx._remat.operators import storage_of
+from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs
 
 _REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
@@ -151,7 +151,7 @@ class Captures(Listener):
             self.record.need(storage_of(levels.base_of(args[0])))
         elif func in _ENGINE:
             self.unseen = True
-            if call.operands and call.operands[0] < 0:
+            if any(map(self._is_given, tensors_in(args[:1], None))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
                     "tape holds tensors that can't be seen. Compute it inside, or pull it back "
