@@ -22,7 +22,7 @@ from functx import _torch
 from functx._remat import departures, distributed, examples, levels
 from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
 from functx._remat.ledger import Record
-from functx._remat.operators import storage_of
+from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs
 
 _REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
@@ -151,7 +151,7 @@ class Captures(Listener):
             self.record.need(storage_of(levels.base_of(args[0])))
         elif func in _ENGINE:
             self.unseen = True
-            if call.operands and call.operands[0] < 0:
+            if any(map(self._is_given, tensors_in(args[:1], None))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
                     "tape holds tensors that can't be seen. Compute it inside, or pull it back "
@@ -257,8 +257,8 @@ def tape_of(t: Tensor, first: int) -> Any:
     """
     todo: list[Any] = []
     while True:
-        if t.requires_grad:
-            todo.append(t.grad_fn if t.grad_fn is not None else _accumulator(t))
+        if t.requires_grad:  # (so says a view made under no_grad at a functorch level, too)
+            todo.append(t.grad_fn)
         if _torch.level_of(t) <= 0:
             break
         t = _torch.inner_of(t)
@@ -271,17 +271,3 @@ def tape_of(t: Tensor, first: int) -> Any:
         yield node
         if hasattr(node, "variable") or node._sequence_nr() >= first:
             todo += [n for n, _ in node.next_functions]
-
-
-class _Leaf:
-    """Stands for the node of a leaf, without making one."""
-
-    next_functions = ()
-
-    def __init__(self, variable: Tensor) -> None:
-        self.variable = variable
-
-
-def _accumulator(t: Tensor) -> Any:
-    return _Leaf(t)
-
