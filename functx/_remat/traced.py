@@ -188,6 +188,7 @@ class Trace:
             module = self.traced(levels.at_depth, 0, trace)
         finally:
             _keeping.batch = before
+        _drop_aliases(module)
         name = tracer.get_fresh_qualname("region_")
         tracer.root.register_module(name, module)
         arguments = (module, *map(tracer.unwrap_proxy, operands))
@@ -197,6 +198,15 @@ class Trace:
         _torch.track_proxies((*results, *new), proxy, tracer)
         for t, value in zip(given, new):
             self.traced(levels.at_depth, 0, partial(t.copy_, value))
+
+
+def _drop_aliases(module: torch.fx.GraphModule) -> None:
+    """Let a graph do without the stand-ins that a replay makes."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.alias.default:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
 
 
 def _reads_operations(policy: Any) -> bool:
