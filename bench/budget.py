@@ -43,29 +43,31 @@ class Network(nn.Module):
 
 
 def peak_of(tree: Any, blocks: Any, x: Any) -> int:
-    return _costs.pullback_peak(lambda x: _costs.walk(tree, *blocks, x), x)
+    tensors = _costs.tensors_of(x)
+
+    def body(*leaves: Any) -> Any:
+        return _costs.walk(tree, blocks, _costs.filled(x, tensors, leaves))
+
+    return _costs.peak_of(body, tensors, [True] * len(tensors))
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     blocks, x = NETWORKS[name]()
     n, state, work = len(blocks), x, []
-    with _costs.undisturbed(blocks):
-        for block in blocks:
-            work.append(_costs.work(block, state))
-            state = block(state)
-        plain = peak_of(list(range(n)), blocks, x)
+    for block in blocks:
+        work.append(_costs.work(block, state))
+        state = block(state)
+    plain = peak_of(list(range(n)), blocks, x)
     rows = []
     network = Network(blocks)
     for segments in (k for k in SEGMENTS if k <= n):
         cuts = _schedules.segments(n, segments)
         tree = [*(list(range(*cut)) for cut in cuts[:-1]), *range(*cuts[-1])]
-        with _costs.undisturbed(blocks):
-            peak = peak_of(tree, blocks, x)
+        peak = peak_of(tree, blocks, x)
         plan = functx.plan(blocks, x, budget=peak)
         fine = functx.plan(network, x, budget=peak)
-        with _costs.undisturbed(blocks):  # measured once more, as whoever uses it runs it
-            took = _costs.pullback_peak(plan.apply(blocks), x)
+        took = peak_of(plan.nested, blocks, x)  # measured once more
         assert max(took, plan.peak, fine.peak) <= peak
         rows.append(
             {

@@ -133,9 +133,7 @@ class Chain:
         return thinned(nondominated(found), self._finest)
 
 
-def _both(
-    inside: list[Point], rest: list[Point], held: int, out: int, again: int
-) -> list[Point]:
+def _both(inside: list[Point], rest: list[Point], held: int, out: int, again: int) -> list[Point]:
     """A region, then the rest: for each amount of memory, the least work of either."""
     found = []
     i = j = 0

@@ -62,8 +62,8 @@ def walk(tree: Tree, blocks: Blocks, x: Any, options: Options | None = None) -> 
         name = f"blocks {numbers[0]} to {numbers[-1]} of {options.name}"
         inside = [blocks[n] for n in numbers]
         needed = read_by(inside, x)
-        o = replace(options, name=name, budget=None)
-        made = run(lambda x, part=part: walk(part, blocks, x, o), (needed,), {}, o)
+        own = replace(options, name=name, budget=None)
+        made = run(lambda x, part=part, own=own: walk(part, blocks, x, own), (needed,), {}, own)
         if needed is not x:  # what the region does not read passes it by
             gives: Any = inside[-1]
             made = {n: made.get(n, x.get(n)) for n in gives.gives if n in made or n in x}
@@ -229,4 +229,3 @@ def _leaving(states: Sequence[Any]) -> list[list[int]]:
             for i in range(born.setdefault(key, j)):
                 leaving[i][j] += storage.nbytes()
     return leaving
-

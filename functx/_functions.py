@@ -55,4 +55,3 @@ def _unwrap(node: Any, function: Any) -> None:
 
 def _alive(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_torch.alive(v) if isinstance(v, Tensor) else v for v in values)
-

@@ -73,7 +73,7 @@ def _reached(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[Te
     elif type(f) in (list, tuple, dict) and len(f) <= LONGEST:
         items = f.items() if type(f) is dict else enumerate(f)
         parts = [(f"{name}[{key!r}]" if name else "", value) for key, value in items]
-    elif isinstance(call := getattr(type(f), "__call__", None), types.FunctionType):
+    elif isinstance(call := getattr(type(f), "__call__", None), types.FunctionType):  # noqa: B004
         parts = [(name, types.MethodType(call, f))]
     for part, value in parts:
         yield from _reached(value, part, depth + 1, seen)

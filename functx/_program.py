@@ -241,7 +241,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__.__name__ in _GETTERS or name in _PASSIVE:
+        if (name == "__get__" and func.__self__.__name__ in _GETTERS) or name in _PASSIVE:
             return func(*args, **kwargs)
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
@@ -278,9 +278,9 @@ class _Recorder(TorchFunctionMode):
 
     def _resolved(self, t: Tensor) -> Tensor:
         number = self._numbers.get(id(t))
-        if isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
-            if isinstance(t, _torch.FakeTensor):
-                raise self.refuse("it calls a custom Function, whose backward no record sees")
+        by_function = isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction)
+        if by_function and isinstance(t, _torch.FakeTensor):
+            raise self.refuse("it calls a custom Function, whose backward no record sees")
         if number is not None:
             return self.fakes.get(number, t)
         inner = t

@@ -40,7 +40,6 @@ _HOOKS_NOTE = (
 )
 
 
-
 def pull_back(
     edges: Sequence[Any],
     inputs: Sequence[torch.Tensor],

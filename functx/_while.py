@@ -18,7 +18,8 @@ from functx import _torch, _tree
 from functx._remat import Options, run
 from functx._validate import describe
 
-Body, Cond = Callable[[Any], Any], Callable[[Any], Any]
+Body = Callable[[Any], Any]
+Cond = Callable[[Any], Any]
 
 
 def loop(body: Body, cond: Cond, state: Any, most: int | None, name: str) -> Any:

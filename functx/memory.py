@@ -203,8 +203,8 @@ def _check(f: Any, name: str) -> None:
     if hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod"):
         raise TypeError(
             f"functx.memory.{name}: the function is compiled, and would run in eager while each "
-            "operation is followed. Measure what it was made of; or, on CUDA, the compiled function with "
-            "torch.cuda.max_memory_allocated()."
+            "operation is followed. Measure what it was made of; or, on CUDA, the compiled "
+            "function with torch.cuda.max_memory_allocated()."
         )
 
 

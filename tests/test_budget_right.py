@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from references import assert_same, peak
+from references import assert_same
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -141,7 +141,7 @@ class TestRandomNumbers:
                 x = torch.tanh(x @ w) * noise
             return x
 
-        with pytest.raises(functx.RematError, match="seeds torch.s random generator"):
+        with pytest.raises(functx.RematError, match=r"seeds torch.s random generator"):
             both(f, 0.9)
 
     def test_what_python_does_is_done_once_a_call(self):

@@ -10,8 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import functx
-from functx._policies import as_contexts
-from functx._torch.compiler import OUTPUTS_KNOWN_TO_TORCH
 
 WEIGHTS = [numbers(4, 4, start=float(i)) for i in range(8)]
 X = numbers(16, 4)
@@ -117,19 +115,6 @@ def test_names_break_the_graph():
     loss = lambda x: chain(lambda f: region, weights)(x)  # noqa: E731
     ours = torch.autograd.grad(compiled(loss)(X), weights)
     assert_same(ours, torch.autograd.grad(chain(lambda f: named, weights)(X), weights), eps=8)
-
-
-def test_what_the_compiler_can_not_ask_for_runs_in_eager():
-    """Which module an operation is of; before torch 2.13, what it returned."""
-    cp = functx.checkpoint_policies
-    asked = {cp.save_in_modules("0"): False, cp.save_at_least(1): OUTPUTS_KNOWN_TO_TORCH}
-    for policy, known in asked.items():
-        for combined in (policy, policy | cp.dots_saveable, ~policy, cp.offload(policy)):
-            assert (as_contexts(combined) is not None) == known
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    region = functx.remat(net, policy=cp.save_in_modules("0"))
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled(region, fullgraph=True)(X)
 
 
 @pytest.mark.parametrize("library", [functx, torch.func], ids=["functx", "torch.func"])

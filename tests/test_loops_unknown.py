@@ -195,9 +195,7 @@ class TestBodies:
     def test_the_condition_reads_what_the_body_does_not(self):
         def program(loop):
             w, bound = numbers(3).requires_grad_(), torch.tensor(6.0).requires_grad_()
-            y = loop(
-                lambda x: x + w * w, numbers(3), lambda x: x.norm() * bound < 30.0
-            )
+            y = loop(lambda x: x + w * w, numbers(3), lambda x: x.norm() * bound < 30.0)
             return y, torch.autograd.grad(y.sum(), w)
 
         self.check(program, 8)
@@ -339,9 +337,7 @@ class TestRefused:
     def test_a_condition_that_ends_a_replay_early_is_seen(self):
         most = [9]
         x = numbers(3).requires_grad_()
-        _, y = functx.remat_loop(
-            lambda s: (s[0] + 1, s[1].sin()), (0, x), lambda s: s[0] < most[0]
-        )
+        _, y = functx.remat_loop(lambda s: (s[0] + 1, s[1].sin()), (0, x), lambda s: s[0] < most[0])
         most[0] = 4
         with pytest.raises(functx.ReplayError, match="rule 3"):
             y.sum().backward()

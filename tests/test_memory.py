@@ -369,5 +369,5 @@ def test_arguments_pass_through(measure):
 def test_compiled_functions_are_refused_on_cpu(x):
     """Each operation is followed by a mode, under which they run in eager."""
     for compiled in (torch.compile(torch.sin), torch.compile(torch.nn.Linear(3, 3))):
-        with pytest.raises(TypeError, match="functx.memory.peak: .* is compiled"):
+        with pytest.raises(TypeError, match=r"functx.memory.peak: .* is compiled"):
             peak(compiled, x)

@@ -98,9 +98,7 @@ def test_close_to_the_best_of_all_trees():
     torch.manual_seed(2)
     blocks, x = odd_blocks(), torch.randn(300, 16)
     work = works(blocks, x)
-    known = [
-        (pullback_peak(t, blocks, x), work_again(t, work)) for t in all_trees(0, len(blocks))
-    ]
+    known = [(pullback_peak(t, blocks, x), work_again(t, work)) for t in all_trees(0, len(blocks))]
     budgets = sorted({peak for peak, _ in known})
     for allowed in budgets[:: max(1, len(budgets) // 8)]:
         best = min(again for peak, again in known if peak <= allowed)

@@ -2,9 +2,9 @@
 
 A trace below autograd would see the forward's operations only.  While a function is traced,
 ``apply`` is intercepted (`functx.compat._torch.applying`): the Function runs as usual, and is run
-once more on stand-ins, forward and backward together, by torch's own machinery, so ``needs_input_grad``,
-``materialize_grads``, ``mark_non_differentiable`` and the rest mean what they mean in torch.  That
-joint graph is cut in two where the forward ended.  What crosses the cut is
+once more on stand-ins, forward and backward together, by torch's own machinery, so that
+``needs_input_grad``, ``materialize_grads``, ``mark_non_differentiable`` and the rest mean what they
+mean in torch.  That joint graph is cut in two where the forward ended.  What crosses the cut is
 
 - an operand: the rule reads the node's operand;
 - a result: the rule reads the node's result, so that a derivative of the rule goes through the

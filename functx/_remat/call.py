@@ -84,7 +84,9 @@ def _has_tangents(args: Any, kwargs: Any) -> bool:
     return any(fwAD.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _prepared(f: Any, frozen: Any, args: Any, kwargs: Any, name: str) -> tuple[list[Tensor], Any, Any]:
+def _prepared(
+    f: Any, frozen: Any, args: Any, kwargs: Any, name: str
+) -> tuple[list[Tensor], Any, Any]:
     """The tensors in the arguments, each once, and calls of the function with stand-ins."""
     if not kwargs and all(type(a) is Tensor for a in args) and len({*map(id, args)}) == len(args):
         return [*args], lambda ts: f(*ts), lambda ts: frozen(*ts)

@@ -1,9 +1,10 @@
-"""Closure cells as they were at the call (rule 1): a name that is bound again must not change a replay.
+"""Closure cells as they were at the call (rule 1): names bound again must not change a replay.
 
-A replay calls a copy of the function, with cells of its own. That also keeps a node from holding the
-caller's cells, which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)`` would
-be a cycle through C++ that nothing collects. Copied are the function, what it closes over that is a
-function itself, partials and bound methods; nothing else of Python's is looked into (rule 5).
+A replay calls a copy of the function, with cells of its own. That also keeps a node from holding
+the caller's cells, which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)``
+would be a cycle through C++ that nothing collects. Copied are the function, what it closes over
+that is a function itself, partials and bound methods; nothing else of Python's is looked into (rule
+5).
 """
 
 from __future__ import annotations

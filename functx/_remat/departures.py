@@ -53,15 +53,20 @@ def _operand(number: int) -> str:
     return "a tensor made inside" if number == INSIDE else f"result {number}"
 
 
-def differently(region: Any, call: Call | None, expected: Call | None, hint: str = "") -> ReplayError:
+def differently(
+    region: Any, call: Call | None, expected: Call | None, hint: str = ""
+) -> ReplayError:
     """The replay's call is not the forward's."""
     what = f"{described(call)} where the forward called {described(expected)}"
-    if call is not None and expected is not None and call.results != expected.results:
-        if described(call) == described(expected):
-            what = (
-                f"{described(call)} and gets {_shapes(call)} where the forward got "
-                f"{_shapes(expected)}"
-            )
+    if (
+        call is not None
+        and expected is not None
+        and call.results != expected.results
+        and described(call) == described(expected)
+    ):
+        what = (
+            f"{described(call)} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
+        )
     at = line_now()
     if call is None or call.func == "return":
         code = region.code
@@ -95,9 +100,9 @@ def modified(region: Any, error: BaseException | None, shape: Any = None) -> Rep
     """An input is not what it was."""
     which = f"a tensor of shape {tuple(shape)}" if shape is not None else "a tensor"
     return ReplayError(
-        f"remat: {which} that {region.title} reads has been modified by an in-place operation since "
-        f"the forward, so that a replay would compute something else. Make a copy before you write "
-        f"to it, or write after the backward." + ("" if error is None else f" ({error})")
+        f"remat: {which} that {region.title} reads has been modified by an in-place operation "
+        "since the forward, so that a replay would compute something else. Make a copy before you "
+        "write to it, or write after the backward." + ("" if error is None else f" ({error})")
     )
 
 
@@ -119,8 +124,9 @@ def written(title: str, operands: Any) -> RematError:
 def drawn_by_others(region: Any, generator: torch.Generator) -> ReplayError:
     """A generator was not left as in the forward."""
     return ReplayError(
-        f"remat: the replay of {region.title} leaves the generator of {generator.device} in another "
-        "state than the forward: somebody else drew from it in between, in another thread perhaps. "
+        f"remat: the replay of {region.title} leaves the generator of {generator.device} in "
+        "another state than the forward: somebody else drew from it in between, in another "
+        "thread perhaps. "
         "Give each thread a torch.Generator of its own."
     )
 

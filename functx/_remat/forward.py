@@ -193,7 +193,7 @@ def _first_left_out(region: Region) -> int:
 def _taken_apart(
     results: list[Tensor], frames: list[levels.Frame], lowest: int
 ) -> tuple[dict[int, list[Tensor]], dict[int, list[Any]]]:
-    """The results at each level down to ``lowest``, and how each level's are made of the one's below."""
+    """The results at each level down to ``lowest``, and how they are made of those one below."""
     parts, slots = {len(frames): results}, {}
     for k in range(len(frames), lowest, -1):
         lowered = [frames[k - 1].lower(t, k) for t in parts[k]]
@@ -231,4 +231,3 @@ def _off_the_tape(t: Tensor, k: int) -> Tensor:
     if _torch.level_of(t) == k:
         return _torch.wrap_grad(_torch.unwrap_grad(t, k), k)
     return t
-

@@ -33,6 +33,7 @@ from functx._remat.operators import (
     tensors_in,
     written_by,
 )
+from functx._torch import compiler
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
 # (overload, kind, memory read, memory written, layout of the results)
@@ -59,6 +60,7 @@ class Ledger(_torch.TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or each operation pays for a wrapper that hides it from the compiler
 
+    @compiler.uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)
         self.count += 1
@@ -298,10 +300,10 @@ class Rerun(Ledger):
                 for t in tensors_in((out,), None):
                     self.leave_out(t)
                 return out
-        if self.hollow and operator.reads and operator.kind is not VIEW:
-            if i < 0 or self.entries[i][1] is not VIEW:
-                for t in tensors_in(args, kwargs):
-                    self.check(t)
+        reads = self.hollow and operator.reads and operator.kind is not VIEW
+        if reads and (i < 0 or self.entries[i][1] is not VIEW):
+            for t in tensors_in(args, kwargs):
+                self.check(t)
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
 
     def _matching(self, operator: Operator) -> int:

@@ -1,7 +1,7 @@
 """The functorch stack, and tensors taken apart and put together, level by level.
 
-A value "at level k" is wrapped by the levels 1 to k at most; level 0 is plain autograd. Wrapping and
-unwrapping dispatches no operation (making duals aside), so modes see nothing of it.
+A value "at level k" is wrapped by the levels 1 to k at most; level 0 is plain autograd. Wrapping
+and unwrapping dispatches no operation (making duals aside), so modes see nothing of it.
 """
 
 from __future__ import annotations

@@ -93,7 +93,6 @@ class Operator:
             return ALWAYS
         return VIEW if any(r.alias_info is not None for r in schema.returns) else NEW
 
-
     def draws_nothing(self, args: Any) -> bool:
         """Whether a call of attention is one without dropout."""
         return self.dropout >= 0 and (self.dropout >= len(args) or args[self.dropout] == 0)

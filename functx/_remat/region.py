@@ -85,6 +85,26 @@ class Region:
         *("live", "made", "n_args", "n_results", "options", "settings", "slots", "starts"),
         *("title", "written"),
     )
+    body: Any
+    calls: list[Any]
+    code: Any
+    draws: Any
+    entries: list[Any]
+    frames: list[levels.Frame]
+    further: list[int]
+    kept: Any
+    left_behind: Any
+    left_out: int
+    live: Any
+    made: Any
+    n_args: int
+    n_results: int
+    options: Options
+    settings: Any
+    slots: list[Any]
+    starts: list[int]
+    title: str
+    written: Any
 
 
 class Inputs:

@@ -1,8 +1,8 @@
 """A replay: the region runs again from the inputs that a node kept, on a tape of its own.
 
-It runs on the stack cut to the depth of its inputs, in new levels for those above, and has left them
-when it returns. The pullback is called after that: levels that have ended record nothing, and those
-alive record what they need.
+It runs on the stack cut to the depth of its inputs, in new levels for those above, and has left
+them when it returns. The pullback is called after that: levels that have ended record nothing, and
+those alive record what they need.
 """
 
 from __future__ import annotations
@@ -64,16 +64,19 @@ class Replayer(Listener):
         if not self.watching and left_out < NEVER:
             # (A region inside has calls of its own, which are not told one by one.)
             inside = isinstance(call.func, str) and call.func != "return"
-            if inside or self.rerun.call >= left_out:
-                # (Where the program has entered no mode; what an engine runs has modes of its own.)
-                if _here() == self._here:
-                    self.watch()
+            # (Where the program has entered no mode; what an engine runs has modes of its own.)
+            if (inside or self.rerun.call >= left_out) and _here() == self._here:
+                self.watch()
         due = self.due()
         if (
             due is None
             or not (due.func is call.func or same_function(due.func, call.func))
             or due.operands != call.operands
-            or (self.strict and due.others != call.others and not same_others(due.others, call.others))
+            or (
+                self.strict
+                and due.others != call.others
+                and not same_others(due.others, call.others)
+            )
         ):
             raise self._departed(call, due)
 

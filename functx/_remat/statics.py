@@ -22,7 +22,9 @@ def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Sta
     nums = (nums,) if type(nums) is int else nums
     names = (names,) if isinstance(names, str) else names
     if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
-        raise TypeError(f"remat: static_argnums must be an int or a sequence of ints, got {nums!r}.")
+        raise TypeError(
+            f"remat: static_argnums must be an int or a sequence of ints, got {nums!r}."
+        )
     if not all(isinstance(n, str) for n in names):
         raise TypeError(
             f"remat: static_argnames must be a string or a sequence of strings, got {names!r}."

@@ -10,8 +10,8 @@ those of its replays. What lowers a graph, or differentiates it, must know where
 - run again, in a trace or in torch, it is a region again.
 
 The region runs twice. First untraced, which finds what it captures, as everywhere (`forward`). Then
-its replay from those inputs is traced (`Trace.emit`), and what it gives at the base level stands for
-the first run's results; the nodes of autograd and the levels above are put on these.
+its replay from those inputs is traced (`Trace.emit`), and what it gives at the base level stands
+for the first run's results; the nodes of autograd and the levels above are put on these.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """State that a region writes in place advances once (rule 2).
 
-The forward writes to the program's memory itself. Before the first write to it, the whole storage is
-copied; what the node keeps of the inputs that lie there are views of that copy. A replay writes to a
-copy of its own.
+The forward writes to the program's memory itself. Before the first write to it, the whole storage
+is copied; what the node keeps of the inputs that lie there are views of that copy. A replay writes
+to a copy of its own.
 """
 
 from __future__ import annotations
@@ -88,4 +88,3 @@ def _view(t: Tensor, storage: Any) -> Tensor:
             return empty.set_(storage, t.storage_offset(), t.size(), t.stride())
 
     return levels.at_depth(0, view)
-

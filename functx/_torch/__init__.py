@@ -141,7 +141,7 @@ any_autocast = _C._is_any_autocast_enabled
 
 # -- tracing: graphs inside of graphs, and values that stand for what a node gives
 unset_mode = _C._unset_dispatch_mode
-proxy_mode = _proxy_tensor.get_proxy_mode  # that is tracing a graph now, if any
+proxy_mode: Any = _proxy_tensor.get_proxy_mode  # that is tracing a graph now, if any
 without_proxies = _proxy_tensor.disable_proxy_modes_tracing
 
 

@@ -316,26 +316,3 @@ def test_copies_that_forward_mode_makes_are_read_from_what_they_copy(reduce, out
         return value.detach(), torch.autograd.grad(value.sum(), x)
 
     assert_same(program(functx.remat), program(identity), eps=64)
-
-
-def test_a_departure_below_the_functions_that_a_region_calls_has_its_line():
-    """An operator that is made of others, which no function mode sees, has its line too."""
-    library = torch.library.Library("functx_departs", "DEF")
-    library.define("f(Tensor x) -> Tensor")
-    flag = [False]
-
-    def f(x):
-        (x * 3).exp()  # left out of the replay
-        return x.cos() if flag[0] else x.sin()
-
-    library.impl("f", f, "CompositeImplicitAutograd")
-    try:
-        x, w = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
-        region = functx.remat(lambda x, w: torch.ops.functx_departs.f(x).sin() + w * 2)
-        out = region(x, w)
-        flag[0] = True
-        line = f.__code__.co_firstlineno + 2
-        with pytest.raises(functx.ReplayError, match=rf"test_right_pruning.py:{line}, .*cos"):
-            out.sum().backward()
-    finally:
-        library._destroy()
