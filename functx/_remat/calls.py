@@ -47,6 +47,7 @@ LOOKS = {
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
     *(_torch.set_grad_enabled, torch.is_grad_enabled, Tensor.output_nr.__get__),
+    Tensor._version.__get__,
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),
 }
 # Hangs something on a tensor, where it requires grad, say; nothing is computed.

@@ -95,7 +95,7 @@ def modified(region: Any, error: BaseException | None, shape: Any = None) -> Rep
     """An input is not what it was."""
     which = f"a tensor of shape {tuple(shape)}" if shape is not None else "a tensor"
     return ReplayError(
-        f"remat: {which} that {region.title} reads has been modified by an in-place operation since "
+        f"remat: {which} that {region.title} reads has been modified in place by an operation since "
         f"the forward, so that a replay would compute something else. Make a copy before you write "
         f"to it, or write after the backward." + ("" if error is None else f" ({error})")
     )

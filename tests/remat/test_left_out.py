@@ -227,19 +227,6 @@ def test_an_inner_replay_may_leave_out_other_things_than_before():
     torch.testing.assert_close(f(functx.remat)(x), f(lambda f: f)(x), rtol=1e-14, atol=1e-14)
 
 
-def test_a_leaf_that_a_transform_passes_on_was_not_made_by_it():
-    """vmap expands it where nobody sees; taken for made here, its gradient would be lost."""
-    leaf = numbers(3, 3, start=2.0).requires_grad_()
-    x = numbers(2, 3).requires_grad_()
-
-    def f(x):
-        return functx.vmap(lambda x: functx.vjp(lambda x: (x.sin(), leaf), x)[0])(x)
-
-    def gradients(f):
-        return torch.autograd.grad(sum(t.sin().sum() for t in f(x)), [x, leaf])
-
-    for ours, expected in zip(gradients(functx.remat(f)), gradients(f), strict=True):
-        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("library", [functx, torch.func])
@@ -318,24 +305,3 @@ def test_copies_that_forward_mode_makes_are_read_from_what_they_copy(reduce, out
     assert_same(program(functx.remat), program(identity), eps=64)
 
 
-def test_a_departure_below_the_functions_that_a_region_calls_has_its_line():
-    """An operator that is made of others, which no function mode sees, has its line too."""
-    library = torch.library.Library("functx_departs", "DEF")
-    library.define("f(Tensor x) -> Tensor")
-    flag = [False]
-
-    def f(x):
-        (x * 3).exp()  # left out of the replay
-        return x.cos() if flag[0] else x.sin()
-
-    library.impl("f", f, "CompositeImplicitAutograd")
-    try:
-        x, w = numbers(3).requires_grad_(), numbers(3, start=1.0).requires_grad_()
-        region = functx.remat(lambda x, w: torch.ops.functx_departs.f(x).sin() + w * 2)
-        out = region(x, w)
-        flag[0] = True
-        line = f.__code__.co_firstlineno + 2
-        with pytest.raises(functx.ReplayError, match=rf"test_right_pruning.py:{line}, .*cos"):
-            out.sum().backward()
-    finally:
-        library._destroy()
