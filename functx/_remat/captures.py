@@ -20,7 +20,8 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import departures, distributed, examples, levels
-from functx._remat.calls import INSIDE, READERS, Call, Listener, same_others
+from functx._remat.calls import INSIDE, Call, Listener, same_others
+from functx._remat.functions import READERS
 from functx._remat.ledger import Record
 from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs

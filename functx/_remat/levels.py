@@ -178,9 +178,7 @@ def require_grad(t: Tensor) -> Tensor:
 
 def detached(t: Tensor) -> Tensor:
     """A plain tensor without its tape, made below all levels."""
-    if _torch.peek_interpreter() is None:
-        return t.detach()
-    return at_depth(0, t.detach)
+    return t.detach() if _torch.peek_interpreter() is None else at_depth(0, t.detach)
 
 
 def alive(t: Tensor) -> Tensor:

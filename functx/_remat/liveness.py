@@ -50,6 +50,8 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
         if t._use_count() > 1 + n:
             on_tape.add(storage)
     for storage, n in held.items():
-        if storage not in on_tape and _torch.storage_use_count(storage) <= n:
+        if storage == -1 or storage in on_tape:
+            continue
+        if _torch.storage_use_count(storage) <= n:
             alive.discard(storage)
     return alive

@@ -66,7 +66,12 @@ class RegionNode(_torch.SingleLevelFunction):
 
 def _is_asked(node: Any) -> bool:
     """Whether this very pass asks for a gradient; of a leaf torch does not tell."""
-    return hasattr(node, "variable") or (node is not None and _torch.will_run(node))
+    if node is None:
+        return False
+    try:
+        return _torch.will_run(node)
+    except RuntimeError:
+        return True
 
 
 def attach(

@@ -40,9 +40,11 @@ def pull_back(
     if outer is not None:
         outer.asleep = True
     try:
-        # The backward is a region again:
+        # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
         if traced.keeping() or (
-            torch.is_grad_enabled() and any(map(levels.is_tracked, flat + body.leaves))
+            torch.is_grad_enabled()
+            and any(map(levels.is_tracked, flat + body.leaves))
+            and not any(map(_torch.is_legacy_batched, flat))
         ):
             options = Options(name="a pullback", is_pullback=True)
             grads = traced.run(body, body, flat, options, f"the pullback of {payload.region.title}")

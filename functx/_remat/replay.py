@@ -18,8 +18,9 @@ from torch import Tensor
 from functx import _torch
 from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
-from functx._remat.calls import INSIDE, READERS, Call, Listener, listening, same_others
+from functx._remat.calls import INSIDE, Call, Listener, listening, same_others
 from functx._remat.captures import same_function
+from functx._remat.functions import READERS
 from functx._remat.guard import Noted
 from functx._remat.ledger import BeginAgain, Record, Rerun
 from functx._remat.observers import around_replay

@@ -299,6 +299,9 @@ def device_mode(device: torch.device) -> Any:
     return DeviceContext(device)
 
 
+is_legacy_batched = _F.is_legacy_batchedtensor
+
+
 def leave_legacy_vmap() -> int:
     """Leave the levels of the vmap that ``is_grads_batched`` uses; returns how many there were."""
     depth = _C._vmapmode_increment_nesting() - 1
