@@ -106,6 +106,10 @@ class Region:
     title: str
     written: Any
 
+    def written_outside(self) -> list[int]:
+        """The inputs that the region writes, but those made of data inside."""
+        return [i for numbers in self.written for i in numbers if i not in self.made]
+
 
 class Inputs:
     """The inputs of a forward, level by level, and their stand-ins.

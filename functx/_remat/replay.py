@@ -245,7 +245,7 @@ def _attempt(
     results, rerun = _body(region, standins, kept, live)
     written: list[Tensor] = []
     if wanted is None:
-        written = [levels.base_of(standins[i]) for numbers in region.written for i in numbers]
+        written = [levels.base_of(standins[i]) for i in region.written_outside()]
     del standins
     for k in range(len(frames), level, -1):
         lowered = [frames[k - 1].lower(t, numbers[k - level]) for t in results]

@@ -62,10 +62,7 @@ def keeping() -> bool:
 
 
 def batch_being_traced() -> int:
-    """How many examples an operation of the region that is being traced stands for.
-
-    1 unless the region has a policy that is to be asked about one of them.
-    """
+    """How many examples an operation stands for; 1 unless a policy is to be asked about one."""
     return _keeping.batch
 
 
@@ -173,7 +170,7 @@ class Trace:
         """
         operands, requires = inputs.values[0], inputs.requires(0)
         tracer = self.mode.tracer
-        given = [noted.given[i] for numbers in region.written for i in numbers]
+        given = [noted.given[i] for i in region.written_outside()]
         new = [torch.empty_like(t) for t in given]
 
         def explicit(*values: Tensor) -> tuple[Tensor, ...]:
@@ -181,7 +178,8 @@ class Trace:
 
         sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
         policy = region.options.policy
-        per_example = bool(sizes) and _reads_operations(policy)
+        per_example = bool(sizes) and policy is not None and policy.reads_operations
+        per_example = per_example and type(policy) is not Everything
         before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
         try:
             trace = partial(_torch.trace_subgraph, explicit, *operands)
@@ -203,14 +201,11 @@ class Trace:
 def _drop_aliases(module: torch.fx.GraphModule) -> None:
     """Let a graph do without the stand-ins that a replay makes."""
     for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.alias.default:
+        named = "functx_names" in node.meta.get("custom", {})
+        if node.target is torch.ops.aten.alias.default and not named:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
-
-
-def _reads_operations(policy: Any) -> bool:
-    return policy is not None and policy.reads_operations and type(policy) is not Everything
 
 
 class _Captures(captures.Captures):
@@ -247,7 +242,8 @@ class _Writes(writes.Writes):
                 f"{self.title} is traced, and writes to memory that {len(lying)} of its arguments "
                 "and captured tensors share. Give it copies, x.clone()."
             )
-        self.before[storage] = None
+        if lying:
+            self.before[storage] = None
 
     def value_before(self, i: int, storage: int) -> Tensor:
         given = self.given[i] = self.inputs.values[0][self.inputs.position(i, 0)]

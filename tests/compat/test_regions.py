@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 import functx
+from functx._errors import LoweringError
 from functx.compat import to_jax
 from functx.compat._lowering._graph import is_region
 from functx.compat._lowering._interpret import Interpreter
@@ -208,3 +209,44 @@ def test_hand_made_nested_regions():
     assert seen == [1]  # the outermost only
     jaxpr = str(jax.make_jaxpr(lambda x: Interpreter().run(module, [x]))(x))
     assert jaxpr.count("checkpoint") + jaxpr.count("remat") >= 2
+
+
+def writes(x, b):
+    def body(x):
+        b.mul_(2.0)
+        factors = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        factors.add_(1.0)
+        return (x * b * factors).sum()
+
+    return functx.remat(body)(x), b * 1
+
+
+def writes_in_a_nest(x, b):
+    b = b.clone()
+
+    def body(x):
+        def inner(x):
+            b.mul_(2.0)
+            return x * b
+
+        return functx.remat(inner)(x).sum()
+
+    return functx.remat(body)(x), b * 1
+
+
+@pytest.mark.parametrize("f", [writes, writes_in_a_nest])
+@pytest.mark.filterwarnings("ignore:the function writes to")
+def test_what_a_region_writes_is_written_once(f):
+    x, b = torch.linspace(-1, 1, 4), torch.arange(4.0)
+    given = arrays((x, b))
+    assert_close(to_jax(f)(*given), f(x, b.clone()))
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(f(x, b.clone())[0], x)
+    assert_close(jax.grad(lambda x, b: to_jax(f)(x, b)[0])(*given), expected)
+
+
+def test_a_region_that_writes_to_what_is_captured_is_refused():
+    buffer = torch.zeros(4)
+    region = functx.remat(lambda x: x * buffer.add_(1.0))
+    with pytest.raises(LoweringError, match="buffers=True"):
+        to_jax(region)(jnp.ones(4))
