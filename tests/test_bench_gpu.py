@@ -87,13 +87,6 @@ def test_batches(more, tmp_path, monkeypatch):
         assert rows[more[1]]["batch"] > rows[more[0]]["batch"] > 0
 
 
-def test_trace(tmp_path):
-    rows, _ = run("gpt_trace", out=tmp_path)
-    for way, row in rows.items():
-        assert "error" not in row, way
-        assert 0 < row["busy"] <= 1
-    assert rows["functx.remat"]["in_regions"] > 0 == rows["plain"]["in_regions"]
-    assert (tmp_path / "gpt_trace.png").stat().st_size > 0
 
 
 def test_a_variant_in_a_process_of_its_own():

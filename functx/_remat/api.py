@@ -16,7 +16,7 @@ from functx import _policies
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
-from functx._remat.region import Options
+from functx._remat.region import Options, Plans
 from functx._remat.statics import check_static, checked_static
 from functx._validate import checked_budget
 
@@ -183,6 +183,7 @@ def checked_options(
         debug=bool(debug),
         contexts=_policies.as_contexts(policy),
         budget=budget,
+        plans=None if budget is None else Plans(),
         static=static,
     )
 

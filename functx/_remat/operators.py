@@ -54,14 +54,16 @@ class Operator:
         writes: positions of the arguments that it writes.
         reads: whether it reads more than the layout of its arguments.
         call: its C function.
+        takes_number: whether it makes new memory of a tensor and a number.
         dropout: the position of the argument that says how much is dropped: 0 draws nothing.
     """
 
-    __slots__ = ("call", "draws", "dropout", "kind", "overload", "reads", "writes")
+    __slots__ = ("call", "draws", "dropout", "kind", "overload", "reads", "takes_number", "writes")
 
     def __init__(self, overload: Any) -> None:
         self.overload = overload  # held, since operators are found by id
         self.draws, self.reads, self.writes, self.dropout = False, True, (), -1
+        self.takes_number = False
         schema = getattr(overload, "_schema", None)
         if schema is None:  # a higher-order operator
             self.kind, self.call = ALWAYS, overload
@@ -79,6 +81,7 @@ class Operator:
         self.kind = self._kind(schema)
         if self.kind is VIEW:
             self.writes = ()
+        self.takes_number = self.kind is NEW and "Scalar" in overload._overloadname
 
     def _kind(self, schema: Any) -> str:
         overload = self.overload
@@ -107,6 +110,21 @@ def operator_of(overload: Any) -> Operator:
     if found is None:
         found = _known[id(overload)] = Operator(overload)
     return found
+
+
+def real_zeros(args: Any) -> Any:
+    """Arguments with memory where forward mode has zeros without any.
+
+    An operator of such a zero and a number, called from a dispatch mode, ends the process.
+    """
+    if not any(isinstance(a, Tensor) and a._is_zerotensor() for a in args):
+        return args
+    return tuple(
+        torch.zeros(a.shape, dtype=a.dtype, device=a.device)
+        if isinstance(a, Tensor) and a._is_zerotensor()
+        else a
+        for a in args
+    )
 
 
 def storage_of(t: Tensor) -> int:

@@ -53,7 +53,7 @@ class Options:
     budget: Any = None
     contexts: Any = None
     static: Any = None
-    plans: Plans = field(default_factory=Plans, compare=False, repr=False)
+    plans: Plans | None = field(default=None, compare=False, repr=False)
 
 
 class Region:

@@ -227,19 +227,6 @@ def test_an_inner_replay_may_leave_out_other_things_than_before():
     torch.testing.assert_close(f(functx.remat)(x), f(lambda f: f)(x), rtol=1e-14, atol=1e-14)
 
 
-def test_a_leaf_that_a_transform_passes_on_was_not_made_by_it():
-    """vmap expands it where nobody sees; taken for made here, its gradient would be lost."""
-    leaf = numbers(3, 3, start=2.0).requires_grad_()
-    x = numbers(2, 3).requires_grad_()
-
-    def f(x):
-        return functx.vmap(lambda x: functx.vjp(lambda x: (x.sin(), leaf), x)[0])(x)
-
-    def gradients(f):
-        return torch.autograd.grad(sum(t.sin().sum() for t in f(x)), [x, leaf])
-
-    for ours, expected in zip(gradients(functx.remat(f)), gradients(f), strict=True):
-        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("library", [functx, torch.func])
