@@ -3,8 +3,8 @@
 A trace below ``vmap`` holds batched operations, which a policy is not meant to judge.  So each
 function that the body of such a region calls is traced once more, on shapes of one example, and
 what it runs there is written at the nodes of the real one, matched by order, kind and size.  Only
-what is kept depends on the match, never a value (NOTE [one example] in `functx._remat._saving` says
-the same of running torch).
+what is kept depends on the match, never a value; NOTE [one example] in
+`functx._remat.examples` says the same of running torch.
 """
 
 from __future__ import annotations

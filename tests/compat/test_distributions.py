@@ -40,6 +40,12 @@ class Function(torch.autograd.Function):
             return tuple(g * d for d in torch.autograd.grad(normal(*x), x))
 
 
+@pytest.fixture(autouse=True)
+def _arguments_are_checked():
+    """As by default: a function that was compiled before in this process has turned it off."""
+    torch.distributions.Distribution.set_default_validate_args(True)
+
+
 @pytest.mark.parametrize("f", [normal, in_a_region, gradient, Function.apply])
 def test_valid_arguments_give_torch_s_values_and_others_nan(f):
     lowered = to_jax(f)
