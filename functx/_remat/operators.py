@@ -81,7 +81,7 @@ class Operator:
         self.kind = self._kind(schema)
         if self.kind is VIEW:
             self.writes = ()
-        self.takes_number = self.kind is NEW and "Scalar" in overload._overloadname
+        self.takes_number = self.kind is NEW and "Scalar" in _torch.overload_name(overload)
 
     def _kind(self, schema: Any) -> str:
         overload = self.overload
@@ -117,11 +117,11 @@ def real_zeros(args: Any) -> Any:
 
     An operator of such a zero and a number, called from a dispatch mode, ends the process.
     """
-    if not any(isinstance(a, Tensor) and a._is_zerotensor() for a in args):
+    if not any(isinstance(a, Tensor) and _torch.is_zero_without_memory(a) for a in args):
         return args
     return tuple(
         torch.zeros(a.shape, dtype=a.dtype, device=a.device)
-        if isinstance(a, Tensor) and a._is_zerotensor()
+        if isinstance(a, Tensor) and _torch.is_zero_without_memory(a)
         else a
         for a in args
     )

@@ -314,3 +314,13 @@ def enter_legacy_vmap(depth: int) -> None:
     """Undo `leave_legacy_vmap`."""
     for _ in range(depth):
         _C._vmapmode_increment_nesting()
+
+
+def is_zero_without_memory(t: torch.Tensor) -> bool:
+    """Whether a tensor is one of forward mode's zeros, which have no memory."""
+    return t._is_zerotensor()
+
+
+def overload_name(overload: Any) -> str:
+    """The name of an overload: ``"Scalar"``, say."""
+    return str(overload._overloadname)
