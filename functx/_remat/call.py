@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, levels, observers, traced
+from functx._remat import arguments, cells, departures, distributed, levels, observers, plans, traced
 from functx._remat.region import Options
 from functx._torch import compiler
 
@@ -61,7 +61,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     def again(*ts: Tensor) -> list[Tensor]:
         return _flat(call_again(ts), None)
 
-    results = traced.run(body, again, tensors, options, title, getattr(f, "__code__", None))
+    results = traced.run(body, again, tensors, options, title, plans.identity_of(f))
     return _built(results, result[0])
 
 

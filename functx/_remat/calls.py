@@ -4,7 +4,8 @@ NOTE [operands]
 Each tensor that a call is given is a *number*: -1 - k for input k of the region, n for the n-th
 result, `INSIDE` for a tensor made inside by what no mode sees (``Function.apply``, an engine).
 Compared are the functions, in their order, the numbers of their operands, what else they are given
-that is a number or a container of numbers, and the shapes and dtypes of what they return.
+that is a number or a container of numbers, and the shapes and dtypes of what they return. The last
+call of a log is "return", which is given the results.
 
 NOTE [by place]
 A tensor that is neither an input nor made inside is foreign: the closure's, a module's, a global
@@ -26,13 +27,12 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch
 from functx._remat import levels, saving
 from functx._remat.functions import HOOKS, LOOKS, MAKERS
-from functx._remat.ledger import Ledger
 from functx._remat.names import kept_copy, named
-from functx._remat.operators import storage_of
+from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
 
 INSIDE = 1 << 40
-_FURTHER, _INDEX, _SHIFT = 1 << 41, (1 << 40) - 1, 60
-_ATOMS = frozenset(
+RETURN, DATA = "return", "a tensor of data"
+ATOMS = frozenset(
     {
         *(int, float, bool, str, bytes, complex, type(None), type(Ellipsis)),
         *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
@@ -47,50 +47,63 @@ class Call:
 
     Attributes:
         func: what was called; of a region or a transform, its title.
-        operands: the numbers of its tensors.
-        others: what else it was given, as far as that is compared.
-        results: shape and dtype of each tensor that it returned.
-        inner: of a region inside, its own log.
+        given: for each argument, those in containers too, the number of a tensor, or a tuple that
+            says what else it is.
+        results: of each tensor that it returned, its number, shape and dtype.
+        inner: of a region inside, its own log, and the plan that belongs to it.
+        further: of a region inside, by its number for a further result, the number here.
         kept: of a call that makes a tensor of data, the number of the input that it became.
-        same: whether it returned its first operand.
+        quick: whether it is given but tensors and plain values, and makes one tensor of them.
+        watched: whether it draws, or writes to memory that the region did not make.
     """
 
-    __slots__ = ("func", "inner", "kept", "operands", "others", "results", "same")
+    __slots__ = ("func", "further", "given", "inner", "kept", "quick", "results", "watched")
 
-    def __init__(self, func: Any, operands: list[int], others: list[Any]) -> None:
-        self.func, self.operands, self.others = func, operands, others
-        self.results: Any = ()
-        self.inner: list[Call] | None = None
+    def __init__(self, func: Any, given: list[Any]) -> None:
+        self.func, self.given = func, given
+        self.results: list[tuple[int, torch.Size, torch.dtype]] = []
+        self.inner: tuple[list[Call], Any] | None = None
+        self.further: dict[int, int] = {}
         self.kept: int | None = None
-        self.same = False
+        self.quick = self.watched = False
 
 
 class Listener(TorchFunctionMode):
-    """Numbers the tensors of a region as its code runs, and writes down its calls.
+    """Numbers the tensors of a region as its code runs, and compares its calls with a log.
 
     Attributes:
         asleep: whether the engine, or a region inside, runs: their calls are not this region's.
         known: by id, a weak reference to a tensor and its number. (An id alone says nothing: one
             that lives in C++ gets a Python object, and with it an id, when it is first looked at.)
-        calls: the log.
         expected: the log to compare with; ``None`` in a first run.
-        ledgers: this region's, and those of the regions around.
+        at, due: how many calls have been made, and which is expected next.
+        last: the call at hand, and what was expected.
+        ledgers: those that listen, of this region and of the regions around.
+        strict: whether shapes, dtypes and numbers are compared.
+        wanted: results that are to be held, by number.
+        leaves: numbers of results that are leaves.
+        watching: whether a ledger must see each call.
+        stop: the number of the call at which a ledger begins to listen; -1 for none.
     """
 
-    title = ""
-
-    def __init__(self, ledger: Ledger, outer: Listener | None, expected: list[Call] | None) -> None:
-        self.ledger, self.outer, self.expected = ledger, outer, expected
-        self.ledgers: tuple[Any, ...] = (ledger, *(outer.ledgers if outer is not None else ()))
-        self.asleep = False
-        self.n_args = 0
+    def __init__(
+        self, outer: Listener | None, ledgers: tuple[Any, ...], expected: Any, strict: bool
+    ) -> None:
+        self.outer, self.ledgers, self.strict = outer, ledgers, strict
+        self.asleep = self.watching = False
+        self.n_args = self.serial = 0
+        self.stop = -1
         self.standins: list[Tensor] = []
-        self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
+        self.wanted: dict[int, Tensor | None] = {}
+        self.leaves: set[int] = set()
         self.known: dict[int, tuple[Any, int]] = {}
-        self.calls: list[Call] = []
-        self.serial = 0
-        self.strict = True  # whether shapes, dtypes and numbers are compared
-        self.sequence = 0  # the autograd node that is next, when the last call had returned
+        self.last: tuple[Call, Call | None]
+        self.expect(expected)
+
+    def expect(self, expected: list[Call] | None) -> None:
+        """Compare with this log from now on."""
+        self.expected, self.at = expected, 0
+        self.due: Call | None = expected[0] if expected else None
 
     # -- numbers
 
@@ -119,37 +132,26 @@ class Listener(TorchFunctionMode):
         """How many levels the region was called in."""
         raise NotImplementedError
 
-    def meet(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor]:
+    def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         """The number of a tensor that is not known, or not as expected, and what to put there.
 
         Args:
             t: the tensor.
             number: its number, if it is known.
-            due: what the forward met here; ``None`` in a first run.
+            due: what the expected log has here; ``None`` in a first run.
         """
         raise NotImplementedError
 
-    def due(self) -> Call | None:
-        """What the expected log has here."""
-        if self.expected is None or len(self.calls) >= len(self.expected):
-            return None
-        return self.expected[len(self.calls)]
+    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
+        """The stand-in to put for an unknown ``t`` where input ``number`` is expected, if any."""
+        raise NotImplementedError
 
-    def due_number(self, operands: list[int]) -> int | None:
-        """What the expected log has as the next operand."""
-        due = self.due()
-        return None if due is None or len(operands) >= len(due.operands) else due.operands[len(operands)]
-
-    def _as_expected(self, operands: list[int]) -> bool:
-        due = self.due()
-        return due is not None and due.operands == operands
-
-    def placed(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor] | None:
+    def placed(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor] | None:
         """The input that the forward met here, whatever lies here now (see NOTE [by place]).
 
         ``None`` where it met no input, or where ``t`` is a result, or another argument.
         """
-        if due is None or due >= 0:
+        if type(due) is not int or due >= 0:
             return None
         if number is None:
             number = self.number_within(t)
@@ -166,13 +168,67 @@ class Listener(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             self.asleep
-            or self.ledger.busy
             or func in LOOKS
-            or _torch.key_excluded(_torch.AUTOGRAD)
-            or _inside_functorch()
+            or key_excluded(AUTOGRAD)
+            # Python that an operator runs below functorch (a decomposition):
+            or (peek_interpreter() is not None and not key_included(FUNCTORCH_FRONT))
+            or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
+        due = self.due
+        if due is not None and due.func is func and due.quick and not (kwargs or self.watching):
+            replaced = self._as_due(due, args) if self.at != self.stop else None
+            if replaced is not None:
+                return self._quick(due, func, replaced, args)
         return self.call(func, args, kwargs or {})
+
+    def _as_due(self, due: Call, args: Any) -> Any:
+        """The arguments of a call that is as expected, foreign ones replaced; else ``None``."""
+        if len(args) != len(due.given):
+            return None
+        known = self.known
+        replaced = args
+        for i, wanted in enumerate(due.given):
+            a = args[i]
+            if type(wanted) is int:
+                k = known.get(id(a))
+                if k is not None and k[0]() is a:
+                    if k[1] != wanted:
+                        return None
+                elif wanted < 0 and isinstance(a, Tensor):
+                    t = self.standin_for(a, wanted)
+                    if t is None:
+                        return None
+                    if replaced is args:
+                        replaced = [*args]
+                    replaced[i] = t
+                else:
+                    return None
+            elif type(a) is not type(wanted[0]) or a != wanted[0]:
+                return None
+        return replaced
+
+    def _quick(self, due: Call, func: Any, args: Any, given: Any) -> Any:
+        """Make a call that is as expected."""
+        for ledger in self.ledgers:
+            ledger.next_call()
+        self.advance(due)
+        out = func(*args)
+        number, shape, dtype = due.results[0]
+        if out.shape == shape and out.dtype is dtype and out is not args[0]:
+            self.known[id(out)] = ref(out), number
+            if number in self.wanted:
+                self.wanted[number] = out
+            return out
+        call = Call(func, due.given)
+        self.last = call, due
+        return self.returned(call, due, out, (given, {}), args, {})
+
+    def advance(self, call: Call) -> None:
+        """A call is about to be made, which is as expected."""
+        self.at = n = self.at + 1
+        expected = self.expected
+        self.due = expected[n] if expected is not None and n < len(expected) else None
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One call of the region's code."""
@@ -184,116 +240,109 @@ class Listener(TorchFunctionMode):
                 return func(*args, **kwargs)
             if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
                 return self.keep(lambda: func(*args, **kwargs))
-        operands: list[int] = []
-        others: list[Any] = []
-        given = args, kwargs
-        known = self.known
-        for a in args:
-            if type(a) in _ATOMS:
-                others.append(a)
-                continue
-            if (k := known.get(id(a))) is not None and k[0]() is a:
-                operands.append(k[1])
-                continue
-            looked = False
-            break
-        else:
-            looked = not kwargs and (self.expected is None or self._as_expected(operands))
-        if not looked:
-            operands, others = [], []
-            args, kwargs = self._look(func, args, kwargs, operands, others)
-        call = Call(func, operands, others)
-        for ledger in self.ledgers:
-            ledger.next_call()
-        self.begin(call)
-        self.count = self.ledger.count
-        out = self.execute(call, func, args, kwargs)
-        if isinstance(out, Tensor):
-            call.results = out.shape, out.dtype
-            out = self._returned(call, out, given, args, kwargs)
-        elif isinstance(out, (tuple, list)) and out:
-            out = self._all_returned(call, out, given, args, kwargs)
-        self.end(call)
-        return out
-
-    def _look(self, func: Any, args: Any, kwargs: Any, operands: Any, others: Any) -> Any:
-        """Number all tensors in the arguments, in lists and dicts too, and replace foreign ones."""
-        new_args = [self._walk(a, operands, others) for a in args]
+        listed: list[Any] = []
+        new_args = [self._walk(a, listed) for a in args]
         new_kwargs = {}
         for name, a in kwargs.items():
-            others.append(name)
-            new_kwargs[name] = self._walk(a, operands, others)
-        return new_args, new_kwargs
+            listed.append((name,))
+            new_kwargs[name] = self._walk(a, listed)
+        call = Call(func, listed)
+        due = self.log(call)
+        out = self.execute(call, func, new_args, new_kwargs)
+        return self.returned(call, due, out, (args, kwargs), new_args, new_kwargs)
 
-    def _walk(self, a: Any, operands: Any, others: Any) -> Any:
+    def log(self, call: Call) -> Call | None:
+        """A call is about to be made; returns what is expected here."""
+        for ledger in self.ledgers:
+            ledger.next_call()
+        if self.expected is not None:
+            if self.due is None or not self.matches(call, self.due):
+                self.departs(call, self.due)
+        due = self.due
+        self.last = call, due
+        self.advance(call)
+        return due
+
+    def _walk(self, a: Any, listed: list[Any]) -> Any:
+        """Number the tensors in an argument, in containers too, and replace foreign ones."""
         kind = type(a)
-        if kind in _ATOMS:
-            others.append(a)
+        if kind in ATOMS:
+            listed.append((a,))
             return a
         if isinstance(a, Tensor):
-            number = self.number_of(a)
-            if number is None or (self.expected is not None and number != self.due_number(operands)):
-                number, a = self.meet(a, number, self.due_number(operands))
-            operands.append(number)
+            number, due = self.number_of(a), self.due
+            expected = None
+            if due is not None and len(listed) < len(due.given):
+                expected = due.given[len(listed)]
+            if number is None or (due is not None and number != expected):
+                number, a = self.meet(a, number, expected)
+            listed.append(number)
             return a
-        if kind is list or kind is tuple:
-            others.append((kind.__name__, len(a)))
-            new = [self._walk(x, operands, others) for x in a]
-            return a if all(x is y for x, y in zip(new, a)) else kind(new)
-        if isinstance(a, tuple):  # a named tuple, a result of torch's
-            others.append((kind.__name__, len(a)))
-            new = [self._walk(x, operands, others) for x in a]
+        if isinstance(a, (list, tuple)) and (kind in (list, tuple) or isinstance(a, tuple)):
+            listed.append((kind.__name__, len(a)))
+            new = [self._walk(x, listed) for x in a]
             if all(x is y for x, y in zip(new, a)):
                 return a
             return kind(*new) if hasattr(a, "_fields") else kind(new)
         if kind is dict:
-            others.append(("dict", len(a)))
-            new = {k: self._walk(x, operands, others) for k, x in a.items()}
-            return a if all(new[k] is a[k] for k in a) else new
+            listed.append(("dict", len(a)))
+            new_dict = {k: self._walk(x, listed) for k, x in a.items()}
+            return a if all(new_dict[k] is a[k] for k in a) else new_dict
         if kind is slice:
-            others.append("slice")
-            parts = [self._walk(x, operands, others) for x in (a.start, a.stop, a.step)]
+            listed.append(("slice",))
+            parts = [self._walk(x, listed) for x in (a.start, a.stop, a.step)]
             return slice(*parts) if any(isinstance(p, Tensor) for p in parts) else a
-        if kind.__module__ == "numpy":
-            others.append(_array(a))
-            return a
-        others.append(kind)  # a function, a generator, an object: its class alone
+        # Of a function, a generator or an object its class alone:
+        listed.append(_array(a) if kind.__module__ == "numpy" else (kind,))
         return a
 
-    def _returned(self, call: Call, out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:
-        """Number a result; an operand that is returned is the one that the caller has."""
-        known = self.known.get(id(out))
-        if known is not None and known[0]() is out:
-            call.same = call.operands[:1] == [known[1]]
-            if out.requires_grad:  # perhaps since this call, which has written to it
-                self.may_leave(known, call)
-            return _as_given(out, given, args, kwargs)
-        if self.expected is None:
-            call.same = (
-                self.ledger.count == self.count and len(args) > 0 and _is_same(out, args[0])
-            )
-        else:
-            call.same = self.expected[len(self.calls)].same
-        if call.same:
-            number = call.operands[0]
-        else:
-            number = self.serial = self.serial + 1
-        self.known[id(out)] = r = ref(out), number
-        if out.requires_grad:
-            self.may_leave(r, call)
+    def returned(
+        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """A call has returned: number its results; operands are those that the caller has."""
+        if isinstance(out, Tensor):
+            out = self._numbered(call, due, out, given, args, kwargs)
+        elif isinstance(out, (tuple, list)) and out:
+            out = self._all_numbered(call, due, out, given, args, kwargs)
+        if due is not None and call.results != due.results:
+            self.differs(call, due)
         return out
 
-    def _all_returned(self, call: Call, out: Any, given: Any, args: Any, kwargs: Any) -> Any:
-        metas = []
+    def _numbered(
+        self, call: Call, due: Call | None, t: Tensor, given: Any, args: Any, kwargs: Any
+    ) -> Tensor:
+        number = self.number_of(t)
+        place = len(call.results)
+        new = number is None
+        if number is None:
+            if due is not None and place < len(due.results):
+                number = due.results[place][0]
+            elif due is None and self.is_operand(t, args):
+                number = call.given[0]
+            else:
+                number = self.serial = self.serial + 1
+            self.known[id(t)] = ref(t), number
+        self._seen(t, number)
+        call.results.append((number, t.shape, t.dtype))
+        return t if new else _as_given(t, given, args, kwargs)
+
+    def _seen(self, t: Tensor, number: int) -> None:
+        """``t`` is a result."""
+        if number in self.wanted:
+            self.wanted[number] = t
+        if t.requires_grad and t.grad_fn is None:
+            self.leaves.add(number)
+
+    def _all_numbered(
+        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
+    ) -> Any:
         new = []
         for x in out:
             if isinstance(x, Tensor):
-                metas.append((x.shape, x.dtype))
-                x = self._returned(call, x, given, args, kwargs)
+                x = self._numbered(call, due, x, given, args, kwargs)
             elif isinstance(x, (tuple, list)):
-                x = self._all_returned(call, x, given, args, kwargs)
+                x = self._all_numbered(call, due, x, given, args, kwargs)
             new.append(x)
-        call.results = (*call.results, *metas) if call.results else tuple(metas)
         if all(x is y for x, y in zip(new, out)):
             return out
         return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
@@ -302,9 +351,9 @@ class Listener(TorchFunctionMode):
         """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
         told, copied = saving.named(levels.base_of(levels.alive(x)), name)
         if self.expected is not None:
-            due, number = self.due(), self.number_of(x)
-            copied = due is not None and due.func is kept_copy and due.others == [name]
-            copied = copied and (number is None or due.operands == [number])
+            due, number = self.due, self.number_of(x)
+            copied = due is not None and due.func is kept_copy and due.given[1:] == [(name,)]
+            copied = copied and (number is None or due.given[0] == number)  # type: ignore[union-attr]
         if copied:
             x = self.call(kept_copy, (x, name), {})
         for saver in told:
@@ -313,22 +362,30 @@ class Listener(TorchFunctionMode):
 
     # -- what forward and replay do differently
 
-    def begin(self, call: Call) -> None:
-        """A call is about to be made."""
+    def matches(self, call: Call, due: Call) -> bool:
+        """Whether a call is the one that is expected."""
+        return same_call(call, due, self.strict)
+
+    def departs(self, call: Call, due: Call | None) -> None:
+        """A call is not the one that is expected."""
+        raise NotImplementedError
+
+    def differs(self, call: Call, due: Call) -> None:
+        """A call has not returned what is expected."""
+        if self.strict:
+            self.departs(call, due)
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make it."""
-        return func(*args, **kwargs) if kwargs else func(*args)
+        """Make a call."""
+        raise NotImplementedError
 
-    def end(self, call: Call) -> None:
-        """A call has been made."""
-        self.calls.append(call)
-        self.sequence = _torch.next_sequence_number()
+    def is_operand(self, t: Tensor, args: Any) -> bool:
+        """Whether a result that is not known is the first operand: ``x.to(x.dtype)``, in a level."""
+        return False
 
-    def may_leave(self, known: tuple[Any, int], call: Call) -> None:
-        """A result that requires grad, which may leave otherwise than by return (rule 4)."""
-        if known[1] in self.wanted:
-            self.wanted[known[1]] = known[0]()
+    def is_foreign(self, t: Tensor) -> bool:
+        """Whether a transform inside has returned what requires grad and was not made inside."""
+        return False
 
     def hang(self, t: Tensor) -> None:
         """A hook is about to be hung on a tensor."""
@@ -342,60 +399,67 @@ class Listener(TorchFunctionMode):
     def take(self, title: str, tensors: list[Tensor]) -> list[Tensor]:
         """What a transform or a region inside is given, as stand-ins: a call of that title."""
         asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
-        operands: list[int] = []
-        taken = [self._walk(t, operands, []) for t in tensors]
-        for ledger in self.ledgers:
-            ledger.next_call()
-        call = Call(title, operands, [])
-        self.begin(call)
-        self.end(call)
+        listed: list[Any] = []
+        taken = [self._walk(t, listed) for t in tensors]
+        self.log(Call(title, listed))
         self.asleep = asleep
         return taken
 
-    def result(self, t: Tensor) -> Tensor:
-        """A result of the region's code, as the engine hands it on: not a leaf itself."""
-        known = self.known.get(id(t))
-        if known is not None and known[0]() is t and known[1] >= 0:  # the usual case, for less
-            call = Call("return", [known[1]], [])
-            self.begin(call)
-            self.end(call)
-            return t
-        (t,) = self.take("return", [t])
-        number = self.number_of(t)
-        if number is not None and number < 0 and levels.is_tracked(t):
-            return t.view_as(t)
-        return t
-
-    def give(self, tensors: list[Tensor]) -> None:
-        """What a transform or a region inside has made."""
-        call = self.calls[-1]
+    def give(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What a transform or a region inside returns; foreign ones as stand-ins."""
+        call, due = self.last
+        given = []
         for t in tensors:
-            if self.number_of(t) is None:
-                self.serial += 1
-                self.known[id(t)] = r = ref(t), self.serial
-                if t.requires_grad:
-                    self.may_leave(r, call)
-        self.sequence = _torch.next_sequence_number()
+            number = self.number_of(t)
+            if number is None:
+                place = len(call.results)
+                if due is not None and place < len(due.results):
+                    number = due.results[place][0]
+                    t = self.standins[-1 - number] if number < 0 else t
+                elif self.is_foreign(t):
+                    asleep, self.asleep = self.asleep, True
+                    number, t = self.meet(t, None, None)
+                    self.asleep = asleep
+                else:
+                    number = self.serial = self.serial + 1
+                self.know(t, number)
+            self._seen(t, number)
+            call.results.append((number, t.shape, t.dtype))
+            given.append(t)
+        if due is not None and call.results != due.results:
+            self.differs(call, due)
+        return given
 
     def give_further(self, results: list[tuple[int, Tensor]]) -> None:
         """What a region inside has found to leave it otherwise than by return, by its numbers."""
-        call, index = self.calls[-1], len(self.calls) - 1
-        for number, t in results:
-            known = self.known[id(t)] = ref(t), number << _SHIFT | _FURTHER | index
-            self.may_leave(known, call)
+        call, due = self.last
+        for inner, t in results:
+            number = None if due is None else due.further.get(inner)
+            if number is None:
+                number = self.serial = self.serial + 1
+            call.further[inner] = number
+            self.know(t, number)
+            self._seen(t, number)
+
+    def inner(self) -> tuple[Any, Any]:
+        """The log that a region inside, which has just been taken in, must make, and its plan."""
+        due = self.last[1]
+        return (None, None) if due is None or due.inner is None else due.inner
 
     def wanted_inside(self) -> dict[int, Tensor | None]:
         """Which results the region inside that was just taken in is to hold, by its numbers."""
-        index = _FURTHER | (len(self.calls) - 1)
-        mask = (1 << _SHIFT) - 1
-        return {n >> _SHIFT: None for n in self.wanted if n > INSIDE and n & mask == index}
+        due = self.last[1]
+        further = {} if due is None else due.further
+        return {inner: None for inner, number in further.items() if number in self.wanted}
 
-
-def _is_same(out: Tensor, operand: Any) -> bool:
-    """Whether a result that no operation has made is the operand: ``x.to(x.dtype)``, in a level."""
-    if not isinstance(operand, Tensor):
-        return False
-    return storage_of(levels.base_of(out)) == storage_of(levels.base_of(operand))
+    def finish(self, results: list[Tensor]) -> list[Tensor]:
+        """The region's code has returned; the results as the engine hands them on: no leaves."""
+        results = self.take(RETURN, results)
+        self.asleep = True
+        return [
+            t.view_as(t) if number < 0 and levels.is_tracked(t) else t
+            for t, number in zip(results, self.last[0].given)
+        ]
 
 
 def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:
@@ -412,17 +476,10 @@ def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:
 def _array(a: Any) -> Any:
     """An array or number of NumPy's, as far as it is compared."""
     if not hasattr(a, "tobytes"):
-        return type(a)
+        return (type(a),)
     if a.nbytes > _SMALL or a.dtype.hasobject:
         return a.shape, str(a.dtype)
     return a.shape, str(a.dtype), a.tolist()
-
-
-def _inside_functorch() -> bool:
-    """Python that an operator runs below functorch (a decomposition), on values of some level."""
-    return _torch.peek_interpreter() is not None and not _torch.key_included(
-        _torch.FUNCTORCH_FRONT
-    )
 
 
 def listening() -> Listener | None:
@@ -434,9 +491,24 @@ def listening() -> Listener | None:
     return None
 
 
-def same_others(one: list[Any], other: list[Any]) -> bool:
-    """Whether two calls were given the same numbers."""
-    return one == other or repr(one) == repr(other)  # nan is not nan
+def same_function(one: Any, other: Any) -> bool:
+    """Whether two calls are of one function; of functions made anew each time, of one code."""
+    if one is other or one == other:
+        return True
+    code = getattr(one, "__code__", None)
+    return code is not None and code is getattr(other, "__code__", None)
+
+
+def same_call(one: Call, other: Call, strict: bool) -> bool:
+    """Whether two calls are of one function and given the same tensors; if strict, all the same."""
+    if not same_function(one.func, other.func):
+        return False
+    if one.given == other.given:
+        return True
+    if strict:
+        return repr(one.given) == repr(other.given)  # nan is not nan
+    operands, others = ([n for n in c.given if type(n) is int] for c in (one, other))
+    return operands == others
 
 
 Body = Callable[..., list[Tensor]]

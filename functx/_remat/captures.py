@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import departures, distributed, examples, levels
-from functx._remat.calls import INSIDE, Call, Listener, same_others
+from functx._remat import departures, distributed, examples, levels, plans
+from functx._remat.calls import ATOMS, DATA, INSIDE, Call, Listener
 from functx._remat.functions import READERS
-from functx._remat.ledger import Record
+from functx._remat.ledger import Ledger, Record
 from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs
 
@@ -35,35 +35,138 @@ class Captures(Listener):
     """Listens to a forward.
 
     Attributes:
+        calls: the log.
         captured: by the id of a foreign tensor, the number of the input that it became.
         asked: savers, of regions around too, whose policies look at operations.
         unseen: whether something may have passed by unseen, so that the tape must be looked at.
-        leavers: results that require grad: weakly, their number, the call that made them.
+        plan: of an earlier run, followed where its calls are the same; see `plans`.
+        records: whether the ledger is a mode now.
     """
 
     def __init__(
-        self,
-        region: Any,
-        inputs: Inputs,
-        record: Record,
-        outer: Listener | None,
-        expected: list[Call] | None,
+        self, region: Any, inputs: Inputs, record: Record, outer: Listener | None, expected: Any
     ) -> None:
-        super().__init__(record, outer, expected)
+        ledgers = (record, *(outer.ledgers if outer is not None else ()))
+        super().__init__(outer, ledgers, expected, region.options.determinism_check != "none")
         self.region, self.inputs, self.record = region, inputs, record
         self.standins = inputs.standins
-        savers = [ledger.saver for ledger in self.ledgers if ledger.saver is not None]
-        self.asked = [saver for saver in savers if saver.asks]
+        self.calls: list[Call] = []
+        self.asked = [l.saver for l in ledgers if l.saver is not None and l.saver.asks]
         self.captured: dict[int, int] = {}
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
-        self.unseen = False
-        self.leavers: dict[int, tuple[Any, int, Call]] = {}
+        self.unseen = self.records = self.departed = self.may_depart = False
+        self.plan: plans.Plan | None = None
+        self.nodes = 0  # of autograd's, that the region has made
+        self.key: Any = None
         self.first_node = self.sequence = _torch.next_sequence_number()
+        self.count = 0  # of operations, when the last call had returned
 
     def depth(self) -> int:
         return len(self.inputs.frames)
+
+    # -- recording, or following a plan
+
+    def begin(self, plan: plans.Plan | None) -> None:
+        """The region's code is about to run: by a plan, or recorded."""
+        self.plan, self.modes = plan, _modes_entered()
+        if plan is None:
+            self._record()
+            return
+        self.ledgers, self.serial = self.ledgers[1:], plan.serial
+        if self.expected is None:
+            self.may_depart = True
+            self.expect(plan.calls)
+
+    def _around(self) -> Captures | None:
+        """The listener around, if it is one of a forward."""
+        return self.outer if isinstance(self.outer, Captures) else None
+
+    def _record(self) -> None:
+        if (outer := self._around()) is not None and not outer.records:
+            outer._depart()
+            self.ledgers = outer.ledgers
+        self.records = self.watching = True
+        _torch.push_dispatch_mode(self.record)
+
+    def end(self) -> None:
+        """The region's code has returned."""
+        if self.records:
+            _torch.pop_dispatch_mode(None)
+        self.nodes = _torch.next_sequence_number() - self.first_node
+        if self.plan is not None and self.nodes != self.plan.nodes:
+            self.unseen = True
+
+    def _look_for_unseen(self) -> None:
+        if self.sequence != _torch.next_sequence_number() or self.count != self.record.count:
+            self.unseen = True
+
+    def matches(self, call: Call, due: Call) -> bool:
+        if self.may_depart:
+            return plans.is_alike(call, due)
+        return super().matches(call, due)
+
+    def departs(self, call: Call, due: Call | None) -> None:
+        if not self.may_depart:
+            raise departures.differently(self.region, call, due)
+        self._depart()
+
+    def _depart(self) -> None:
+        """Follow the plan no more (see NOTE [listen once])."""
+        if _modes_entered() != self.modes:
+            raise departures.refused(
+                f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
+                "that it has entered. Enter the mode outside of the region."
+            )
+        if self.may_depart:
+            self.may_depart, self.expected, self.due = False, None, None
+            plans.forget(self.key)
+        self.plan = None
+        if self.calls:  # else nothing has been missed
+            self.departed = self.unseen = True
+        self._record()
+        self.ledgers = (self.record, *self.ledgers)
+
+    def differs(self, call: Call, due: Call) -> None:
+        if self.may_depart or self.strict:
+            self.departs(call, due)
+
+    def advance(self, call: Call) -> None:
+        self.calls.append(call)
+        super().advance(call)
+
+    def log(self, call: Call) -> Call | None:
+        if self.records:
+            self._look_for_unseen()
+        due = super().log(call)
+        if due is not None:
+            call.quick, call.watched, call.kept = due.quick, due.watched, due.kept
+        return due
+
+    def returned(
+        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
+    ) -> Any:
+        out = super().returned(call, due, out, given, args, kwargs)
+        if self.records:
+            record = self.record
+            call.watched, record.touched = record.touched, False
+            call.quick = (
+                type(out) is Tensor
+                and call.results[0][0] not in call.given
+                and not (kwargs or call.watched or call.func in _SPECIAL)
+                and all(type(a) in ATOMS or isinstance(a, Tensor) for a in args)
+            )
+            self.count = record.count
+            self.sequence = _torch.next_sequence_number()
+        return out
+
+    def give(self, tensors: list[Tensor]) -> list[Tensor]:
+        given = super().give(tensors)
+        self.count, self.sequence = self.record.count, _torch.next_sequence_number()
+        return given
+
+    # -- inputs
 
     def admit(self, t: Tensor) -> int:
         """A further input; returns its number."""
@@ -73,11 +176,15 @@ class Captures(Listener):
             self.know(standin, -1 - number)
         if not levels.is_tracked(standin):
             self.constants.append(number)
-        self.record.outside.update(self.inputs.memory[number])
         return number
 
-    def meet(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor]:
-        if (placed := self.placed(t, number, due)) is not None:
+    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
+        return self.standins[-1 - number] if self.captured.get(id(t)) == -1 - number else None
+
+    def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
+        if self.may_depart:
+            due = None
+        elif (placed := self.placed(t, number, due)) is not None:
             return placed
         if number is None:
             number = self.number_within(t)
@@ -98,9 +205,16 @@ class Captures(Listener):
         if captured is None or due is not None:
             self.held.append(t)
             if self.outer is not None:
-                (value,) = self.outer.take("a capture of a region inside", [value])
+                (value,) = self.outer.take(plans.CAPTURE, [value])
             captured = self.captured[id(t)] = self.admit(levels.alive(value))
+            if self.may_depart and not self.plan.has_input(captured, self.inputs):
+                self._depart()
         return -1 - captured, self.standins[captured]
+
+    def is_foreign(self, t: Tensor) -> bool:
+        t = levels.alive(t)
+        foreign = levels.is_tracked(t) and _torch.level_of(t) <= self.depth()
+        return foreign and not self._is_inside(t)
 
     def _is_inside(self, t: Tensor) -> bool:
         """See NOTE [inside or foreign]."""
@@ -116,36 +230,42 @@ class Captures(Listener):
                 return True
         return False
 
-    def begin(self, call: Call) -> None:
-        if self.sequence != _torch.next_sequence_number():
-            self.unseen = True
-        if self.expected is not None:
-            expected = self.due()
-            differs = (
-                expected is None
-                or not same_function(expected.func, call.func)
-                or expected.operands != call.operands
-                or (self.strict and not same_others(expected.others, call.others))
-            )
-            if differs:
-                raise departures.differently(self.region, call, expected)
-        if self.record.written:
-            self.record.written.clear()
+    def is_operand(self, t: Tensor, args: Any) -> bool:
+        operand = args[0] if args else None
+        if not isinstance(operand, Tensor) or self.record.count != self.count:
+            return False
+        return storage_of(levels.base_of(t)) == storage_of(levels.base_of(operand))
+
+    # -- calls
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _SPECIAL:
             self._special(call, func, args, kwargs)
         if self.asked:
             examples.expect(self.asked, func, args, kwargs)
+        self.count = self.record.count
+        alone = [] if self.records or not call.watched else self._not_recording()
         try:
+            for record in alone:
+                _torch.push_dispatch_mode(record)
             out = func(*args, **kwargs) if kwargs else func(*args)
         except RuntimeError as error:
             if _WRITES_A_LEAF not in str(error):
                 raise
             raise departures.written(self.region.title, args) from error
+        finally:
+            for _ in alone:
+                _torch.pop_dispatch_mode(None)
         if self.record.written:
+            self.record.written.clear()
             self._check_written()
         return out
+
+    def _not_recording(self) -> list[Record]:
+        """The ledgers, of regions around too, that see nothing; outermost first."""
+        around = self._around()
+        records = [] if around is None or around.records else around._not_recording()
+        return [*records, self.record]
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
         if func in READERS:
@@ -189,52 +309,29 @@ class Captures(Listener):
         t = make() if self.outer is None else self.outer.keep(make)
         while _torch.level_of(t) > self.depth():
             t = _torch.inner_of(t)
-        call = Call("a tensor of data", [], [])
-        self.begin(call)
+        call = Call(DATA, [])
+        self.log(call)
         number = call.kept = self.admit(t)
         self.made.add(number)
         self.held.append(t)
-        self.end(call)
         return self.standins[number]
 
     def _check_written(self) -> None:
         """A call has written to inputs: no history may have got into them (rule 4)."""
         for number in self.constants:
-            if number not in self.made and levels.is_tracked(self.standins[number]):
-                self._refuse_history(self.standins[number])
+            standin = self.standins[number]
+            if number in self.made or not levels.is_tracked(standin):
+                continue
+            if not standin._is_view():
+                standin.detach_()
+            raise departures.refused(
+                f"{self.region.title} writes a value that requires grad into a tensor of shape "
+                f"{tuple(standin.shape)} that it did not make; its gradient would be lost. Write "
+                "its detach(), or return the value."
+            )
 
-    def _refuse_history(self, standin: Tensor) -> None:
-        shape = tuple(standin.shape)
-        if not standin._is_view():
-            standin.detach_()
-        raise departures.refused(
-            f"{self.region.title} writes a value that requires grad into a tensor of shape {shape} "
-            "that it did not make; its gradient would be lost. Write its detach(), or return the "
-            "value."
-        )
-
-    def end(self, call: Call) -> None:
-        if self.expected is not None and self.strict:
-            expected = self.expected[len(self.calls)]
-            if expected.results != call.results:
-                raise departures.differently(self.region, call, expected)
-        super().end(call)
-
-    def finish(self) -> None:
-        """The region's code has returned."""
-        if self.sequence != _torch.next_sequence_number():
-            self.unseen = True
-        if self.expected is not None and len(self.calls) < len(self.expected):
-            raise departures.differently(self.region, None, self.expected[len(self.calls)])
-
-    def may_leave(self, known: tuple[Any, int], call: Call) -> None:
-        super().may_leave(known, call)
-        if known[1] > 0 or -1 - known[1] in self.made:
-            self.leavers[id(known[0])] = *known, call
-
-    def expects_inside(self) -> list[Call] | None:
-        """What the log of a region inside, which has just been taken in, must be."""
-        return None if self.expected is None else self.expected[len(self.calls) - 1].inner
+    def inner(self) -> tuple[Any, Any]:
+        return (None, None) if self.may_depart else super().inner()
 
 
 # Torch's error: a stand-in is a leaf where what it is for may be none.
@@ -243,12 +340,10 @@ _LABEL = torch.ops.profiler._record_function_enter_new
 _SPECIAL = {*READERS, *_ENGINE, *_REQUIRES, _LABEL}
 
 
-def same_function(one: Any, other: Any) -> bool:
-    """Whether two calls are of one function; of functions made anew each time, of one code."""
-    if one is other or one == other:
-        return True
-    code = getattr(one, "__code__", None)
-    return code is not None and code is getattr(other, "__code__", None)
+def _modes_entered() -> int:
+    """How many dispatch modes there are that are no ledgers."""
+    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+    return sum(not isinstance(mode, Ledger) for mode in modes)
 
 
 def tape_of(t: Tensor, first: int) -> Any:

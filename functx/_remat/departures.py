@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from types import CodeType
 from typing import Any
 
 import torch
 
 from functx._errors import RematError, ReplayError
-from functx._remat.calls import INSIDE, Call
+from functx._remat.calls import INSIDE, RETURN, Call
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -42,12 +43,14 @@ def described(call: Call | None) -> str:
     """A call, for a message."""
     if call is None:
         return "nothing more"
-    operands = [_operand(n) for n in call.operands]
-    others = [repr(o) if len(repr(o)) < 80 else f"{repr(o)[:77]}..." for o in call.others]
-    return f"{name_of(call.func)}({', '.join(operands + others)})"
+    given = ", ".join(map(_argument, call.given))
+    return f"{name_of(call.func)}({given})"
 
 
-def _operand(number: int) -> str:
+def _argument(number: Any) -> str:
+    if type(number) is tuple:
+        said = repr(number[0] if len(number) == 1 else number)
+        return said if len(said) < 80 else f"{said[:77]}..."
     if number < 0:
         return f"input {-1 - number}"
     return "a tensor made inside" if number == INSIDE else f"result {number}"
@@ -68,9 +71,11 @@ def differently(
             f"{described(call)} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
         )
     at = line_now()
-    if call is None or call.func == "return":
-        code = region.code
-        at = f"the end of {code.co_filename}:{code.co_firstlineno}" if code else "the end"
+    if call is None or call.func == RETURN:
+        code = region.identity and region.identity[0]
+        at = "the end"
+        if isinstance(code, CodeType):
+            at += f" of {code.co_filename}:{code.co_firstlineno}"
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the "
         f"calls that the forward made (rule 3). {hint or _HINT}"
@@ -84,7 +89,7 @@ _HINT = (
 
 
 def _shapes(call: Call) -> str:
-    return str(call.results).replace("torch.Size", "")
+    return str([(shape, dtype) for _, shape, dtype in call.results]).replace("torch.Size", "")
 
 
 def cached(shape: Any) -> str:

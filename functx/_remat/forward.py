@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import leaving, levels, liveness, node, saving
+from functx._remat import leaving, levels, liveness, node, plans, saving
 from functx._remat.calls import Body, Listener, listening
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
 from functx._remat.guard import Noted
 from functx._remat.ledger import Record
 from functx._remat.region import NEVER, Inputs, Options, Region
-from functx._remat.settings import CastCache, Settings
+from functx._remat.settings import Settings
 from functx._remat.writes import Writes
 
 
@@ -33,7 +32,7 @@ def run(
     tensors: list[Tensor],
     options: Options,
     title: str,
-    code: CodeType | None = None,
+    identity: Any = None,
     trace: Any = None,
 ) -> list[Tensor]:
     """Run ``body``, and remember how to run it ``again``.
@@ -44,37 +43,34 @@ def run(
         tensors: its arguments, no two of them the same.
         options: what the user said.
         title: what messages call the region.
-        code: of the function, for messages.
+        identity: code and owner of the function, which a plan is found by.
         trace: a `traced.Trace` that the region is to be a node of, or ``None``.
 
     Returns:
         The body's results, on nodes that replay it.
     """
-    noted = Noted()
-    settings = Settings()
-    outer = listening()
+    noted, settings, outer = Noted(), Settings(), listening()
     try:
         if outer is not None:
             tensors = outer.take(options.name, tensors)
-            outer.asleep = True
-        cache = CastCache(settings)
+            outer.asleep, last = True, outer.last
+        settings.stop_caching()
         noted.take_hooks()
         region = Region()
-        region.title, region.code, region.body = title, code, again
+        region.title, region.identity, region.body = title, identity, again
         region.options, region.settings = options, settings
         results, further = _run(region, body, tensors, outer, trace)
         noted.put_hooks_back()
-        cache.put_back()
+        settings.go_on_caching()
         if outer is not None:
-            outer.asleep = False
+            outer.asleep, outer.last = False, last
             outer.give(results)
             outer.give_further(further)
         return results
     except BaseException:
         noted.cut_back()
         settings.put(Settings())
-        if settings.casts is not None:
-            cache.put_back()
+        settings.go_on_caching()
         if outer is not None:
             outer.asleep = False
         raise
@@ -92,32 +88,40 @@ def _run(
     if trace is None:
         record.saver = saving.saver_for(options.policy)
     inputs = Inputs(region.frames)
-    expected = None if outer is None else outer.expects_inside()
-    listener = Captures if trace is None else trace.captures
-    captures = listener(region, inputs, record, outer, expected)
-    captures.strict = options.determinism_check != "none"
+    expected, plan = (None, None) if outer is None else outer.inner()
+    captures = (Captures if trace is None else trace.captures)(
+        region, inputs, record, outer, expected
+    )
     if outer is not None:
-        outer.calls[-1].inner = captures.calls
-        captures.wanted = outer.wanted_inside()
+        captures.wanted, call = outer.wanted_inside(), outer.last[0]
     for t in tensors:
         captures.admit(levels.alive(t))
     region.n_args = captures.n_args = len(tensors)
+    if trace is None and record.saver is None and region.identity is not None:
+        captures.key = plans.key_of(region, inputs)
+        if expected is None:
+            plan = plans.find(captures.key)
+    else:
+        plan = None
     noting = Writes if trace is None else trace.writes
     writes = record.writes = noting(inputs, captures.made, region.title)
-    _torch.push_dispatch_mode(record)
+    captures.begin(plan)
     _torch.push_function_mode(captures)
-    results = [captures.result(t) for t in body(*inputs.standins)]
-    captures.finish()
+    results = captures.finish(body(*inputs.standins))
     _torch.pop_function_mode()
-    _torch.pop_dispatch_mode(None)
+    captures.end()
     if region.draws is not None:
         region.draws.end()
     tensors = []
     if trace is not None:
         inputs.lowest = 0
-    elif inputs.lowest > len(region.frames):
-        return results, []  # nobody differentiates it
-    return _finish(region, inputs, captures, writes, results, trace)
+    if inputs.lowest > len(region.frames):
+        found = results, []  # nobody differentiates it
+    else:
+        found = _finish(region, inputs, captures, writes, results, trace)
+    if outer is not None:
+        call.inner = captures.calls, captures.plan
+    return found
 
 
 def _finish(
@@ -129,25 +133,16 @@ def _finish(
     trace: Any,
 ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
     """Let go of the tape, and hang the results on nodes."""
-    record = captures.record
     frames, n, lowest = region.frames, len(region.frames), inputs.lowest
     region.calls, region.slots = captures.calls, inputs.slots
-    region.entries, region.starts = record.entries, record.starts
     region.made, region.written = captures.made, writes.inputs_written()
     region.left_behind = captures.known
     region.n_results = len(results)
     leaves = leaving.leaves_unseen(captures, results) if captures.unseen else []
     # Level by level down to the lowest one that needs a node, ...
     parts, slots = _taken_apart(results, frames, lowest)
-    saver = record.saver
-    held = [] if saver is None else saver.held()
-    kept = {} if saver is None else saver.kept
-    needed = liveness.needed(record, [*results, *parts[lowest]], held)
-    del held
-    region.live = record.live(needed, kept) if region.options.early_stop else None
-    region.left_out = 0 if saver is not None else _first_left_out(region)
-    region.kept = saving.settled(saver, region.live)
-    kept_tensors = region.kept.take()
+    _leave_out(region, captures, results, parts[lowest])
+    kept = region.kept.take()
     writes.put_before()
     required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
     # ... and up again.
@@ -173,7 +168,7 @@ def _finish(
         if True in requires and True in required[k]:
             extra = leaves if k == 0 else []
             fresh = node.attach(
-                *(region, k, inputs.values[k], requires, extra, fresh, required[k], kept_tensors),
+                *(region, k, inputs.values[k], requires, extra, fresh, required[k], kept),
                 captures.outer is None,
             )
     results.clear()
@@ -181,13 +176,35 @@ def _finish(
     parts.clear()
     if n:
         leaving.check_nothing_left(captures, fresh)
+    if captures.plan is None:
+        captures.plan = plans.make(captures, region)
     return fresh[: region.n_results], further
 
 
-def _first_left_out(region: Region) -> int:
-    """The first call in which something is not live."""
-    at = -1 if region.live is None else region.live.find(0)
-    return NEVER if at < 0 else bisect_right(region.starts, at) - 1
+def _leave_out(
+    region: Region, captures: Captures, results: list[Tensor], lowest: list[Tensor]
+) -> None:
+    """Find what a replay may leave out (rule 6): the plan says, or what is alive."""
+    plan, record = captures.plan, captures.record
+    region.kept = saving.NOTHING
+    if plan is not None:
+        region.entries, region.starts = plan.entries, plan.starts
+        region.live, region.left_out = plan.live, plan.left_out
+        return
+    region.entries, region.starts = record.entries, record.starts
+    region.live, region.left_out = None, NEVER
+    if captures.departed:
+        return
+    saver = record.saver
+    held = [] if saver is None else saver.held()
+    needed = liveness.needed(record, [*results, *lowest], held)
+    if region.options.early_stop:
+        region.live = record.live(needed, {} if saver is None else saver.kept)
+    if saver is not None:
+        region.left_out = 0
+        region.kept = saver.settled(region.live)
+    elif region.live is not None and (at := region.live.find(0)) >= 0:
+        region.left_out = bisect_right(region.starts, at) - 1
 
 
 def _taken_apart(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functx import _tree
-from functx._remat.calls import listening
+from functx._remat.calls import Call, listening
 
 
 def taken_in(title: str, tree: Any) -> Any:
@@ -31,9 +31,14 @@ def taken_in(title: str, tree: Any) -> Any:
 def made_inside(tree: Any) -> Any:
     """The results of a transform."""
     listener = listening()
-    if listener is not None:
-        listener.give([leaf for leaf in _tree.leaves(tree) if isinstance(leaf, Tensor)])
-    return tree
+    if listener is None:
+        return tree
+    leaves, spec = _tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    listener.log(Call("the results of a transform", []))
+    for i, t in zip(places, listener.give([leaves[i] for i in places])):
+        leaves[i] = t
+    return _tree.unflatten(spec, leaves)
 
 
 def by_arguments(transform: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
 from functx._remat import departures
+from functx._remat.calls import DATA
 from functx._remat.captures import Captures, tape_of
 
 
@@ -20,45 +22,48 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
     Returns:
         Their numbers, and they themselves.
     """
-    leavers = captures.leavers.values()
     found = {}
-    for ref, number, _ in leavers:
-        t = ref()
-        if t is None or not t.requires_grad or t.grad_fn is None or t._is_view():
-            continue
-        if _torch.level_of(t) == -1:
+    for number, t in _alive(captures):
+        if t.grad_fn is not None and not t._is_view() and _torch.level_of(t) == -1:
             t.detach_()  # what lived on its tape alone is gone with that
-            found[number] = ref
-    t = None
-    for ref, _, _ in leavers:
-        t = ref()
-        if t is not None and t.requires_grad:
-            why = "a leaf" if t.grad_fn is None else "a view"
-            raise _left(captures, t, f"It is {why}, which can't become a further result: ")
+            found[number] = captures.known[id(t)][0]
+        t = None
+    for _, t in _alive(captures):
+        why = "a leaf" if t.grad_fn is None else "a view"
+        raise _left(captures, t, f"It is {why}, which can't become a further result: ")
     return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
 
 
 def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:
     """Inside of transforms, nothing that requires grad may be alive."""
     returned = {id(t) for t in results}
-    refs = [ref for ref, _, _ in captures.leavers.values()]
-    if any(_left_alive(ref, returned) for ref in refs):
+    if any(id(t) not in returned for _, t in _alive(captures)):
         gc.collect()  # it may be a cycle that holds it
-        for ref in refs:
-            if _left_alive(ref, returned):
-                raise _left(captures, ref(), "")
+        for _, t in _alive(captures):
+            if id(t) not in returned:
+                raise _left(captures, t, "")
 
 
-def _left_alive(ref: object, returned: set[int]) -> bool:
-    t = ref()  # type: ignore[operator]
-    return t is not None and t.requires_grad and id(t) not in returned
+def _alive(captures: Captures) -> Iterator[tuple[int, Tensor]]:
+    """What the region has made that is alive and requires grad.
+
+    A transform inside makes leaves of what it is given; these are not the program's.
+    """
+    for ref, number in [*captures.known.values()]:
+        t = ref() if number > 0 or -1 - number in captures.made else None
+        if t is not None and t.requires_grad:
+            if t.grad_fn is not None or number < 0 or number in captures.leaves:
+                yield number, t
+        t = None
 
 
-def _left(captures: Captures, t: Tensor | None, why: str) -> RematError:
-    assert t is not None
+def _left(captures: Captures, t: Tensor, why: str) -> RematError:
+    number = captures.number_of(t)
     made_by = [
-        departures.name_of(call.func) for ref, _, call in captures.leavers.values() if ref() is t
-    ]
+        departures.name_of(call.func)
+        for call in captures.calls
+        if number in [result[0] for result in call.results] or number in call.further.values()
+    ] or [DATA]
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {made_by[0]} made in "
         f"{captures.region.title} leaves it otherwise than by return, and its gradient would be "

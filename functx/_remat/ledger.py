@@ -102,10 +102,9 @@ class Record(Ledger):
         self.starts = [0]  # where in `entries` each call begins
         # What was made inside: number of the entry, the storage (weakly: addresses come again).
         self.made: dict[int, tuple[int, Any]] = {}
-        self.outside: set[int] = set()  # memory of the inputs
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
-        self.unseen = False  # an operation has read memory that is neither made inside nor an input
+        self.touched = False  # this call draws, or writes to memory that is not the region's
 
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
@@ -125,17 +124,16 @@ class Record(Ledger):
         if operator.kind is NEW and self.saver is None and not kwargs:  # the usual case, for less
             reads = [storage_of(a) for a in args if isinstance(a, Tensor)]
             if len(reads) == len(args) or not any(type(a) in (list, tuple) for a in args):
-                self._check_reads(reads)
                 out = operator.call(*args)
                 self._note(operator, reads if operator.reads else [], out, reads)
                 return out
         tensors = tensors_in(args, kwargs)
         touched = [storage_of(t) for t in tensors]
-        self._check_reads(touched)
         kind = operator.kind
         if operator.draws and operator.draws_nothing(args):
             kind = NEW
         elif operator.draws and self.draws is not None:
+            self.touched = True
             self.draws.note(generator_of(tensors, args, kwargs))
         written = written_by(operator, args, kwargs) if operator.writes else []
         always = operator.kind is ALWAYS
@@ -143,6 +141,7 @@ class Record(Ledger):
             if not self.has_made(storage):
                 self.writes.about_to_write(storage, operator.overload)
                 self.written.append(storage)
+                self.touched = True
                 always = True
         if written and self.saver is not None:
             self.saver.about_to_write(written)
@@ -161,12 +160,6 @@ class Record(Ledger):
         if self.saver is not None:
             self.saver.judge(number, self.entries[number], args, kwargs or {}, out)
         return out
-
-    def _check_reads(self, touched: list[int]) -> None:
-        if not self.unseen:
-            for storage in touched:
-                if storage not in self.made and storage not in self.outside:
-                    self.unseen = True
 
     def _note(
         self, operator: Operator, reads: list[int], out: Any, touched: list[int], kind: str = NEW
@@ -282,8 +275,11 @@ class Rerun(Ledger):
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
 
     def next_call(self) -> None:
-        self.call += 1
-        starts, n = self.starts, self.call
+        self.go_to(self.call + 1)
+
+    def go_to(self, n: int) -> None:
+        """What runs next belongs to a call of this number."""
+        self.call, starts = n, self.starts
         if n < len(starts):
             self.i = starts[n]
             self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)

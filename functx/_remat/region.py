@@ -62,7 +62,7 @@ class Region:
     Attributes:
         body: tensors to tensors.
         title: what messages call it: the function, and the line that called it.
-        code: of the function, for messages.
+        identity: the code of the function, for messages, and whose method it is; or ``None``.
         options: what the user said.
         frames: the levels around, outermost first.
         slots: for each level above 0, how each of its values is made of those below.
@@ -80,18 +80,18 @@ class Region:
     """
 
     __slots__ = (
-        *("body", "calls", "code", "draws", "entries", "frames", "further", "kept"),
+        *("body", "calls", "draws", "entries", "frames", "further", "identity", "kept"),
         *("left_behind", "left_out"),
         *("live", "made", "n_args", "n_results", "options", "settings", "slots", "starts"),
         *("title", "written"),
     )
     body: Any
     calls: list[Any]
-    code: Any
     draws: Any
     entries: list[Any]
     frames: list[levels.Frame]
     further: list[int]
+    identity: Any
     kept: Any
     left_behind: Any
     left_out: int
@@ -124,27 +124,32 @@ class Inputs:
         self.values: list[list[Tensor]] = [[] for _ in range(n + 1)]
         self.slots: list[list[Any]] = [[] for _ in range(n + 1)]  # at 0: whether it requires grad
         self.standins: list[Tensor] = []
+        self.kinds: list[Any] = []  # of each, how its parts are wrapped, and what they are
         self.memory: list[list[int]] = []  # of each input; of a dual, also that of its tangents
         self.lowest = n + 1  # the lowest level that differentiates something
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id
 
     def admit(self, t: Tensor) -> Tensor:
         """A further input; returns its stand-in."""
-        standin = self._cut(t, len(self.frames))
+        kind: list[Any] = []
+        standin = self._cut(t, len(self.frames), kind)
+        self.kinds.append(tuple(kind))
         self.standins.append(standin)
         self.memory.append(self._storages(standin))
         return standin
 
-    def _cut(self, t: Tensor, k: int) -> Tensor:
+    def _cut(self, t: Tensor, k: int, kind: list[Any]) -> Tensor:
         self.values[k].append(t)
         if k == 0:
             required = t.requires_grad
             self.slots[0].append(required)
+            kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]
         below, slot = frame.lower(t, k)
         self.slots[k].append(slot)
-        cut = [self._cut(value, k - 1) for value in below]
+        kind.append(slot)
+        cut = [self._cut(value, k - 1, kind) for value in below]
         if slot and frame.kind is levels.GRAD:
             return self._leaf(_torch.wrap_grad(cut[0], k), k)
         if all(a is b for a, b in zip(cut, below)):

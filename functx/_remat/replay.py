@@ -18,96 +18,68 @@ from torch import Tensor
 from functx import _torch
 from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
-from functx._remat.calls import INSIDE, Call, Listener, listening, same_others
-from functx._remat.captures import same_function
+from functx._remat.calls import DATA, INSIDE, RETURN, Call, Listener, listening
 from functx._remat.functions import READERS
 from functx._remat.guard import Noted
 from functx._remat.ledger import BeginAgain, Record, Rerun
 from functx._remat.observers import around_replay
 from functx._remat.region import NEVER, Region
-from functx._remat.settings import CastCache, Settings
+from functx._remat.settings import Settings
 from functx._remat.writes import copied
 
 
 class Replayer(Listener):
     """Listens to a replay: compares, and puts inputs where the forward met foreign tensors."""
 
-    def __init__(
-        self, region: Region, ledger: Rerun, standins: list[Tensor], outer: Listener | None
-    ) -> None:
-        super().__init__(ledger, outer, region.calls)
-        self.region, self.standins, self.rerun = region, standins, ledger
-        self.strict = region.options.determinism_check != "none"
+    def __init__(self, region: Region, rerun: Rerun, standins: list[Tensor]) -> None:
+        super().__init__(None, (), region.calls, region.options.determinism_check != "none")
+        self.region, self.standins, self.rerun = region, standins, rerun
         self.wanted = dict.fromkeys(region.further)
-        self._depth, self._here = _torch.functorch_depth(), _here()
-        self.watching = False
         self.n_args = region.n_args
+        self.stop = region.left_out - 1
+        self._depth, self._here = _torch.functorch_depth(), _here()
         for number, t in enumerate(standins):
             self.know(t, -1 - number)
 
     def depth(self) -> int:
         return self._depth
 
-    def meet(self, t: Tensor, number: int | None, due: int | None) -> tuple[int, Tensor]:
+    def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         if (placed := self.placed(t, number, due)) is not None:
             return placed
         if number is None:
             number = self.number_within(t)
         return (INSIDE if number is None else number), t
 
+    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
+        if -1 - number < self.n_args or _torch.level_of(t) > 0:
+            return None
+        return self.standins[-1 - number]
+
     def watch(self) -> None:
         """Let the ledger see what runs from now on: something is going to be left out."""
-        self.watching = True
+        self.watching, self.ledgers = True, (self.rerun,)
+        self.rerun.go_to(self.at)
         _torch.push_dispatch_mode(self.rerun)
 
-    def begin(self, call: Call) -> None:
-        left_out = self.region.left_out
-        if not self.watching and left_out < NEVER:
+    def log(self, call: Call) -> Call | None:
+        if not self.watching and self.stop < NEVER - 1:
             # (A region inside has calls of its own, which are not told one by one.)
-            inside = isinstance(call.func, str) and call.func != "return"
+            inside = isinstance(call.func, str) and call.func not in (RETURN, DATA)
             # (Where the program has entered no mode; what an engine runs has modes of its own.)
-            if (inside or self.rerun.call >= left_out) and _here() == self._here:
+            if (inside or self.at >= self.stop) and _here() == self._here:
                 self.watch()
-        due = self.due()
-        if (
-            due is None
-            or not (due.func is call.func or same_function(due.func, call.func))
-            or due.operands != call.operands
-            or (
-                self.strict
-                and due.others != call.others
-                and not same_others(due.others, call.others)
-            )
-        ):
-            raise self._departed(call, due)
+        return super().log(call)
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         if func in READERS and self.rerun.hollow:
             self.rerun.check(levels.base_of(args[0]))
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def end(self, call: Call) -> None:
-        if self.strict:
-            due = self.due()
-            if due is not None and due.results != call.results:
-                raise self._departed(call, due)
-        self.calls.append(call)
-
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """Data that became a tensor in the forward: as it was then."""
-        call, due = Call("a tensor of data", [], []), self.due()
-        self.begin(call)
-        self.end(call)
+        due = self.log(Call(DATA, []))
         return self.standins[due.kept]  # type: ignore[union-attr, index]
-
-    def finish(self) -> None:
-        """The region's code has returned."""
-        if (due := self.due()) is not None:
-            raise self._departed(None, due)
-
-    def expects_inside(self) -> list[Call] | None:
-        """What the log of a region inside, which has just been taken in, must be."""
-        return self.expected[len(self.calls) - 1].inner  # type: ignore[index]
 
     def left(self, number: int) -> Tensor:
         """A result that left the forward otherwise than by return."""
@@ -116,14 +88,14 @@ class Replayer(Listener):
             raise departures.not_left(self.region)
         return t
 
-    def _departed(self, call: Call | None, due: Call | None) -> Exception:
+    def departs(self, call: Call, due: Call | None) -> None:
         hint = ""
         for ref, number in self.region.left_behind.values():
             t = ref()
             if t is not None and number > 0 and not t.requires_grad:
                 hint = departures.cached(t.shape)
                 break
-        return departures.differently(self.region, call, due, hint)
+        raise departures.differently(self.region, call, due, hint)
 
 
 def _here() -> tuple[int, int]:
@@ -171,7 +143,7 @@ def replay(
             _tell_of_draws(region)
             restored = region.draws.begin_again()
         region.settings.put(found)
-        cache = CastCache(region.settings)
+        region.settings.stop_caching()
         modes = region.settings.modes(found)
         for mode in modes:
             _torch.push_function_mode(mode)
@@ -179,7 +151,7 @@ def replay(
         result = levels.at_depth(depth, run) if not around else _within(around, depth, run)
         for _ in modes:
             _torch.pop_function_mode()
-        cache.put_back()
+        region.settings.go_on_caching()
         found.put(region.settings)
         noted.settle()
         if restored is not None:
@@ -302,13 +274,12 @@ def _body(
     rerun = Rerun(region.entries, region.starts, live, region.kept.given(kept))
     rerun.draws_again = bool(region.draws)
     standins = [*map(_own, standins)]
-    replayer = Replayer(region, rerun, standins, None)
+    replayer = Replayer(region, rerun, standins)
     # (What another mode calls is no call of the region: only where this one is seen to be busy.)
     if region.draws or region.left_out == 0 or _torch.dispatch_depth():
         replayer.watch()
     _torch.push_function_mode(replayer)
-    results = [*map(replayer.result, region.body(*standins[: region.n_args]))]
-    replayer.finish()
+    results = replayer.finish(region.body(*standins[: region.n_args]))
     _torch.pop_function_mode()
     if replayer.watching and _torch.pop_dispatch_mode(None) is not rerun:
         raise AssertionError("functx: a dispatch mode was left behind")

@@ -20,11 +20,12 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 class Settings:
     """What is set now."""
 
-    __slots__ = ("casts", "device", "flags", "norms")
+    __slots__ = ("caches", "casts", "device", "flags", "norms")
 
     def __init__(self) -> None:
         self.flags = flags.read()
         self.casts = _casts() if _torch.any_autocast() else None
+        self.caches = self.casts is not None and torch.is_autocast_cache_enabled()
         self.device = _torch.default_device() if _torch.function_depth() else None
         self.norms = _torch.function_depth() > 0 and _norms.are_defined()
 
@@ -46,6 +47,19 @@ class Settings:
         if self.casts != now.casts:
             _put_casts(self.casts)
 
+    def stop_caching(self) -> None:
+        """Do without autocast's cache of casted weights.
+
+        Whether a cast runs would show in a replay, and one made in a region would be on its tape.
+        """
+        if self.caches:
+            torch.set_autocast_cache_enabled(False)
+
+    def go_on_caching(self) -> None:
+        """Undo `stop_caching`."""
+        if self.caches:
+            torch.set_autocast_cache_enabled(True)
+
 
 def _casts() -> dict[str, tuple[bool, torch.dtype]]:
     return {
@@ -59,23 +73,3 @@ def _put_casts(casts: dict[str, tuple[bool, torch.dtype]] | None) -> None:
         torch.set_autocast_enabled(device, enabled)
         if dtype is not None:
             torch.set_autocast_dtype(device, dtype)
-
-
-class CastCache:
-    """Autocast's cache of casted weights, off: a cast must not depend on what ran before.
-
-    Whether a cast runs would show in a replay, and a cast that a region made inside of its own tape
-    would be handed to what runs after it.
-    """
-
-    __slots__ = ("was",)
-
-    def __init__(self, settings: Settings) -> None:
-        self.was = settings.casts is not None and torch.is_autocast_cache_enabled()
-        if self.was:
-            torch.set_autocast_cache_enabled(False)
-
-    def put_back(self) -> None:
-        """As it was."""
-        if self.was:
-            torch.set_autocast_cache_enabled(True)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -107,14 +106,14 @@ def run(
     tensors: list[Tensor],
     options: Options,
     title: str,
-    code: CodeType | None = None,
+    identity: Any = None,
 ) -> list[Tensor]:
     """`forward.run`; as a node of its graph in a trace that keeps regions."""
     if not keeping() or _torch.infra_mode(_torch.PROXY) is None:
-        return forward.run(body, again, tensors, options, title, code)
+        return forward.run(body, again, tensors, options, title, identity)
     mode = _torch.unset_mode(_torch.PROXY)
     try:
-        return forward.run(body, again, tensors, options, title, code, Trace(mode))
+        return forward.run(body, again, tensors, options, title, identity, Trace(mode))
     finally:
         _torch.push_dispatch_mode(mode)
 

@@ -72,7 +72,6 @@ class TestResults:
         check(build)
 
 
-
 INPUTS = {
     "zero size": numbers(0, 3),
     "zero size inside": numbers(2, 0, 3),

@@ -227,8 +227,6 @@ def test_an_inner_replay_may_leave_out_other_things_than_before():
     torch.testing.assert_close(f(functx.remat)(x), f(lambda f: f)(x), rtol=1e-14, atol=1e-14)
 
 
-
-
 @pytest.mark.parametrize("library", [functx, torch.func])
 @pytest.mark.parametrize("outer", ["none", "jvp", "vjp"])
 def test_a_leaf_that_vmap_expands_inside_vjp_was_not_made_there(library, outer):
