@@ -75,6 +75,7 @@ class Listener(TorchFunctionMode):
         asleep: whether the engine, or a region inside, runs: their calls are not this region's.
         known: by id, a weak reference to a tensor and its number. (An id alone says nothing: one
             that lives in C++ gets a Python object, and with it an id, when it is first looked at.)
+        calls: the log of this run.
         expected: the log to compare with; ``None`` in a first run.
         at, due: how many calls have been made, and which is expected next.
         last: the call at hand, and what was expected.
@@ -82,7 +83,7 @@ class Listener(TorchFunctionMode):
         strict: whether shapes, dtypes and numbers are compared.
         wanted: results that are to be held, by number.
         leaves: numbers of results that are leaves.
-        watching: whether a ledger must see each call.
+        records: whether each call is written down, since there is no log or plan to follow.
         stop: the number of the call at which a ledger begins to listen; -1 for none.
     """
 
@@ -90,7 +91,7 @@ class Listener(TorchFunctionMode):
         self, outer: Listener | None, ledgers: tuple[Any, ...], expected: Any, strict: bool
     ) -> None:
         self.outer, self.ledgers, self.strict = outer, ledgers, strict
-        self.asleep = self.watching = False
+        self.asleep = self.records = False
         self.n_args = self.serial = 0
         self.stop = -1
         self.standins: list[Tensor] = []
@@ -98,10 +99,7 @@ class Listener(TorchFunctionMode):
         self.leaves: set[int] = set()
         self.known: dict[int, tuple[Any, int]] = {}
         self.last: tuple[Call, Call | None]
-        self.expect(expected)
-
-    def expect(self, expected: list[Call] | None) -> None:
-        """Compare with this log from now on."""
+        self.calls: list[Call] = []
         self.expected, self.at = expected, 0
         self.due: Call | None = expected[0] if expected else None
 
@@ -176,10 +174,12 @@ class Listener(TorchFunctionMode):
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
         due = self.due
-        if due is not None and due.func is func and due.quick and not (kwargs or self.watching):
-            replaced = self._as_due(due, args) if self.at != self.stop else None
+        if due is not None and due.func is func and due.quick and not self.records:
+            if self.at == self.stop:
+                self.watch()
+            replaced = self._as_due(due, _in_a_row(args, kwargs) if kwargs else args)
             if replaced is not None:
-                return self._quick(due, func, replaced, args)
+                return self._quick(due, func, replaced, args, kwargs)
         return self.call(func, args, kwargs or {})
 
     def _as_due(self, due: Call, args: Any) -> Any:
@@ -190,6 +190,7 @@ class Listener(TorchFunctionMode):
         replaced = args
         for i, wanted in enumerate(due.given):
             a = args[i]
+            kind = type(a)
             if type(wanted) is int:
                 k = known.get(id(a))
                 if k is not None and k[0]() is a:
@@ -204,28 +205,39 @@ class Listener(TorchFunctionMode):
                     replaced[i] = t
                 else:
                     return None
-            elif type(a) is not type(wanted[0]) or a != wanted[0]:
+            elif kind in ATOMS:
+                if kind is not type(wanted[0]) or a != wanted[0]:
+                    return None
+            elif not _is_plain(a) or tuple(a) != wanted[0]:
                 return None
         return replaced
 
-    def _quick(self, due: Call, func: Any, args: Any, given: Any) -> Any:
+    def _quick(self, due: Call, func: Any, replaced: Any, args: Any, kwargs: Any) -> Any:
         """Make a call that is as expected."""
         for ledger in self.ledgers:
             ledger.next_call()
         self.advance(due)
-        out = func(*args)
+        given = args, kwargs or {}
+        if kwargs:
+            n = len(args)
+            args, kwargs = replaced[:n], dict(zip(replaced[n::2], replaced[n + 1 :: 2]))
+            out = func(*args, **kwargs)
+        else:
+            args = replaced
+            out = func(*args)
         number, shape, dtype = due.results[0]
-        if out.shape == shape and out.dtype is dtype and out is not args[0]:
+        if out.shape == shape and out.dtype is dtype and id(out) not in map(id, args):
             self.known[id(out)] = ref(out), number
             if number in self.wanted:
                 self.wanted[number] = out
             return out
         call = Call(func, due.given)
         self.last = call, due
-        return self.returned(call, due, out, (given, {}), args, {})
+        return self.returned(call, due, out, given, args, kwargs or {})
 
     def advance(self, call: Call) -> None:
         """A call is about to be made, which is as expected."""
+        self.calls.append(call)
         self.at = n = self.at + 1
         expected = self.expected
         self.due = expected[n] if expected is not None and n < len(expected) else None
@@ -277,6 +289,9 @@ class Listener(TorchFunctionMode):
             if number is None or (due is not None and number != expected):
                 number, a = self.meet(a, number, expected)
             listed.append(number)
+            return a
+        if _is_plain(a):
+            listed.append((tuple(a),))
             return a
         if isinstance(a, (list, tuple)) and (kind in (list, tuple) or isinstance(a, tuple)):
             listed.append((kind.__name__, len(a)))
@@ -387,6 +402,9 @@ class Listener(TorchFunctionMode):
         """Whether a transform inside has returned what requires grad and was not made inside."""
         return False
 
+    def watch(self) -> None:
+        """The call at which a ledger is to begin to listen has come."""
+
     def hang(self, t: Tensor) -> None:
         """A hook is about to be hung on a tensor."""
 
@@ -454,12 +472,37 @@ class Listener(TorchFunctionMode):
 
     def finish(self, results: list[Tensor]) -> list[Tensor]:
         """The region's code has returned; the results as the engine hands them on: no leaves."""
-        results = self.take(RETURN, results)
         self.asleep = True
+        due, as_due = self.due, None
+        if due is not None and due.func is RETURN and not self.records:
+            as_due = self._as_due(due, results)
+        if as_due is None:
+            results = self.take(RETURN, results)
+            numbers = self.last[0].given
+        else:
+            for ledger in self.ledgers:
+                ledger.next_call()
+            self.advance(due)
+            results, numbers = as_due, due.given
         return [
             t.view_as(t) if number < 0 and levels.is_tracked(t) else t
-            for t, number in zip(results, self.last[0].given)
+            for t, number in zip(results, numbers)
         ]
+
+
+def _in_a_row(args: Any, kwargs: Any) -> list[Any]:
+    """Arguments as `Call.given` lists them."""
+    return [*args, *(x for item in kwargs.items() for x in item)]
+
+
+def is_simple(a: Any) -> bool:
+    """Whether an argument is one entry of `Call.given`, that is compared."""
+    return isinstance(a, Tensor) or type(a) in ATOMS or _is_plain(a)
+
+
+def _is_plain(a: Any) -> bool:
+    """Whether it is a list or tuple of plain values."""
+    return type(a) in (list, tuple) and all(type(x) in ATOMS for x in a)
 
 
 def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:

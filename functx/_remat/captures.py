@@ -20,7 +20,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import departures, distributed, examples, levels, plans
-from functx._remat.calls import ATOMS, DATA, INSIDE, Call, Listener
+from functx._remat.calls import DATA, INSIDE, Call, Listener, is_simple
 from functx._remat.functions import READERS
 from functx._remat.ledger import Ledger, Record
 from functx._remat.operators import storage_of, tensors_in
@@ -35,12 +35,10 @@ class Captures(Listener):
     """Listens to a forward.
 
     Attributes:
-        calls: the log.
         captured: by the id of a foreign tensor, the number of the input that it became.
         asked: savers, of regions around too, whose policies look at operations.
         unseen: whether something may have passed by unseen, so that the tape must be looked at.
         plan: of an earlier run, followed where its calls are the same; see `plans`.
-        records: whether the ledger is a mode now.
     """
 
     def __init__(
@@ -50,13 +48,12 @@ class Captures(Listener):
         super().__init__(outer, ledgers, expected, region.options.determinism_check != "none")
         self.region, self.inputs, self.record = region, inputs, record
         self.standins = inputs.standins
-        self.calls: list[Call] = []
         self.asked = [l.saver for l in ledgers if l.saver is not None and l.saver.asks]
         self.captured: dict[int, int] = {}
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
-        self.unseen = self.records = self.departed = self.may_depart = False
+        self.unseen = self.departed = self.may_depart = False
         self.plan: plans.Plan | None = None
         self.nodes = 0  # of autograd's, that the region has made
         self.key: Any = None
@@ -77,7 +74,7 @@ class Captures(Listener):
         self.ledgers, self.serial = self.ledgers[1:], plan.serial
         if self.expected is None:
             self.may_depart = True
-            self.expect(plan.calls)
+            self.expected, self.due = plan.calls, plan.calls[0]
 
     def _around(self) -> Captures | None:
         """The listener around, if it is one of a forward."""
@@ -87,7 +84,7 @@ class Captures(Listener):
         if (outer := self._around()) is not None and not outer.records:
             outer._depart()
             self.ledgers = outer.ledgers
-        self.records = self.watching = True
+        self.records = True
         _torch.push_dispatch_mode(self.record)
 
     def end(self) -> None:
@@ -132,10 +129,6 @@ class Captures(Listener):
         if self.may_depart or self.strict:
             self.departs(call, due)
 
-    def advance(self, call: Call) -> None:
-        self.calls.append(call)
-        super().advance(call)
-
     def log(self, call: Call) -> Call | None:
         if self.records:
             self._look_for_unseen()
@@ -154,8 +147,9 @@ class Captures(Listener):
             call.quick = (
                 type(out) is Tensor
                 and call.results[0][0] not in call.given
-                and not (kwargs or call.watched or call.func in _SPECIAL)
-                and all(type(a) in ATOMS or isinstance(a, Tensor) for a in args)
+                and not (call.watched or call.func in _SPECIAL)
+                and len(call.given) == len(args) + 2 * len(kwargs)
+                and all(map(is_simple, (*args, *kwargs.values())))
             )
             self.count = record.count
             self.sequence = _torch.next_sequence_number()
@@ -171,15 +165,21 @@ class Captures(Listener):
     def admit(self, t: Tensor) -> int:
         """A further input; returns its number."""
         number = len(self.standins)
+        before = self.record.count
         standin = self.inputs.admit(t)
-        if self.number_of(standin) is None:
+        self.count += self.record.count - before  # that was the engine
+        if standin is not t or self.number_of(standin) is None:
             self.know(standin, -1 - number)
-        if not levels.is_tracked(standin):
+        if not (standin.requires_grad or levels.is_tracked(standin)):
             self.constants.append(number)
         return number
 
     def standin_for(self, t: Tensor, number: int) -> Tensor | None:
-        return self.standins[-1 - number] if self.captured.get(id(t)) == -1 - number else None
+        captured = self.captured.get(id(t))
+        new = captured is None and self.may_depart and -1 - number == len(self.standins)
+        if new and t.grad_fn is None and _torch.level_of(t) <= 0:
+            captured = self._capture(t)
+        return self.standins[captured] if captured == -1 - number and self.expected else None
 
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         if self.may_depart:
@@ -203,13 +203,18 @@ class Captures(Listener):
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
-            self.held.append(t)
-            if self.outer is not None:
-                (value,) = self.outer.take(plans.CAPTURE, [value])
-            captured = self.captured[id(t)] = self.admit(levels.alive(value))
-            if self.may_depart and not self.plan.has_input(captured, self.inputs):
-                self._depart()
+            captured = self._capture(t)
         return -1 - captured, self.standins[captured]
+
+    def _capture(self, t: Tensor) -> int:
+        value = levels.alive(t)
+        self.held.append(t)
+        if self.outer is not None:
+            (value,) = self.outer.take(plans.CAPTURE, [value])
+        number = self.captured[id(t)] = self.admit(levels.alive(value))
+        if self.may_depart and not self.plan.has_input(number, self.inputs):  # type: ignore[union-attr]
+            self._depart()
+        return number
 
     def is_foreign(self, t: Tensor) -> bool:
         t = levels.alive(t)
@@ -269,7 +274,8 @@ class Captures(Listener):
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
         if func in READERS:
-            self.record.need(storage_of(levels.base_of(args[0])))
+            for ledger in self.ledgers:
+                ledger.need(levels.base_of(args[0]))
         elif func in _ENGINE:
             self.unseen = True
             if any(map(self._is_given, tensors_in(args[:1], None))):
@@ -342,6 +348,8 @@ _SPECIAL = {*READERS, *_ENGINE, *_REQUIRES, _LABEL}
 
 def _modes_entered() -> int:
     """How many dispatch modes there are that are no ledgers."""
+    if not _torch.dispatch_depth():
+        return 0
     modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
     return sum(not isinstance(mode, Ledger) for mode in modes)
 

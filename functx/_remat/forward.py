@@ -110,7 +110,7 @@ def _run(
     results = captures.finish(body(*inputs.standins))
     _torch.pop_function_mode()
     captures.end()
-    if region.draws is not None:
+    if region.draws is not None and region.draws.before:
         region.draws.end()
     tensors = []
     if trace is not None:
@@ -135,7 +135,7 @@ def _finish(
     """Let go of the tape, and hang the results on nodes."""
     frames, n, lowest = region.frames, len(region.frames), inputs.lowest
     region.calls, region.slots = captures.calls, inputs.slots
-    region.made, region.written = captures.made, writes.inputs_written()
+    region.made, region.written = captures.made, writes.inputs_written() if writes.before else []
     region.left_behind = captures.known
     region.n_results = len(results)
     leaves = leaving.leaves_unseen(captures, results) if captures.unseen else []
@@ -143,7 +143,8 @@ def _finish(
     parts, slots = _taken_apart(results, frames, lowest)
     _leave_out(region, captures, results, parts[lowest])
     kept = region.kept.take()
-    writes.put_before()
+    if writes.before:
+        writes.put_before()
     required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
     # ... and up again.
     values = parts[lowest]

@@ -23,6 +23,9 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
         Their numbers, and they themselves.
     """
     found = {}
+    known = captures.known.values()
+    if not captures.made and not any(ref() is not None for ref, n in known if n > 0):
+        return []
     for number, t in _alive(captures):
         if t.grad_fn is not None and not t._is_view() and _torch.level_of(t) == -1:
             t.detach_()  # what lived on its tape alone is gone with that

@@ -83,6 +83,14 @@ class Ledger(_torch.TorchDispatchMode):
         """A call of the user's begins."""
         raise NotImplementedError
 
+    def need(self, t: Tensor) -> None:
+        """The memory of ``t`` is about to be read, perhaps outside of torch: ``numpy()``, say.
+
+        Raises:
+            BeginAgain: it was not computed.
+        """
+        raise NotImplementedError
+
     def is_keeping(self) -> bool:
         """Whether it keeps any values."""
         raise NotImplementedError
@@ -194,9 +202,8 @@ class Record(Ledger):
         if kind is NEW and not writes:  # views, after all
             self.entries[-1] = overload, VIEW, touched, [], None
 
-    def need(self, storage: int) -> None:
-        """Something outside of torch reads this memory: ``numpy()``, say."""
-        self.entries.append((None, ALWAYS, [storage], [], None))
+    def need(self, t: Tensor) -> None:
+        self.entries.append((None, ALWAYS, [storage_of(t)], [], None))
 
     def alive(self) -> set[int]:
         """The memory made inside that is alive."""
@@ -275,11 +282,8 @@ class Rerun(Ledger):
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
 
     def next_call(self) -> None:
-        self.go_to(self.call + 1)
-
-    def go_to(self, n: int) -> None:
-        """What runs next belongs to a call of this number."""
-        self.call, starts = n, self.starts
+        self.call = n = self.call + 1
+        starts = self.starts
         if n < len(starts):
             self.i = starts[n]
             self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
@@ -302,7 +306,7 @@ class Rerun(Ledger):
         reads = self.hollow and operator.reads and operator.kind is not VIEW
         if reads and (i < 0 or self.entries[i][1] is not VIEW):
             for t in tensors_in(args, kwargs):
-                self.check(t)
+                self.need(t)
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
 
     def _matching(self, operator: Operator) -> int:
@@ -327,12 +331,7 @@ class Rerun(Ledger):
     def keeps(self, storage: int) -> bool:
         return storage in self.given
 
-    def check(self, t: Tensor) -> None:
-        """``t`` is about to be read.
-
-        Raises:
-            BeginAgain: it was not computed.
-        """
+    def need(self, t: Tensor) -> None:
         hollow = self.hollow.get(storage_of(t))
         if hollow is not None and hollow() is not None:
             raise BeginAgain

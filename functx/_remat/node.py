@@ -68,6 +68,8 @@ def _is_asked(node: Any) -> bool:
     """Whether this very pass asks for a gradient; of a leaf torch does not tell."""
     if node is None:
         return False
+    if type(node) is _torch.AccumulateGrad:
+        return True
     try:
         return _torch.will_run(node)
     except RuntimeError:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ class Replayer(Listener):
         self.n_args = region.n_args
         self.stop = region.left_out - 1
         self._depth, self._here = _torch.functorch_depth(), _here()
-        for number, t in enumerate(standins):
-            self.know(t, -1 - number)
+        self.watching = False
+        self.known = {id(t): (ref(t), -1 - number) for number, t in enumerate(standins)}
 
     def depth(self) -> int:
         return self._depth
@@ -57,23 +58,23 @@ class Replayer(Listener):
         return self.standins[-1 - number]
 
     def watch(self) -> None:
-        """Let the ledger see what runs from now on: something is going to be left out."""
-        self.watching, self.ledgers = True, (self.rerun,)
-        self.rerun.go_to(self.at)
-        _torch.push_dispatch_mode(self.rerun)
+        # (Where the program has entered no mode; what an engine runs has modes of its own.)
+        if not self.watching and _here() == self._here:
+            self.watching, self.ledgers = True, (self.rerun,)
+            self.rerun.call = self.at
+            _torch.push_dispatch_mode(self.rerun)
 
     def log(self, call: Call) -> Call | None:
         if not self.watching and self.stop < NEVER - 1:
             # (A region inside has calls of its own, which are not told one by one.)
             inside = isinstance(call.func, str) and call.func not in (RETURN, DATA)
-            # (Where the program has entered no mode; what an engine runs has modes of its own.)
-            if (inside or self.at >= self.stop) and _here() == self._here:
+            if inside or self.at >= self.stop:
                 self.watch()
         return super().log(call)
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in READERS and self.rerun.hollow:
-            self.rerun.check(levels.base_of(args[0]))
+        if func in READERS:
+            self.rerun.need(levels.base_of(args[0]))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
@@ -90,8 +91,8 @@ class Replayer(Listener):
 
     def departs(self, call: Call, due: Call | None) -> None:
         hint = ""
-        for ref, number in self.region.left_behind.values():
-            t = ref()
+        for reference, number in self.region.left_behind.values():
+            t = reference()
             if t is not None and number > 0 and not t.requires_grad:
                 hint = departures.cached(t.shape)
                 break
@@ -213,7 +214,7 @@ def _attempt(
         numbers.append(frames[k - 1].enter())
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[-1])
     standins = copied(standins, region.written)
-    classes = function_classes()
+    classes = function_classes() if level else ""
     results, rerun = _body(region, standins, kept, live)
     written: list[Tensor] = []
     if wanted is None:
