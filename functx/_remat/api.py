@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,33 +30,11 @@ _RUN_LATER = (
 
 
 @overload
-def remat(
-    f: F,
-    *,
-    policy: Any = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    preserve_rng_state: bool | Literal["all"] = ...,
-    determinism_check: Literal["default", "none"] = ...,
-    debug: bool = ...,
-    budget: Any = ...,
-    prevent_cse: bool = ...,
-) -> F: ...
+def remat(f: F, **options: Any) -> F: ...
 
 
 @overload
-def remat(
-    f: None = None,
-    *,
-    policy: Any = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    preserve_rng_state: bool | Literal["all"] = ...,
-    determinism_check: Literal["default", "none"] = ...,
-    debug: bool = ...,
-    budget: Any = ...,
-    prevent_cse: bool = ...,
-) -> Callable[[F], F]: ...
+def remat(f: None = None, **options: Any) -> Callable[[F], F]: ...
 
 
 def remat(
@@ -151,12 +130,7 @@ def checked_options(
     budget: Any = None,
     static: Any = None,
 ) -> Options:
-    """What the caller asked for, or an error if it is nothing that a region can do.
-
-    Raises:
-        TypeError: an option has the wrong type.
-        ValueError: an option has a value that is not known.
-    """
+    """What the caller asked for; a ``TypeError`` or ``ValueError`` if no region can do it."""
     if determinism_check not in ("default", "none"):
         raise ValueError(
             f"remat: determinism_check is {determinism_check!r}, expected 'default' or 'none'."
@@ -212,21 +186,15 @@ class Rematted(Wrapper):
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return _by_reference(self) or (Rematted, (self.function, self.options))
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        # A decorated function is found by its name.
+        return name if found is self else (Rematted, (self.function, self.options))
 
     def __repr__(self) -> str:
         return f"functx.remat({self.function!r})"
-
-
-def _by_reference(rematted: Rematted) -> str | None:
-    """The name that a decorated function is found under in its module."""
-    import sys
-
-    name = getattr(rematted, "__qualname__", None)
-    found: Any = sys.modules.get(getattr(rematted, "__module__", ""))
-    for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    return name if found is rematted else None
 
 
 def _rematted(f: Any, options: Options) -> Any:

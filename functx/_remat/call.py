@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, levels, observers, plans, traced
+from functx._remat import arguments, cells, departures, distributed, levels, plans, traced
+from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
 
@@ -37,7 +38,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, options.policy)(*args, **kwargs)
-    if observers.are_off() or torch.jit.is_tracing():
+    if observers.without or torch.jit.is_tracing():
         return f(*args, **kwargs)
     if not torch.is_grad_enabled() and not traced.keeping():
         return f(*args, **kwargs)

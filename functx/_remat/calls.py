@@ -1,4 +1,4 @@
-"""What a region's code calls, as a function mode sees it: the log that replays are compared with.
+"""What a region's code calls: the log that replays are compared with.
 
 NOTE [operands]
 Each tensor that a call is given is a *number*: -1 - k for input k of the region, n for the n-th
@@ -6,29 +6,14 @@ result, `INSIDE` for a tensor made inside by what no mode sees (``Function.apply
 Compared are the functions, in their order, the numbers of their operands, what else they are given
 that is a number or a container of numbers, and the shapes and dtypes of what they return. The last
 call of a log is "return", which is given the results.
-
-NOTE [by place]
-A tensor that is neither an input nor made inside is foreign: the closure's, a module's, a global
-one. At its first sight it becomes a further input; a replay puts that input's value where the
-forward met it, whatever lies there by then. So swapped parameters, names bound again and what is
-collected in the meantime are all one case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-from functx import _torch
-from functx._remat import levels, saving
-from functx._remat.functions import HOOKS, LOOKS, MAKERS
-from functx._remat.names import kept_copy, named
-from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
 
 INSIDE = 1 << 40
 RETURN, DATA = "return", "a tensor of data"
@@ -39,7 +24,6 @@ ATOMS = frozenset(
     }
 )
 _SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape and dtype are
-_NO_CALLS = {*MAKERS, *HOOKS, named}
 
 
 class Call:
@@ -68,470 +52,28 @@ class Call:
         self.quick = self.watched = False
 
 
-class Listener(TorchFunctionMode):
-    """Numbers the tensors of a region as its code runs, and compares its calls with a log.
-
-    Attributes:
-        asleep: whether the engine, or a region inside, runs: their calls are not this region's.
-        known: by id, a weak reference to a tensor and its number. (An id alone says nothing: one
-            that lives in C++ gets a Python object, and with it an id, when it is first looked at.)
-        calls: the log of this run.
-        expected: the log to compare with; ``None`` in a first run.
-        at, due: how many calls have been made, and which is expected next.
-        last: the call at hand, and what was expected.
-        ledgers: those that listen, of this region and of the regions around.
-        strict: whether shapes, dtypes and numbers are compared.
-        wanted: results that are to be held, by number.
-        leaves: numbers of results that are leaves.
-        records: whether each call is written down, since there is no log or plan to follow.
-        stop: the number of the call at which a ledger begins to listen; -1 for none.
-    """
-
-    def __init__(
-        self, outer: Listener | None, ledgers: tuple[Any, ...], expected: Any, strict: bool
-    ) -> None:
-        self.outer, self.ledgers, self.strict = outer, ledgers, strict
-        self.asleep = self.records = False
-        self.n_args = self.serial = 0
-        self.stop = -1
-        self.standins: list[Tensor] = []
-        self.wanted: dict[int, Tensor | None] = {}
-        self.leaves: set[int] = set()
-        self.known: dict[int, tuple[Any, int]] = {}
-        self.last: tuple[Call, Call | None]
-        self.calls: list[Call] = []
-        self.expected, self.at = expected, 0
-        self.due: Call | None = expected[0] if expected else None
-
-    # -- numbers
-
-    def know(self, t: Tensor, number: int) -> None:
-        """``t`` has this number."""
-        self.known[id(t)] = ref(t), number
-
-    def number_of(self, t: Tensor) -> int | None:
-        """The number of a tensor that is known."""
-        known = self.known.get(id(t))
-        if known is not None and known[0]() is t:
-            return known[1]
-        return None
-
-    def number_within(self, t: Tensor) -> int | None:
-        """The number of ``t``, or of what it wraps at levels that have ended, or are new."""
-        value = levels.alive(t)
-        number = self.number_of(value)
-        depth = self.depth()
-        while number is None and _torch.level_of(value) > depth:
-            value = levels.alive(_torch.inner_of(value))
-            number = self.number_of(value)
-        return number
-
-    def depth(self) -> int:
-        """How many levels the region was called in."""
-        raise NotImplementedError
-
-    def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
-        """The number of a tensor that is not known, or not as expected, and what to put there.
-
-        Args:
-            t: the tensor.
-            number: its number, if it is known.
-            due: what the expected log has here; ``None`` in a first run.
-        """
-        raise NotImplementedError
-
-    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
-        """The stand-in to put for an unknown ``t`` where input ``number`` is expected, if any."""
-        raise NotImplementedError
-
-    def placed(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor] | None:
-        """The input that the forward met here, whatever lies here now (see NOTE [by place]).
-
-        ``None`` where it met no input, or where ``t`` is a result, or another argument.
-        """
-        if type(due) is not int or due >= 0:
-            return None
-        if number is None:
-            number = self.number_within(t)
-        if number == due:
-            return due, t
-        if number is not None and (number >= 0 or max(-1 - number, -1 - due) < self.n_args):
-            return None
-        if _torch.level_of(levels.alive(t)) > self.depth() or -1 - due >= len(self.standins):
-            return None
-        return due, self.standins[-1 - due]
-
-    # -- calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            self.asleep
-            or func in LOOKS
-            or key_excluded(AUTOGRAD)
-            # Python that an operator runs below functorch (a decomposition):
-            or (peek_interpreter() is not None and not key_included(FUNCTORCH_FRONT))
-            or (self.ledgers and any(ledger.busy for ledger in self.ledgers))
-        ):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        due = self.due
-        if due is not None and due.func is func and due.quick and not self.records:
-            if self.at == self.stop:
-                self.watch()
-            replaced = self._as_due(due, _in_a_row(args, kwargs) if kwargs else args)
-            if replaced is not None:
-                return self._quick(due, func, replaced, args, kwargs)
-        return self.call(func, args, kwargs or {})
-
-    def _as_due(self, due: Call, args: Any) -> Any:
-        """The arguments of a call that is as expected, foreign ones replaced; else ``None``."""
-        if len(args) != len(due.given):
-            return None
-        known = self.known
-        replaced = args
-        for i, wanted in enumerate(due.given):
-            a = args[i]
-            kind = type(a)
-            if type(wanted) is int:
-                k = known.get(id(a))
-                if k is not None and k[0]() is a:
-                    if k[1] != wanted:
-                        return None
-                elif wanted < 0 and isinstance(a, Tensor):
-                    t = self.standin_for(a, wanted)
-                    if t is None:
-                        return None
-                    if replaced is args:
-                        replaced = [*args]
-                    replaced[i] = t
-                else:
-                    return None
-            elif kind in ATOMS:
-                if kind is not type(wanted[0]) or a != wanted[0]:
-                    return None
-            elif not _is_plain(a) or tuple(a) != wanted[0]:
-                return None
-        return replaced
-
-    def _quick(self, due: Call, func: Any, replaced: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call that is as expected."""
-        for ledger in self.ledgers:
-            ledger.next_call()
-        self.advance(due)
-        given = args, kwargs or {}
-        if kwargs:
-            n = len(args)
-            args, kwargs = replaced[:n], dict(zip(replaced[n::2], replaced[n + 1 :: 2]))
-            out = func(*args, **kwargs)
-        else:
-            args = replaced
-            out = func(*args)
-        number, shape, dtype = due.results[0]
-        if out.shape == shape and out.dtype is dtype and id(out) not in map(id, args):
-            self.known[id(out)] = ref(out), number
-            if number in self.wanted:
-                self.wanted[number] = out
-            return out
-        call = Call(func, due.given)
-        self.last = call, due
-        return self.returned(call, due, out, given, args, kwargs or {})
-
-    def advance(self, call: Call) -> None:
-        """A call is about to be made, which is as expected."""
-        self.calls.append(call)
-        self.at = n = self.at + 1
-        expected = self.expected
-        self.due = expected[n] if expected is not None and n < len(expected) else None
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One call of the region's code."""
-        if func in _NO_CALLS:
-            if func is named:
-                return self.name(*args)
-            if func in HOOKS:
-                self.hang(args[0])
-                return func(*args, **kwargs)
-            if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
-                return self.keep(lambda: func(*args, **kwargs))
-        listed: list[Any] = []
-        new_args = [self._walk(a, listed) for a in args]
-        new_kwargs = {}
-        for name, a in kwargs.items():
-            listed.append((name,))
-            new_kwargs[name] = self._walk(a, listed)
-        call = Call(func, listed)
-        due = self.log(call)
-        out = self.execute(call, func, new_args, new_kwargs)
-        return self.returned(call, due, out, (args, kwargs), new_args, new_kwargs)
-
-    def log(self, call: Call) -> Call | None:
-        """A call is about to be made; returns what is expected here."""
-        for ledger in self.ledgers:
-            ledger.next_call()
-        if self.expected is not None:
-            if self.due is None or not self.matches(call, self.due):
-                self.departs(call, self.due)
-        due = self.due
-        self.last = call, due
-        self.advance(call)
-        return due
-
-    def _walk(self, a: Any, listed: list[Any]) -> Any:
-        """Number the tensors in an argument, in containers too, and replace foreign ones."""
-        kind = type(a)
-        if kind in ATOMS:
-            listed.append((a,))
-            return a
-        if isinstance(a, Tensor):
-            number, due = self.number_of(a), self.due
-            expected = None
-            if due is not None and len(listed) < len(due.given):
-                expected = due.given[len(listed)]
-            if number is None or (due is not None and number != expected):
-                number, a = self.meet(a, number, expected)
-            listed.append(number)
-            return a
-        if _is_plain(a):
-            listed.append((tuple(a),))
-            return a
-        if isinstance(a, (list, tuple)) and (kind in (list, tuple) or isinstance(a, tuple)):
-            listed.append((kind.__name__, len(a)))
-            new = [self._walk(x, listed) for x in a]
-            if all(x is y for x, y in zip(new, a)):
-                return a
-            return kind(*new) if hasattr(a, "_fields") else kind(new)
-        if kind is dict:
-            listed.append(("dict", len(a)))
-            new_dict = {k: self._walk(x, listed) for k, x in a.items()}
-            return a if all(new_dict[k] is a[k] for k in a) else new_dict
-        if kind is slice:
-            listed.append(("slice",))
-            parts = [self._walk(x, listed) for x in (a.start, a.stop, a.step)]
-            return slice(*parts) if any(isinstance(p, Tensor) for p in parts) else a
-        # Of a function, a generator or an object its class alone:
-        listed.append(_array(a) if kind.__module__ == "numpy" else (kind,))
-        return a
-
-    def returned(
-        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """A call has returned: number its results; operands are those that the caller has."""
-        if isinstance(out, Tensor):
-            out = self._numbered(call, due, out, given, args, kwargs)
-        elif isinstance(out, (tuple, list)) and out:
-            out = self._all_numbered(call, due, out, given, args, kwargs)
-        if due is not None and call.results != due.results:
-            self.differs(call, due)
-        return out
-
-    def _numbered(
-        self, call: Call, due: Call | None, t: Tensor, given: Any, args: Any, kwargs: Any
-    ) -> Tensor:
-        number = self.number_of(t)
-        place = len(call.results)
-        new = number is None
-        if number is None:
-            if due is not None and place < len(due.results):
-                number = due.results[place][0]
-            elif due is None and self.is_operand(t, args):
-                number = call.given[0]
-            else:
-                number = self.serial = self.serial + 1
-            self.known[id(t)] = ref(t), number
-        self._seen(t, number)
-        call.results.append((number, t.shape, t.dtype))
-        return t if new else _as_given(t, given, args, kwargs)
-
-    def _seen(self, t: Tensor, number: int) -> None:
-        """``t`` is a result."""
-        if number in self.wanted:
-            self.wanted[number] = t
-        if t.requires_grad and t.grad_fn is None:
-            self.leaves.add(number)
-
-    def _all_numbered(
-        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
-    ) -> Any:
-        new = []
-        for x in out:
-            if isinstance(x, Tensor):
-                x = self._numbered(call, due, x, given, args, kwargs)
-            elif isinstance(x, (tuple, list)):
-                x = self._all_numbered(call, due, x, given, args, kwargs)
-            new.append(x)
-        if all(x is y for x, y in zip(new, out)):
-            return out
-        return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
-
-    def name(self, x: Tensor, name: str) -> Tensor:
-        """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
-        told, copied = saving.named(levels.base_of(levels.alive(x)), name)
-        if self.expected is not None:
-            due, number = self.due, self.number_of(x)
-            copied = due is not None and due.func is kept_copy and due.given[1:] == [(name,)]
-            copied = copied and (number is None or due.given[0] == number)  # type: ignore[union-attr]
-        if copied:
-            x = self.call(kept_copy, (x, name), {})
-        for saver in told:
-            saver.naming = None
-        return x
-
-    # -- what forward and replay do differently
-
-    def matches(self, call: Call, due: Call) -> bool:
-        """Whether a call is the one that is expected."""
-        return same_call(call, due, self.strict)
-
-    def departs(self, call: Call, due: Call | None) -> None:
-        """A call is not the one that is expected."""
-        raise NotImplementedError
-
-    def differs(self, call: Call, due: Call) -> None:
-        """A call has not returned what is expected."""
-        if self.strict:
-            self.departs(call, due)
-
-    def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call."""
-        raise NotImplementedError
-
-    def is_operand(self, t: Tensor, args: Any) -> bool:
-        """Whether a result that is not known is the first operand: ``x.to(x.dtype)``, in a level."""
-        return False
-
-    def is_foreign(self, t: Tensor) -> bool:
-        """Whether a transform inside has returned what requires grad and was not made inside."""
-        return False
-
-    def watch(self) -> None:
-        """The call at which a ledger is to begin to listen has come."""
-
-    def hang(self, t: Tensor) -> None:
-        """A hook is about to be hung on a tensor."""
-
-    def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made of data, here or in a region inside (rule 3)."""
-        raise NotImplementedError
-
-    # -- what the engine, a transform or a region inside tells
-
-    def take(self, title: str, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside is given, as stand-ins: a call of that title."""
-        asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
-        listed: list[Any] = []
-        taken = [self._walk(t, listed) for t in tensors]
-        self.log(Call(title, listed))
-        self.asleep = asleep
-        return taken
-
-    def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside returns; foreign ones as stand-ins."""
-        call, due = self.last
-        given = []
-        for t in tensors:
-            number = self.number_of(t)
-            if number is None:
-                place = len(call.results)
-                if due is not None and place < len(due.results):
-                    number = due.results[place][0]
-                    t = self.standins[-1 - number] if number < 0 else t
-                elif self.is_foreign(t):
-                    asleep, self.asleep = self.asleep, True
-                    number, t = self.meet(t, None, None)
-                    self.asleep = asleep
-                else:
-                    number = self.serial = self.serial + 1
-                self.know(t, number)
-            self._seen(t, number)
-            call.results.append((number, t.shape, t.dtype))
-            given.append(t)
-        if due is not None and call.results != due.results:
-            self.differs(call, due)
-        return given
-
-    def give_further(self, results: list[tuple[int, Tensor]]) -> None:
-        """What a region inside has found to leave it otherwise than by return, by its numbers."""
-        call, due = self.last
-        for inner, t in results:
-            number = None if due is None else due.further.get(inner)
-            if number is None:
-                number = self.serial = self.serial + 1
-            call.further[inner] = number
-            self.know(t, number)
-            self._seen(t, number)
-
-    def inner(self) -> tuple[Any, Any]:
-        """The log that a region inside, which has just been taken in, must make, and its plan."""
-        due = self.last[1]
-        return (None, None) if due is None or due.inner is None else due.inner
-
-    def wanted_inside(self) -> dict[int, Tensor | None]:
-        """Which results the region inside that was just taken in is to hold, by its numbers."""
-        due = self.last[1]
-        further = {} if due is None else due.further
-        return {inner: None for inner, number in further.items() if number in self.wanted}
-
-    def finish(self, results: list[Tensor]) -> list[Tensor]:
-        """The region's code has returned; the results as the engine hands them on: no leaves."""
-        self.asleep = True
-        due, as_due = self.due, None
-        if due is not None and due.func is RETURN and not self.records:
-            as_due = self._as_due(due, results)
-        if as_due is None:
-            results = self.take(RETURN, results)
-            numbers = self.last[0].given
-        else:
-            for ledger in self.ledgers:
-                ledger.next_call()
-            self.advance(due)
-            results, numbers = as_due, due.given
-        return [
-            t.view_as(t) if number < 0 and levels.is_tracked(t) else t
-            for t, number in zip(results, numbers)
-        ]
-
-
-def _in_a_row(args: Any, kwargs: Any) -> list[Any]:
+def in_a_row(args: Any, kwargs: Any) -> list[Any]:
     """Arguments as `Call.given` lists them."""
     return [*args, *(x for item in kwargs.items() for x in item)]
 
 
 def is_simple(a: Any) -> bool:
     """Whether an argument is one entry of `Call.given`, that is compared."""
-    return isinstance(a, Tensor) or type(a) in ATOMS or _is_plain(a)
+    return isinstance(a, Tensor) or type(a) in ATOMS or is_plain(a)
 
 
-def _is_plain(a: Any) -> bool:
+def is_plain(a: Any) -> bool:
     """Whether it is a list or tuple of plain values."""
     return type(a) in (list, tuple) and all(type(x) in ATOMS for x in a)
 
 
-def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:
-    """The operand that ``out`` is, as the caller has it: no stand-in must get into a module."""
-    for before, after in zip(given[0], args):
-        if after is out:
-            return before
-    for name, after in kwargs.items():
-        if after is out:
-            return given[1][name]
-    return out
-
-
-def _array(a: Any) -> Any:
+def array(a: Any) -> Any:
     """An array or number of NumPy's, as far as it is compared."""
     if not hasattr(a, "tobytes"):
         return (type(a),)
     if a.nbytes > _SMALL or a.dtype.hasobject:
         return a.shape, str(a.dtype)
     return a.shape, str(a.dtype), a.tolist()
-
-
-def listening() -> Listener | None:
-    """The listener of the region whose code runs; ``None`` outside, and inside of a call."""
-    for i in range(_torch.function_depth() - 1, -1, -1):
-        mode = _torch.function_mode_at(i)
-        if isinstance(mode, Listener):
-            return None if mode.asleep else mode
-    return None
 
 
 def same_function(one: Any, other: Any) -> bool:
@@ -552,6 +94,3 @@ def same_call(one: Call, other: Call, strict: bool) -> bool:
         return repr(one.given) == repr(other.given)  # nan is not nan
     operands, others = ([n for n in c.given if type(n) is int] for c in (one, other))
     return operands == others
-
-
-Body = Callable[..., list[Tensor]]

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import departures, distributed, examples, levels, plans
-from functx._remat.calls import DATA, INSIDE, Call, Listener, is_simple
+from functx._remat.calls import DATA, INSIDE, Call, is_simple
 from functx._remat.functions import READERS
 from functx._remat.ledger import Ledger, Record
+from functx._remat.listener import Listener
 from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs
 
@@ -37,6 +38,7 @@ class Captures(Listener):
     Attributes:
         captured: by the id of a foreign tensor, the number of the input that it became.
         asked: savers, of regions around too, whose policies look at operations.
+        tapes_met: whether something foreign has a tape of its own.
         unseen: whether something may have passed by unseen, so that the tape must be looked at.
         plan: of an earlier run, followed where its calls are the same; see `plans`.
     """
@@ -53,7 +55,7 @@ class Captures(Listener):
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
-        self.unseen = self.departed = self.may_depart = False
+        self.unseen = self.departed = self.may_depart = self.tapes_met = False
         self.plan: plans.Plan | None = None
         self.nodes = 0  # of autograd's, that the region has made
         self.key: Any = None
@@ -209,6 +211,7 @@ class Captures(Listener):
     def _capture(self, t: Tensor) -> int:
         value = levels.alive(t)
         self.held.append(t)
+        self.tapes_met = self.tapes_met or value.grad_fn is not None
         if self.outer is not None:
             (value,) = self.outer.take(plans.CAPTURE, [value])
         number = self.captured[id(t)] = self.admit(levels.alive(value))

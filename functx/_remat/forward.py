@@ -16,11 +16,11 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import leaving, levels, liveness, node, plans, saving
-from functx._remat.calls import Body, Listener, listening
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
 from functx._remat.guard import Noted
 from functx._remat.ledger import Record
+from functx._remat.listener import Body, Listener, listening
 from functx._remat.region import NEVER, Inputs, Options, Region
 from functx._remat.settings import Settings
 from functx._remat.writes import Writes
@@ -156,6 +156,8 @@ def _finish(
         values.clear()
         parts.clear()
         further = leaving.further_results(captures)
+        if captures.tapes_met:
+            leaving.check_threads(captures)
         region.further = [number for number, _ in further]
         fresh += [t for _, t in further]
         required[0] += [True] * len(further)
@@ -165,11 +167,10 @@ def _finish(
     for k in range(lowest, n + 1):
         if k > lowest:
             fresh = lift(fresh, frames[k - 1], slots[k], k)
-        requires = inputs.requires(k)
-        if True in requires and True in required[k]:
+        if True in inputs.requires(k) and True in required[k]:
             extra = leaves if k == 0 else []
             fresh = node.attach(
-                *(region, k, inputs.values[k], requires, extra, fresh, required[k], kept),
+                *(region, k, inputs, extra, fresh, required[k], kept),
                 captures.outer is None,
             )
     results.clear()

@@ -10,7 +10,18 @@ from functx import _torch
 # Looks at a tensor, which need no stand-in: a pullback looks at the results of its own tape.
 LOOKS = {
     getattr(Tensor, name).__get__
-    for name in "requires_grad grad_fn is_leaf shape dtype device ndim layout grad _base".split()
+    for name in [
+        "requires_grad",
+        "grad_fn",
+        "is_leaf",
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "grad",
+        "_base",
+    ]
 } | {
     *(Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from functx import _tree
-from functx._remat.calls import Call, listening
+from functx._remat.calls import Call
+from functx._remat.listener import listening
 
 
 def taken_in(title: str, tree: Any) -> Any:

@@ -37,6 +37,24 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
     return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
 
 
+def check_threads(captures: Captures) -> None:
+    """Nothing foreign may lead to a stand-in: what a thread makes that the region starts does.
+
+    Modes don't see it, nor do its nodes have numbers in line with those of this thread.
+    """
+    standins = captures.inputs.leaves
+    if all(leaf._use_count() == 1 for leaf in standins.values()):
+        return  # no tape is left
+    for t in captures.held:
+        for node in tape_of(t, 0):
+            if id(getattr(node, "variable", None)) in standins:
+                raise RematError(
+                    f"remat: {captures.region.title} computes a tensor of shape {tuple(t.shape)} "
+                    "in a thread that it starts, where functx can't follow. Start the thread "
+                    "outside, and make regions in it."
+                )
+
+
 def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:
     """Inside of transforms, nothing that requires grad may be alive."""
     returned = {id(t) for t in results}

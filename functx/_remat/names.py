@@ -10,7 +10,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from functx import _tree
 from functx._arrays import backend_of
-from functx._remat import levels, observers
+from functx._remat import levels
+from functx._remat.observers import observers
 
 
 def checkpoint_name(x: Any, name: str) -> Any:
@@ -51,7 +52,8 @@ def checkpoint_name(x: Any, name: str) -> Any:
 
 def _named(x: Tensor, name: str) -> Tensor:
     x = named(x, name)
-    observers.tell_of_name(levels.base_of(x), name)
+    for callback in observers.of_names:
+        callback(levels.base_of(x), name)
     return x
 
 

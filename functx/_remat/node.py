@@ -7,13 +7,16 @@ differentiates it (`pullback.Pullback`), so that derivatives of any order recomp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import departures, levels, observers, pullback
-from functx._remat.region import Region
+from functx._remat import departures, levels, pullback
+from functx._remat.observers import observers
+from functx._remat.operators import storage_of
+from functx._remat.region import Inputs, Region
 
 
 class Payload:
@@ -41,7 +44,9 @@ class RegionNode(_torch.SingleLevelFunction):
         ctx.payload = payload
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        return outs
+        # torch lets nobody write to a Function's view: what shares its memory would not know. (At a
+        # level that can't be had, since in here no level below records it.)
+        return tuple(levels.at_depth(0, partial(t.view_as, t)) if s else t for t, s in outs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -76,11 +81,16 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
+def _sharing(results: list[tuple[Tensor, bool]]) -> list[tuple[Tensor, bool]]:
+    """Results, and whether each shares its memory with an input, or with another."""
+    memory = [storage_of(levels.base_of(t)) for t, _ in results]
+    return [(t, held or memory.count(m) > 1) for (t, held), m in zip(results, memory)]
+
+
 def attach(
     region: Region,
     level: int,
-    values: list[Tensor],
-    requires: list[bool],
+    inputs: Inputs,
     leaves: list[Tensor],
     results: list[Tensor],
     required: list[bool],
@@ -92,23 +102,26 @@ def attach(
     Args:
         region: what the node replays.
         level: at which level.
-        values: the inputs at that level.
-        requires: which of them require grad there.
+        inputs: of the region.
         leaves: leaves that no mode saw.
         results: the results at that level, off the tape.
         required: which of them require grad.
         kept: what the policy keeps.
         outermost: whether it is in no other region: observers are told.
     """
+    values, requires = inputs.values[level], inputs.requires(level)
     if outermost:
-        observers.tell_of_node(values, region.options.name, level)
+        for callback in observers.of_nodes:
+            callback([*values], region.options.name, level)
     payload = Payload()
     payload.region, payload.level, payload.n_leaves = region, level, len(leaves)
     payload.requires = requires
     payload.wanted = [i for i, r in enumerate(required) if r]
     saved = [*values, *leaves, *kept]
     payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
-    behind = tuple(results[i] for i in payload.wanted)
+    behind = [(results[i], not level and inputs.holds(results[i])) for i in payload.wanted]
+    if len(behind) > 1 and not level:
+        behind = _sharing(behind)
     requiring = [t for t, r in zip(values, requires) if r] + leaves
     if _torch.peek_interpreter() is None:
         got = RegionNode.apply(payload, behind, saved, *requiring)

@@ -6,7 +6,7 @@ What is observed is per thread: a tool that measures sees what its own thread ru
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,77 +15,48 @@ from torch import Tensor
 
 class _Observers(threading.local):
     def __init__(self) -> None:
-        self.of_nodes: list[Callable[[list[Tensor], str, int], None]] = []
-        self.of_replays: list[Callable[[str], AbstractContextManager[Any]]] = []
-        self.of_names: list[Callable[[Tensor, str], None]] = []
-        self.without = 0
+        self.of_nodes: list[Any] = []
+        self.of_replays: list[Any] = []
+        self.of_names: list[Any] = []
+        self.without: list[Any] = []  # regions are plain calls where it is not empty
 
 
-_observers = _Observers()
+observers = _Observers()
 
 
 @contextmanager
-def on_region(callback: Callable[[list[Tensor], str, int], None]) -> Iterator[None]:
+def _within(registered: list[Any], observer: Any) -> Iterator[None]:
+    registered.append(observer)
+    try:
+        yield
+    finally:
+        registered.remove(observer)
+
+
+def on_region(
+    callback: Callable[[list[Tensor], str, int], None],
+) -> AbstractContextManager[None]:
     """Call ``callback(inputs, name, level)`` for each node that an outermost region gets.
 
     Args:
         callback: receives what the node keeps of its inputs, as they are at its level, the
             region's name, and the level.
     """
-    _observers.of_nodes.append(callback)
-    try:
-        yield
-    finally:
-        _observers.of_nodes.remove(callback)
+    return _within(observers.of_nodes, callback)
 
 
-@contextmanager
-def on_replay(around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+def on_replay(
+    around: Callable[[str], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
     """Enter ``around(name)`` around each replay of a region."""
-    _observers.of_replays.append(around)
-    try:
-        yield
-    finally:
-        _observers.of_replays.remove(around)
+    return _within(observers.of_replays, around)
 
 
-@contextmanager
-def on_name(callback: Callable[[Tensor, str], None]) -> Iterator[None]:
+def on_name(callback: Callable[[Tensor, str], None]) -> AbstractContextManager[None]:
     """Call ``callback(value, name)`` for each tensor that `checkpoint_name` names."""
-    _observers.of_names.append(callback)
-    try:
-        yield
-    finally:
-        _observers.of_names.remove(callback)
+    return _within(observers.of_names, callback)
 
 
-@contextmanager
-def no_regions() -> Iterator[None]:
+def no_regions() -> AbstractContextManager[None]:
     """What is a region elsewhere is a plain call in here."""
-    _observers.without += 1
-    try:
-        yield
-    finally:
-        _observers.without -= 1
-
-
-def are_off() -> bool:
-    """Whether regions are plain calls now."""
-    return _observers.without > 0
-
-
-def tell_of_node(inputs: Sequence[Tensor], name: str, level: int) -> None:
-    """A node was made."""
-    for callback in _observers.of_nodes:
-        callback(list(inputs), name, level)
-
-
-def tell_of_name(value: Tensor, name: str) -> None:
-    """A value was named."""
-    for callback in _observers.of_names:
-        callback(value, name)
-
-
-def around_replay(name: str) -> list[AbstractContextManager[Any]]:
-    """What the observers want around a replay."""
-    return [around(name) for around in _observers.of_replays]
+    return _within(observers.without, None)

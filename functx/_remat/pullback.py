@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import levels, traced
-from functx._remat.calls import listening
+from functx._remat.listener import listening
 from functx._remat.region import Options
 from functx._remat.replay import replay
 

@@ -79,12 +79,6 @@ class Region:
         left_behind: tensors without gradient, weakly, that the forward made.
     """
 
-    __slots__ = (
-        *("body", "calls", "draws", "entries", "frames", "further", "identity", "kept"),
-        *("left_behind", "left_out"),
-        *("live", "made", "n_args", "n_results", "options", "settings", "slots", "starts"),
-        *("title", "written"),
-    )
     body: Any
     calls: list[Any]
     draws: Any
@@ -161,6 +155,11 @@ class Inputs:
         self.leaves[id(t)] = t
         self.lowest = min(self.lowest, k)
         return t
+
+    def holds(self, t: Tensor) -> bool:
+        """Whether a tensor is in the memory of an input."""
+        storage = storage_of(levels.base_of(t))
+        return any(storage in memory for memory in self.memory)
 
     def requires(self, k: int) -> list[bool]:
         """Which of the values at level k require grad there."""

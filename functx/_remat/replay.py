@@ -19,11 +19,12 @@ from torch import Tensor
 from functx import _torch
 from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
-from functx._remat.calls import DATA, INSIDE, RETURN, Call, Listener, listening
+from functx._remat.calls import DATA, INSIDE, RETURN, Call
 from functx._remat.functions import READERS
 from functx._remat.guard import Noted
 from functx._remat.ledger import BeginAgain, Record, Rerun
-from functx._remat.observers import around_replay
+from functx._remat.listener import Listener, listening
+from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
 from functx._remat.settings import Settings
 from functx._remat.writes import copied
@@ -148,8 +149,8 @@ def replay(
         modes = region.settings.modes(found)
         for mode in modes:
             _torch.push_function_mode(mode)
-        around = around_replay(region.options.name) if wanted is not None else []
-        result = levels.at_depth(depth, run) if not around else _within(around, depth, run)
+        around = observers.of_replays if wanted is not None else []
+        result = levels.at_depth(depth, run) if not around else _within(around, region, depth, run)
         for _ in modes:
             _torch.pop_function_mode()
         region.settings.go_on_caching()
@@ -173,10 +174,10 @@ def replay(
         raise
 
 
-def _within(around: list[Any], depth: int, run: Callable[[], Any]) -> Any:
+def _within(around: list[Any], region: Region, depth: int, run: Callable[[], Any]) -> Any:
     with ExitStack() as stack:
-        for context in around:
-            stack.enter_context(context)
+        for observer in [*around]:
+            stack.enter_context(observer(region.options.name))
         return levels.at_depth(depth, run)
 
 

@@ -31,8 +31,8 @@ from torch.fx.traceback import has_preserved_node_meta
 from functx import _torch
 from functx._policies import Everything
 from functx._remat import captures, departures, forward, levels, writes
-from functx._remat.calls import Body, listening
 from functx._remat.ledger import Rerun
+from functx._remat.listener import Body, listening
 from functx._remat.region import Inputs, Options, Region
 from functx._remat.replay import replay
 
