@@ -5,7 +5,6 @@ Nothing here imports functx, so that a fault there can't hide itself.
 
 import contextlib
 import gc
-import itertools
 import weakref
 from collections import Counter
 
@@ -59,18 +58,6 @@ def peak(f, *args, **kwargs):
     with no_garbage_collection(), Operations() as operations:
         f(*args, **kwargs)
     return operations.peak
-
-
-def allocated(f, *args, **kwargs):
-    """The most bytes that the allocator has handed out at once in ``f(*args, **kwargs)``, on CPU.
-
-    As a user's program runs, under no mode; what kernels take while they run counts too.
-    """
-    with no_garbage_collection(), torch.autograd.profiler.profile(profile_memory=True) as profile:
-        f(*args, **kwargs)
-    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events), default=0)
 
 
 @contextlib.contextmanager

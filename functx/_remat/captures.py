@@ -50,7 +50,7 @@ class Captures(Listener):
         super().__init__(outer, ledgers, expected, region.options.determinism_check != "none")
         self.region, self.inputs, self.record = region, inputs, record
         self.standins = inputs.standins
-        self.asked = [l.saver for l in ledgers if l.saver is not None and l.saver.asks]
+        self.asked = [x.saver for x in ledgers if x.saver is not None and x.saver.asks]
         self.captured: dict[int, int] = {}
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data

@@ -72,9 +72,10 @@ def _alive(captures: Captures) -> Iterator[tuple[int, Tensor]]:
     """
     for ref, number in [*captures.known.values()]:
         t = ref() if number > 0 or -1 - number in captures.made else None
-        if t is not None and t.requires_grad:
-            if t.grad_fn is not None or number < 0 or number in captures.leaves:
-                yield number, t
+        if t is None or not t.requires_grad:
+            continue
+        if t.grad_fn is not None or number < 0 or number in captures.leaves:
+            yield number, t
         t = None
 
 

@@ -226,10 +226,10 @@ class Listener(TorchFunctionMode):
         """A call is about to be made; returns what is expected here."""
         for ledger in self.ledgers:
             ledger.next_call()
-        if self.expected is not None:
-            if self.due is None or not self.matches(call, self.due):
-                self.departs(call, self.due)
         due = self.due
+        if self.expected is not None and (due is None or not self.matches(call, due)):
+            self.departs(call, due)
+            due = self.due
         self.last = call, due
         self.advance(call)
         return due
@@ -354,7 +354,7 @@ class Listener(TorchFunctionMode):
         raise NotImplementedError
 
     def is_operand(self, t: Tensor, args: Any) -> bool:
-        """Whether a result that is not known is the first operand: ``x.to(x.dtype)``, in a level."""
+        """Whether an unknown result is the first operand: ``x.to(x.dtype)``, at a level."""
         return False
 
     def is_foreign(self, t: Tensor) -> bool:

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 import functx
 from functx.compat import Crosscheck, crosscheck
 
-from .networks import Attention
-
 PAGE = Path(__file__).parents[2] / "docs" / "agreement.md"
 CUTS = {"none": 0, "every step": 1, "every 2 steps": 2, "one region": 100}
 TRANSFORMS = ("value", "grad", "vmap(grad)")
@@ -103,6 +101,26 @@ class Embed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tokens(x) + self.positions(torch.arange(x.shape[-1]))
+
+
+class Attention(nn.Module):
+    """A pre-norm transformer block with a causal mask."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        split = [t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in (q, k, v)]
+        a = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.out(a.transpose(-2, -3).flatten(-2))
+        return x + self.mlp(self.norm2(x))
 
 
 class Bidirectional(nn.Module):

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.mark.gpu
-def test_on_cuda(tmp_path):
+def test_the_demo_runs_on_a_device(tmp_path):
     from functx.__main__ import main
 
     assert main(["demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]) == 0

@@ -24,7 +24,7 @@ def _has_device(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
-def test_to_jax_and_back(dtype, device):
+def test_arrays_go_to_jax_and_back(dtype, device):
     x = torch.arange(4096, device=device).to(dtype).view(64, 64)
     array = borrow(x, "a test")
     (place,) = array.devices()
@@ -35,7 +35,7 @@ def test_to_jax_and_back(dtype, device):
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "offset"])
-def test_layouts(layout, device):
+def test_views_arrive_as_what_they_show(layout, device):
     x = torch.randn(65, 64, device=device)
     view = {"transposed": x.T, "sliced": x[::2], "offset": x.view(-1)[1:]}[layout]
     back = give(jax.jit(lambda a: a * 1)(borrow(view, "a test")), None)
@@ -91,7 +91,7 @@ def test_a_function_of_torch_in_jax(device):
 
 
 @pytest.mark.usefixtures("exact")
-def test_crosscheck(device):
+def test_a_crosscheck_agrees(device):
     def loss(w, x):
         return functx.remat(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()
 

@@ -33,13 +33,13 @@ def problem(device, rows=ROWS):
     return weights, torch.randn(rows, WIDTH, generator=g).to(device)
 
 
-def test_peak(device):
+def test_peaks_are_counted_to_the_byte(device):
     x = torch.ones(N, device=device)
     assert peak(lambda: x.sin().sin().sin()) == 2 * 4 * N
     assert peak(lambda: torch.ones(N)) == 4 * N  # on the CPU: no CUDA figure
 
 
-def test_kept_and_returned(device):
+def test_a_region_keeps_nothing_but_its_inputs(device):
     w = torch.ones(N, device=device, requires_grad=True)
     found = profile(lambda: w.sin().tanh().sum())
     assert found.kept == 4 * N
@@ -98,7 +98,7 @@ def test_a_budget_is_kept_to(device):
 
 @pytest.mark.gpu
 class TestOfTheAllocator:
-    def test_peak_is_its_own(self):
+    def test_the_peak_is_the_allocators(self):
         weights, x = problem("cuda")
         gradient = functx.grad(loss_with(functx.remat(body)))
         gradient(weights, x)
@@ -161,3 +161,15 @@ def test_regions_do_not_wait_for_the_device(way):
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def wave(x):
+    y = torch.sin(x)
+    return torch.exp(y)
+
+
+def test_lines_are_those_of_the_forward(device):
+    x = torch.linspace(0, 1, N, device=device)
+    p = profile(functx.grad(lambda x: functx.remat(wave)(x).sum()), x)
+    assert p.peak >= sum(held.nbytes for held in p.holders) >= 2 * x.nbytes
+    assert any(held.line == wave.__code__.co_firstlineno + 1 for held in p.holders)

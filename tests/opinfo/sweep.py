@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,22 +47,22 @@ class Verdict:
     detail: str = ""
 
     @property
-    def counts(self) -> bool:
+    def counts(self):
         """Whether torch itself passes, so that remat has to."""
         return self.outcome in ("same", "rounded", "differs", "raises")
 
     @property
-    def passes(self) -> bool:
+    def passes(self):
         """Whether remat gives what it should."""
         return self.outcome in ("same", "rounded")
 
 
-def entries() -> list[Any]:
+def entries():
     """The entries with samples in float64 or float32 on a CPU."""
     return database.entries(torch.float64, torch.float32)
 
 
-def judge(op: Any, samples: int = 8) -> list[Verdict]:
+def judge(op, samples=8):
     """Verdicts on one entry, the worst of its samples for each transform."""
     dtype = torch.float64 if torch.float64 in op.supported_dtypes("cpu") else torch.float32
     name = name_of(op)
@@ -80,17 +79,17 @@ def judge(op: Any, samples: int = 8) -> list[Verdict]:
     return worst
 
 
-def _samples(op: Any, dtype: torch.dtype, n: int) -> list[Any]:
+def _samples(op, dtype: torch.dtype, n):
     torch.manual_seed(0)
     found = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 40))
     places = sorted({round(i * (len(found) - 1) / max(n - 1, 1)) for i in range(n)})
     return [found[i] for i in places] if found else []
 
 
-def _judge(op: Any, sample: Any, transform: str) -> Verdict:
+def _judge(op, sample, transform):
     name = name_of(op)
 
-    def verdict(outcome: str, detail: str = "") -> Verdict:
+    def verdict(outcome, detail=""):
         return Verdict(name, transform, outcome, detail)
 
     call, leaves = _function(op, sample)
@@ -113,11 +112,11 @@ def _judge(op: Any, sample: Any, transform: str) -> Verdict:
     return verdict(*_split(_compare(got, expected)))
 
 
-def _split(outcome: str) -> tuple[str, str]:
+def _split(outcome):
     return (outcome, "") if outcome in ("same", "rounded") else ("differs", outcome)
 
 
-def _function(op: Any, sample: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+def _function(op, sample):
     """A sample as a function of its floating point tensors."""
     flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [
@@ -126,7 +125,7 @@ def _function(op: Any, sample: Any) -> tuple[Callable[..., Any], list[torch.Tens
         if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
     ]
 
-    def call(*tensors: torch.Tensor) -> Any:
+    def call(*tensors):
         full = list(flat)
         for i, t in zip(where, tensors):
             full[i] = t
@@ -137,11 +136,11 @@ def _function(op: Any, sample: Any) -> tuple[Callable[..., Any], list[torch.Tens
     return call, [flat[i].detach() for i in where]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree):
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def _number(out: Any) -> torch.Tensor:
+def _number(out):
     """One real number from all results that can be differentiated, each entry weighted."""
     total = torch.zeros((), dtype=torch.float64)
     for i, t in enumerate(_tensors(out)):
@@ -152,12 +151,12 @@ def _number(out: Any) -> torch.Tensor:
     return total
 
 
-def _run(transform: str, f: Callable[..., Any], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+def _run(transform, f, leaves):
     torch.manual_seed(1)
     leaves = [t.detach().clone() for t in leaves]
     argnums = tuple(range(len(leaves)))
 
-    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+    def loss(*tensors):
         return _number(f(*tensors))
 
     with warnings.catch_warnings():
@@ -183,11 +182,11 @@ def _run(transform: str, f: Callable[..., Any], leaves: list[torch.Tensor]) -> l
     return [*(t.detach() for t in _tensors(out)), state]
 
 
-def _like(t: torch.Tensor, start: float) -> torch.Tensor:
+def _like(t, start: float):
     return numbers(*t.shape, start=start).to(t.dtype)
 
 
-def _compare(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+def _compare(actual, expected):
     if len(actual) != len(expected):
         return f"{len(actual)} results instead of {len(expected)}"
     outcome = "same"
@@ -213,11 +212,11 @@ def _compare(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
     return outcome
 
 
-def _line(error: BaseException) -> str:
+def _line(error):
     return " ".join(str(error).split())[:160].replace("|", "\\|")
 
 
-def table(verdicts: list[Verdict], reasons: dict[tuple[str, str], str]) -> str:
+def table(verdicts, reasons):
     """The report, in Markdown."""
     by_transform = defaultdict(list)
     for verdict in verdicts:

@@ -4,9 +4,7 @@ import functools
 
 import pytest
 import torch
-from cases import DTYPE, numbers
-from nets import seeded
-from programs import identity
+from cases import DTYPE, identity, numbers, seeded
 from references import assert_same
 from torch import nn
 
@@ -150,7 +148,7 @@ def three_levels_of_regions_that_keep_what_is_small(remat):
     ],
     ids=lambda p: p.__name__,
 )
-def test_as_without_remat(program):
+def test_numbers_are_those_without_remat(program):
     assert_same(program(functx.remat), program(identity), eps=32)
 
 
@@ -164,10 +162,7 @@ def test_a_value_from_before_it_was_written_to_is_not_kept_for_the_one_after():
         region = remat(gradient, policy=POLICIES.everything_saveable)
         return seeded(region, torch.ones(8, dtype=DTYPE).requires_grad_())
 
-    def with_policies(f, policy=None):
-        return functx.remat(f, policy=policy)
-
-    ours, expected = program(with_policies), program(lambda f, policy=None: f)
+    ours, expected = program(functx.remat), program(identity)
     assert expected.abs().sum() > 0
     assert_same(ours, expected)
 
@@ -199,10 +194,7 @@ def test_what_a_region_inside_handed_out_is_not_run_for():
         out = remat(region, policy=POLICIES.everything_saveable)(x)
         return torch.autograd.grad(out.square().sum(), x)[0]
 
-    def with_policies(f, policy=None):
-        return functx.remat(f, policy=policy)
-
-    ours, expected = program(with_policies), program(lambda f, policy=None: f)
+    ours, expected = program(functx.remat), program(identity)
     assert expected.abs().min() > 0
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)
 
@@ -222,10 +214,7 @@ def test_of_several_results_those_that_were_kept_are_handed_on(inner, between):
         plain = torch.autograd.grad(region(x), x)[0]
         return plain, functx.grad(region)(x), functx.hessian(region)(x[:2])
 
-    def with_policies(f, policy=None):
-        return functx.remat(f, policy=policy)
-
-    ours, expected = program(with_policies), program(lambda f, policy=None: f)
+    ours, expected = program(functx.remat), program(identity)
     assert_same(ours, expected, 64)
 
 
@@ -245,7 +234,7 @@ def test_statistics_that_batch_norm_advances_are_kept_as_they_were(read):
         plain = torch.autograd.grad(region(x, a), (x, a), allow_unused=True)
         return plain, functx.grad(region, (0, 1))(x, a)
 
-    assert_same(program(functx.remat), program(lambda f, policy=None: f), 64)
+    assert_same(program(functx.remat), program(identity), 64)
 
 
 @pytest.mark.parametrize("around", [0, 1, 2])

@@ -25,6 +25,7 @@ def _warm():
     warm()
 
 
+# 25 programs each, some of which torch takes long to trace.
 @pytest.mark.parametrize("first", SEEDS[::SLICE])
 def test_regions_change_nothing(first):
     verdicts = {seed: judge(write(seed)) for seed in range(first, first + SLICE)}

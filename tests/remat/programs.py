@@ -7,16 +7,11 @@ import random
 
 import numpy as np
 import torch
+from cases import identity, numbers
+from references import Operations, count, no_garbage_collection
 from torch.utils import _pytree as pytree
 
 import functx
-
-from .counters import op_counts
-
-
-def identity(f, **options):
-    """What stands for ``functx.remat`` in the reference."""
-    return f
 
 
 def naive(f):
@@ -37,13 +32,16 @@ def naive(f):
     return Naive.apply
 
 
-def numbers(*shape, start=0.0):
-    """Fixed, irregular numbers in [-1, 1]."""
-    size = torch.Size(shape)
-    return torch.cos(torch.arange(size.numel(), dtype=torch.float64) * 1.7 + start).reshape(size)
-
-
 X, Y = numbers(3), numbers(3, start=1.0)
+
+
+def kept_bytes(f, *args):
+    """Bytes that live as long as what ``f(*args)`` returns, and those that outlive it."""
+    with no_garbage_collection(), Operations() as operations:
+        result = f(*args)
+        held = operations.live
+        del result
+        return held, operations.live
 
 
 def total(tree):
@@ -142,7 +140,7 @@ def check(program, exact=False, replays=True, nonzero=True):
         assert all(torch.as_tensor(t).abs().max() > 0 for t in pytree.tree_leaves(expected))
     same(seeded(program, functx.remat), expected, exact)
     if replays:
-        ours, plain = (op_counts(seeded, program, remat) for remat in (functx.remat, identity))
+        ours, plain = (count(seeded, program, remat) for remat in (functx.remat, identity))
         assert any(ours[name] > plain[name] for name in COMPUTED), "nothing was recomputed"
 
 

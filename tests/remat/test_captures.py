@@ -11,7 +11,7 @@ from torch import nn
 
 import functx
 
-from .programs import STACKS, X, Y, batch, check, naive, numbers, squared, total
+from .programs import STACKS, X, Y, batch, check, naive, numbers, squared
 
 HELD = {}
 """A global, for one of the ways."""
@@ -28,10 +28,6 @@ class Holder:
     def __call__(self, x):
         return (x * self.w).sin() * self.w
 
-    @property
-    def doubled(self):
-        return self.w * 2
-
 
 def way(f):
     """From a way to hold ``w``: ``f(w)`` is what a region is made of."""
@@ -45,23 +41,14 @@ def in_a_global(remat, w):
 
 WAYS = {
     "a cell": way(lambda w: lambda x: (x * w).sin() * w),
-    "a cell of a function in a cell": way(
-        lambda w: (lambda g: lambda x: g(x).sin() * g(x))(lambda x: x * w)
-    ),
-    "a default": way(lambda w: lambda x, w=w: (x * w).sin() * w),
     "a partial": way(lambda w: functools.partial(lambda w, x, v: (x * w).sin() * v, w, v=w)),
     "an attribute": way(lambda w: (lambda h: lambda x: h(x))(Holder(w))),
-    "a callable object": way(Holder),
-    "a bound method": way(lambda w: Holder(w).__call__),
-    "a property": way(lambda w: (lambda h: lambda x: (x * h.doubled).sin() * h.w)(Holder(w))),
     "a list in a dict": way(lambda w: lambda x, d={"w": [w]}: (x * d["w"][0]).sin() * d["w"][0]),
-    "a generator": way(lambda w: lambda x: sum((x * v).sin() * v for v in (w, w.cos()))),
     "a global": in_a_global,
     "with history": way(lambda w: (lambda v: lambda x: (x * v).sin() * v)(w.exp())),
     "a part of it": way(lambda w: (lambda v: lambda x: (x * v).sin() * v[0])(w[1:])),
     "a view made inside": way(lambda w: lambda x: (x * w.view(1, 3)[0]).sin() * w[:1]),
     "only in a list of operands": way(lambda w: lambda x: torch.stack([x.sin(), w, w]).prod(0)),
-    "only by keyword": way(lambda w: lambda x: torch.add(x.sin().sin(), other=w * w)),
     "met late": way(lambda w: lambda x: x.sin().sin().exp().cos() * w * w),
     "inside a region in it": lambda remat, w: remat(
         lambda x: remat(lambda y: (y * w).sin())(x.sin()) * w
@@ -91,10 +78,10 @@ def loss_of(name, remat):
 
 
 def pairs():
-    """Each way by three of the eight stacks; by all of them in a sweep."""
+    """Each way by two of the eight stacks; by all of them in a sweep."""
     for i, name in enumerate(WAYS):
         for j, stack in enumerate(STACKS):
-            marks = () if (i + j) % 8 in (0, 3, 5) else pytest.mark.sweep
+            marks = () if (i + j) % 8 in (0, 3) else pytest.mark.sweep
             yield pytest.param(name, stack, marks=marks)
 
 
@@ -130,8 +117,14 @@ UP = {
 }
 
 
-@pytest.mark.parametrize("second", UP)
-@pytest.mark.parametrize("first", UP)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(a, b, marks=() if (i + j) % 3 == 0 else pytest.mark.sweep)
+        for i, a in enumerate(UP)
+        for j, b in enumerate(UP)
+    ],
+)
 def test_of_two_levels_at_once(first, second):
     def program(remat):
         base = Y.clone().requires_grad_()
@@ -147,27 +140,9 @@ def test_of_two_levels_at_once(first, second):
     check(program, replays=False)
 
 
-def test_of_four_levels_at_once():
-    def program(remat):
-        base = Y.clone().requires_grad_()
-
-        def mapped(m):
-            def pushed(p):
-                def loss(g):
-                    return remat(lambda x: torch.sin(x * base * m * p * g))(X).sum()
-
-                return functx.grad(loss)(X * 0.5)
-
-            return functx.jvp(pushed, (Y,), (X,))
-
-        out = functx.vmap(mapped)(numbers(4, 3, start=2.0))
-        return out, torch.autograd.grad(total(out), base)
-
-    check(program)
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "grad(grad)", "backward"])
+@pytest.mark.parametrize(
+    ("stack", "depth"), [("vmap(grad)", 2), ("grad(grad)", 3), ("backward", 2)]
+)
 def test_of_regions_that_capture_what_an_ended_level_made(stack, depth):
     def program(remat):
         def loss(w):
@@ -183,8 +158,9 @@ def test_of_regions_that_capture_what_an_ended_level_made(stack, depth):
     check(program)
 
 
-@pytest.mark.parametrize("first", ["wrapper", "value"])
-@pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "grad(grad)"])
+@pytest.mark.parametrize(
+    ("first", "stack"), [("wrapper", "grad"), ("value", "vmap(grad)"), ("wrapper", "grad(grad)")]
+)
 def test_of_a_tensor_and_its_own_value(stack, first):
     """What is differentiated and what it was called with, which is a constant."""
 
@@ -212,26 +188,6 @@ class TestModules:
             found = torch.autograd.grad(plain.sum(), list(net.parameters()))
             each = functx.vmap(functx.grad(lambda x: remat(net)(x).sum()))(numbers(5, 3))
             return found, each, torch.autograd.grad(each.sum(), net[0].weight)
-
-        check(program)
-
-    def test_a_parameter_shared_by_regions_adds_up_its_gradients(self):
-        def program(remat):
-            net, x = self.net(), X
-            for _ in range(3):
-                x = remat(lambda x: torch.sin(net(x)))(x)
-            x.sum().backward()
-            return [p.grad for p in net.parameters()]
-
-        check(program)
-
-    def test_an_integer_index_and_a_frozen_parameter_get_none(self):
-        def program(remat):
-            w, frozen, index = numbers(4, 3).requires_grad_(), Y.clone(), torch.tensor([2, 0])
-            y = remat(lambda x: (w[index] * x * frozen).sin().sin())(X)
-            y.sum().backward()
-            assert frozen.grad is None
-            return w.grad[index]
 
         check(program)
 

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 import torch.utils.checkpoint as theirs
-from cases import DTYPE, deep_mlp, numbers
-from references import assert_same, count, peak
+from cases import DTYPE, numbers
+from references import assert_same, count
 from torch import nn
 
 import functx
@@ -43,8 +43,9 @@ def test_values_and_gradients_are_those_of_the_function(reentrant):
     assert_same(gradients(loss(ours), X), gradients(loss(lambda f, *args: f(*args)), X), eps=8)
 
 
-@reentrant
-@pytest.mark.parametrize("way", ["vmap(grad)", "hessian", "jvp"])
+@pytest.mark.parametrize(
+    ("reentrant", "way"), [(None, "vmap(grad)"), (True, "hessian"), (False, "jvp")]
+)
 def test_it_composes_with_transforms(reentrant, way):
     def find(call):
         def loss(x):
@@ -61,8 +62,6 @@ def test_it_composes_with_transforms(reentrant, way):
 def test_keyword_arguments_reach_the_function():
     out = functx.checkpoint(body, X, y=X, scale=3.0, use_reentrant=False)
     assert_same(out, body(X, X, scale=3.0))
-    with pytest.raises(ValueError, match="scale"):  # as torch's
-        functx.checkpoint(body, X, use_reentrant=True, scale=2.0)
 
 
 @reentrant
@@ -72,50 +71,23 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
     assert_same(layer.weight.grad, numbers(2, 4).sum(0).expand(4, 4), eps=8)
 
 
-@reentrant
-def test_it_keeps_as_little_as_torchs(reentrant):
-    weights, x, _ = deep_mlp(layers=8)
-
-    def run(checkpoint):
-        y = x
-        for w in [w.detach().requires_grad_() for w in weights]:
-            y = checkpoint(lambda w, y: torch.tanh(torch.sin(y @ w)), w, y)
-        y.sum().backward()
-
-    ours = functools.partial(functx.checkpoint, use_reentrant=reentrant)
-    torchs = functools.partial(theirs.checkpoint, use_reentrant=False)
-    assert peak(run, ours) <= 1.1 * peak(run, torchs) < peak(run, lambda f, *args: f(*args))
-
-
-@pytest.mark.parametrize("preserve", [True, False])
-def test_random_numbers_are_those_of_the_forward_where_asked(preserve):
-    def loss(call):
-        return lambda x: call(lambda x: nn.functional.dropout(x, 0.5).sin(), x).sum()
-
-    ours = functools.partial(functx.checkpoint, preserve_rng_state=preserve, use_reentrant=False)
-    x = numbers(64)
-    torch.manual_seed(3)
-    found = gradients(loss(ours), x)[0]
-    torch.manual_seed(3)
-    expected = gradients(loss(lambda f, x: f(x)), x)[0]
-    assert torch.equal(found, expected) == preserve
-
-
-@pytest.mark.parametrize("options", [{"use_reentrant": "no"}, {"early_stop": 0}, {"debug": "yes"}])
-def test_flags_that_are_no_flags_are_an_error(options):
-    with pytest.raises(TypeError, match=next(iter(options))):
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"use_reentrant": "no"}, TypeError, "use_reentrant"),
+        ({"early_stop": 0}, TypeError, "early_stop"),
+        ({"debug": "yes"}, TypeError, "debug"),
+        # As torch's.
+        ({"use_reentrant": True, "scale": 2.0}, ValueError, "scale"),
+        ({"use_reentrant": True, "debug": True}, ValueError, "use_reentrant=False"),
+        ({"use_reentrant": True, "context_fn": list}, ValueError, "use_reentrant=False"),
+    ],
+)
+def test_wrong_options_are_an_error(options, error, message):
+    with pytest.raises(error, match=message):
         functx.checkpoint(body, X, **options)
-
-
-def test_a_result_in_place_of_the_function_is_an_error():
     with pytest.raises(TypeError, match="callable"):
         functx.checkpoint(body(X), X)
-
-
-@pytest.mark.parametrize("option", [{"context_fn": lambda: None}, {"debug": True}])
-def test_what_torch_refuses_for_reentrant_is_refused(option):
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        functx.checkpoint(body, X, use_reentrant=True, **option)
 
 
 class TestErrors:
@@ -131,17 +103,13 @@ class TestErrors:
         flag[0] = False
         out.sum().backward()
 
-    def test_a_replay_that_departs_raises_what_guards_torchs(self):
+    def test_a_departure_is_torchs_error_too_and_debug_shows_both_sides(self):
         with pytest.raises(theirs.CheckpointError) as caught:
             self.departs()
         assert isinstance(caught.value, functx.ReplayError)
         assert isinstance(caught.value, functx.RematError)
-
-    def test_debug_shows_both_sides(self):
-        with pytest.raises(functx.ReplayError) as caught:
+        with pytest.raises(functx.ReplayError, match=r"sin[\s\S]*cos|cos[\s\S]*sin"):
             self.departs(debug=True)
-        assert "sin" in str(caught.value)
-        assert "cos" in str(caught.value)
 
 
 class TestEarlyStop:
@@ -188,30 +156,7 @@ class TestContexts:
         assert log == ["forward", "replay"]
         assert_same(found, gradients(lambda x: body(x).sum(), X)[0], eps=8)
 
-    def test_what_the_context_does_is_in_force(self):
-        def cast(x):
-            return (x @ x).float()
-
-        def find(call):
-            x = numbers(4, 4).float().requires_grad_()
-            return torch.autograd.grad(call(x).sum(), x)
-
-        def context():
-            return torch.autocast("cpu", dtype=torch.bfloat16)
-
-        def plain(x):
-            with context():
-                return cast(x)
-
-        ours = find(
-            lambda x: functx.checkpoint(
-                cast, x, use_reentrant=False, context_fn=lambda: (context(), context())
-            )
-        )
-        assert_same(ours, find(plain))
-
-    @pytest.mark.parametrize("way", ["backward", "vmap(grad)"])
-    @pytest.mark.parametrize("kind", ["list", "function"])
+    @pytest.mark.parametrize(("way", "kind"), [("backward", "list"), ("vmap(grad)", "function")])
     def test_selective_contexts_are_policies(self, way, kind):
         def saves_products(context, op, *args, **kwargs):
             saved = op == torch.ops.aten.mm.default
@@ -240,8 +185,9 @@ class TestContexts:
 
 
 class TestSequential:
-    @pytest.mark.parametrize("segments", [1, 2, 3, 5])
-    @pytest.mark.parametrize("kind", ["functions", "modules"])
+    @pytest.mark.parametrize(
+        ("segments", "kind"), [(1, "modules"), (2, "functions"), (3, "modules"), (5, "functions")]
+    )
     def test_values_and_gradients(self, segments, kind):
         torch.manual_seed(0)
         chain = [torch.sin, torch.exp, torch.tanh, torch.sin, torch.cos]
@@ -262,7 +208,7 @@ class TestSequential:
             functx.vmap(functx.grad(ours))(batch), functx.vmap(functx.grad(plain))(batch), eps=8
         )
 
-    @pytest.mark.parametrize("segments", [1, 2, 3, 4, 7])
+    @pytest.mark.parametrize("segments", [1, 2, 3, 7])
     def test_it_cuts_where_torch_cuts_and_the_last_segment_is_no_region(self, segments):
         """A region of ``n`` functions runs ``n - 1`` of them again."""
         x = X.clone().requires_grad_()
@@ -270,13 +216,12 @@ class TestSequential:
         regions, size = segments - 1, 7 // segments
         assert count(out.sum().backward)["sin"] == regions * (size - 1)
 
-    def test_options_are_passed_on(self):
-        with pytest.raises(ValueError, match="determinism_check"):
-            functx.checkpoint_sequential([torch.sin] * 3, 2, X, determinism_check="sometimes")
-        with pytest.raises(ValueError, match="Unexpected keyword arguments: nothing"):
-            functx.checkpoint_sequential([torch.sin] * 3, 1, X, nothing=1)
-
-    @pytest.mark.parametrize("segments", [0, -1, 4])
-    def test_segments_out_of_range_are_an_error(self, segments):
-        with pytest.raises(ValueError, match="segments"):
-            functx.checkpoint_sequential([torch.sin] * 3, segments, X, use_reentrant=False)
+    def test_wrong_options_are_an_error(self):
+        for segments, options, message in (
+            (2, {"determinism_check": "sometimes"}, "determinism_check"),
+            (1, {"nothing": 1}, "Unexpected keyword arguments: nothing"),
+            (0, {}, "segments"),
+            (4, {}, "segments"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                functx.checkpoint_sequential([torch.sin] * 3, segments, X, **options)

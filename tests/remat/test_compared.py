@@ -50,21 +50,14 @@ class Case(NamedTuple):
 NUMBERS = {
     "a number": Case(lambda a, b: (a * pick(2.0, 3.0)).sin(), "mul", (r"2\.0", r"3\.0")),
     "an integer": Case(lambda a, b: a.pow(pick(2, 3)).sin(), "pow", ("2", "3")),
-    "NumPy's number": Case(
-        lambda a, b: (a * np.float64(pick(2.0, 3.0))).sin(), "mul", (r"2\.0", r"3\.0")
-    ),
     "a keyword": Case(
         lambda a, b: torch.sum(a * a, 0, keepdim=pick(True, False)).sin(), "sum", ("True", "False")
     ),
     "a string": Case(
         lambda a, b: F.gelu(a, approximate=pick("none", "tanh")).sin(), "gelu", ("none", "tanh")
     ),
-    "nothing": Case(
-        lambda a, b: torch.clamp(a.sin(), pick(None, 0.0), 1.0).sin(), "clamp", ("None", r"0\.0")
-    ),
     "in a list": Case(lambda a, b: torch.roll(a, [pick(1, 2)], [0]).sin(), "roll", ("1", "2")),
     "in a slice": Case(lambda a, b: a[pick(0, 1) : pick(2, 3)].sin(), "getitem", ("2", "3")),
-    "an index": Case(lambda a, b: a[pick(1, 2)].sin(), "getitem", ("1", "2")),
     "in a list of indices": Case(lambda a, b: a[[0, pick(1, 2)]].sin(), "getitem", ("1", "2")),
     "in a small array": Case(
         lambda a, b: a[np.array([0, pick(1, 2)])].sin(), "getitem", ("1", "2")
@@ -74,9 +67,6 @@ NUMBERS = {
         r"\bto\b",
         ("float32", "bfloat16"),
     ),
-    "the shape that is asked for": Case(
-        lambda a, b: (torch.ones(pick(3, 1)) * a).sin(), "ones", ("3", "1")
-    ),
     "a flag of a module": Case(
         lambda a, b: F.dropout(a.sin(), 0.5, training=pick(True, False)).sin(),
         "dropout",
@@ -85,9 +75,6 @@ NUMBERS = {
 }
 SEQUENCES = {
     "a function": Case(lambda a, b: pick(torch.sin, torch.cos)(a * a).exp(), "sin", ("sin", "cos")),
-    "a method": Case(
-        lambda a, b: getattr(a * a, pick("sin", "cos"))().exp(), "sin", ("sin", "cos")
-    ),
     "the order": Case(
         lambda a, b: a.sin().exp() if pick(True, False) else a.exp().sin(), "sin", ("sin", "exp")
     ),
@@ -156,15 +143,20 @@ def test_a_departure_raises(name):
     check_message(str(caught.value), ALL[name])
 
 
-@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != "backward"])
-@pytest.mark.parametrize("name", ["a number", "in a slice", "a call less", *OPERANDS])
+OTHERS = [stack for stack in STACKS if stack != "backward"]
+UNDER = ["a number", "in a slice", "a call less", *OPERANDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"), [(n, OTHERS[(i + j) % 7]) for i, n in enumerate(UNDER) for j in (0, 3)]
+)
 def test_under_transforms(name, stack):
     with pytest.raises(functx.ReplayError) as caught:
         differentiate(stack, ALL[name].f)
     check_message(str(caught.value), ALL[name])
 
 
-@pytest.mark.parametrize("name", ["a number", "a call less", "another intermediate"])
+@pytest.mark.parametrize("name", ["a number", "another intermediate"])
 def test_in_a_region_in_a_region(name):
     with pytest.raises(functx.ReplayError):
         differentiate("grad", lambda a, b: functx.remat(ALL[name].f)(a.sin(), b).exp())
@@ -181,16 +173,13 @@ def test_what_does_not_depart_raises_nothing(stack):
 class TestWhereRandomDecides:
     """Of two branches that look alike, the replay must take the forward's."""
 
-    def branch(self, a, b):
-        return (a if random.random() < 0.5 else b).sin()
-
-    def branch_of_intermediates(self, a, b):
+    @staticmethod
+    def branch(a, b):
         p, q = a * 2, b * 3
         return (p if random.random() < 0.5 else q).sin()
 
-    @pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)"])
-    @pytest.mark.parametrize("name", ["branch", "branch_of_intermediates"])
-    def test_it_is_right_or_an_error(self, name, stack):
+    @pytest.mark.parametrize("stack", ["backward", "vmap(grad)"])
+    def test_it_is_right_or_an_error(self, stack):
         messages = []
         for seed in range(12):
 
@@ -198,9 +187,9 @@ class TestWhereRandomDecides:
                 random.seed(seed)
                 return f(a, a.cos()).sum()
 
-            expected = STACKS[stack](lambda a: loss(a, getattr(self, name)), X)
+            expected = STACKS[stack](lambda a: loss(a, self.branch), X)
             try:
-                ours = STACKS[stack](lambda a: loss(a, functx.remat(getattr(self, name))), X)
+                ours = STACKS[stack](lambda a: loss(a, functx.remat(self.branch)), X)
             except functx.ReplayError as error:
                 messages.append(str(error))
             else:
@@ -208,14 +197,13 @@ class TestWhereRandomDecides:
         assert 0 < len(messages) < 12
         assert all("sin" in message for message in messages)
 
-    @pytest.mark.parametrize("name", ["branch", "branch_of_intermediates"])
-    def test_it_is_right_with_pythons_generator_restored(self, name):
+    def test_it_is_right_with_pythons_generator_restored(self):
         for seed in range(6):
             random.seed(seed)
-            f = functx.remat(getattr(self, name), preserve_rng_state="all")
+            f = functx.remat(self.branch, preserve_rng_state="all")
             ours = functx.grad(lambda a: f(a, a.cos()).sum())(X)  # noqa: B023
             random.seed(seed)
-            same(ours, functx.grad(lambda a: getattr(self, name)(a, a.cos()).sum())(X))
+            same(ours, functx.grad(lambda a: self.branch(a, a.cos()).sum())(X))
 
 
 def rows(x):
@@ -236,7 +224,7 @@ def test_a_shape_that_only_shows_in_the_result():
 
 
 class TestDeterminismCheckNone:
-    @pytest.mark.parametrize("name", ["a number", "in a slice", "an index", "a dtype"])
+    @pytest.mark.parametrize("name", ["a number", "in a slice", "a dtype"])
     def test_numbers_are_not_compared(self, name):
         differentiate("backward", NUMBERS[name].f, determinism_check="none")
 
@@ -247,7 +235,7 @@ class TestDeterminismCheckNone:
             determinism_check="none",
         )
 
-    @pytest.mark.parametrize("name", SEQUENCES)
+    @pytest.mark.parametrize("name", ["a function", "a call less", "an end that comes late"])
     def test_the_sequence_of_calls_is(self, name):
         with pytest.raises(functx.ReplayError):
             differentiate("backward", SEQUENCES[name].f, determinism_check="none")

@@ -139,22 +139,6 @@ def test_in_plain_autograd(name, places):
     same(run(name, (), places, functx.remat), reference(name, ()))
 
 
-@pytest.mark.parametrize("inner", TRANSFORMS)
-@pytest.mark.parametrize("outer", TRANSFORMS)
-def test_a_region_inside_two_levels_closes_over_the_outer(outer, inner):
-    def build(remat):
-        def middle(x):
-            scale = x.exp()
-            f = apply(inner, remat(lambda y: torch.sin(y * scale)))
-            return f(numbers(2, 2) if inner == "vmap" else x.detach() * 0.5 + 0.1)
-
-        x = (numbers(2, 2) if outer == "vmap" else numbers(2)).requires_grad_()
-        out = apply(outer, middle)(x)
-        return out, torch.autograd.grad(total(out), x)
-
-    same(build(functx.remat), build(identity))
-
-
 def test_the_comparison_can_fail():
     """A remat that loses a derivative, or is off by little, does not pass."""
     expected = reference("layer", ("jvp",))

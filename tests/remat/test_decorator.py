@@ -49,14 +49,9 @@ class Layers:
     def with_options(self, x):
         return body(x, self.factor)
 
-    @staticmethod
-    @functx.remat
-    def of_no_instance(x):
-        return body(x, 3.0)
-
     @functx.remat
     @staticmethod
-    def wrapped_static(x):
+    def static(x):
         return body(x, 3.0)
 
     @functx.remat
@@ -78,17 +73,13 @@ FORMS = {
     "bare": (decorated, body),
     "with options": (decorated_with_options, body),
     "called": (rematted, body),
-    "called with options": (functx.remat(static_argnums=())(body), body),
     "a method": (layers.method, layers.plain),
     "a method with options": (layers.with_options, layers.plain),
-    "a method of the class": (functools.partial(Layers.method, layers), layers.plain),
-    "a static method": (layers.of_no_instance, layers.plain),
-    "a wrapped static method": (layers.wrapped_static, layers.plain),
+    "a static method": (layers.static, layers.plain),
     "a class method": (Layers.of_the_class, layers.plain),
     "a bound method": (functx.remat(layers.plain), layers.plain),
     "a callable object": (functx.remat(layers), layers.plain),
     "a partial": (functx.remat(functools.partial(body, scale=3.0)), layers.plain),
-    "a partial of a region": (functools.partial(rematted, scale=3.0), layers.plain),
     "a lambda": (functx.remat(lambda x: body(x, 3.0)), layers.plain),
     "of torch": (functx.remat(torch.sin), torch.sin),
     "a method of a tensor": (functx.remat(torch.Tensor.exp), torch.exp),
@@ -138,29 +129,17 @@ def test_arguments_and_results_are_pytrees():
     assert_same(program(functx.remat(f)), program(f), eps=8)
 
 
-def test_an_argument_handed_back_is_no_leaf_of_another_tape():
-    x = X.clone().requires_grad_()
-    out, same = functx.remat(lambda x: (x.sin(), x))(x)
-    assert_same(torch.autograd.grad((out + same).sum(), x)[0], X.cos() + 1, eps=2)
-    with torch.no_grad():
-        assert_same(functx.remat(body)(X), body(X))
-
-
 class TestPickle:
-    @pytest.mark.parametrize("f", [decorated, decorated_with_options, layers.method])
-    def test_what_a_name_finds(self, f):
-        loaded = pickle.loads(pickle.dumps(f))
-        assert_same(loaded(X), f(X))
-
     @pytest.mark.parametrize(
-        "make", [lambda: rematted, lambda: functx.remat(functools.partial(body, scale=2.0))]
+        "f", [decorated, layers.method, rematted, functx.remat(functools.partial(body, scale=2.0))]
     )
-    def test_what_is_made_by_a_call(self, make):
-        f = make()
+    def test_a_region_pickles_where_its_function_does(self, f):
         loaded = pickle.loads(pickle.dumps(f))
         x = X.clone().requires_grad_()
         assert_same(loaded(x), f(x))
         assert count(lambda: loaded(x).sum().backward())["exp"] == 2
+        with pytest.raises((pickle.PicklingError, AttributeError)):
+            pickle.dumps(functx.remat(lambda x: x))
 
     def test_options_travel(self):
         f = functx.remat(
@@ -172,10 +151,6 @@ class TestPickle:
         with pytest.raises(ValueError, match="static_argnums"):
             loaded(x)
 
-    def test_what_does_not_pickle_without_remat_does_not_with_it(self):
-        with pytest.raises((pickle.PicklingError, AttributeError)):
-            pickle.dumps(functx.remat(lambda x: x))
-
 
 class TestStaticArguments:
     """JAX's names and errors."""
@@ -185,33 +160,31 @@ class TestStaticArguments:
         assert isinstance(n, int)
         return getattr(torch, mode)(x) ** n
 
-    @pytest.mark.parametrize("static", [1, (1,), -2, (1, 2), (-1, 1)])
-    @pytest.mark.parametrize("grad", [True, False])
+    @pytest.mark.parametrize(("static", "grad"), [(1, True), (-2, False), ((-1, 1), True)])
     def test_by_place(self, static, grad):
         f = functx.remat(self.power, static_argnums=static)
         x = X.clone().requires_grad_(grad)
         assert_same(f(x, 2, "cos"), torch.cos(X) ** 2)
         assert_same(functx.grad(lambda x: f(x, 2, "cos").sum())(X), -2 * X.cos() * X.sin(), eps=8)
 
-    @pytest.mark.parametrize("static", ["n", ("n",), ("n", "mode"), ["mode"]])
+    @pytest.mark.parametrize("static", ["n", ("n", "mode")])
     def test_by_name(self, static):
         f = functx.remat(self.power, static_argnames=static)
         assert_same(f(X.clone().requires_grad_(), n=3, mode="exp"), X.exp() ** 3)
 
-    @pytest.mark.parametrize("static", [3, -4, (0, 3), (1, -4)])
-    @pytest.mark.parametrize("grad", [True, False])
+    @pytest.mark.parametrize(("static", "grad"), [(3, True), (-4, False), ((0, 3), True)])
     def test_out_of_range(self, static, grad):
         f = functx.remat(self.power, static_argnums=static)
         with pytest.raises(ValueError, match=r"static_argnums.*3"):
             f(X.clone().requires_grad_(grad), 2, "sin")
 
-    @pytest.mark.parametrize("static", ["n", (1, "n"), 1.0, (1.5,), None, True, (True,), {"a": 1}])
+    @pytest.mark.parametrize("static", ["n", (1, "n"), 1.5, None, True])
     def test_of_a_wrong_type(self, static):
         with pytest.raises(TypeError, match="static_argnums"):
             functx.remat(self.power, static_argnums=static)
 
 
-@pytest.mark.parametrize("f", [3, "f", torch.ones(2), [body]])
+@pytest.mark.parametrize("f", [3, torch.ones(2), [body]])
 def test_what_is_not_callable_is_an_error(f):
     with pytest.raises(TypeError, match=r"remat.*call"):
         functx.remat(f)
@@ -222,7 +195,6 @@ def test_what_is_not_callable_is_an_error(f):
     [
         {"determinism_check": "sometimes"},
         {"preserve_rng_state": "sometimes"},
-        {"policy": "everything"},
         {"policy": 3},
         {"use_reentrant": False},
     ],

@@ -89,21 +89,3 @@ def test_a_region_around_a_distributed_module_is_an_error_that_says_swap_them(gr
     x = numbers(2, 4).requires_grad_()
     with pytest.raises(functx.RematError, match=r"inside|swap|around"):
         WAYS[way](wrap(kind), x).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["DDP", "FSDP"])
-def test_a_region_inside_one_is_right(group, kind):
-    module, x = linear(), numbers(2, 4).requires_grad_()
-    region = nn.Sequential(functx.remat(module), nn.Tanh())
-    if kind == "DDP":
-        wrapped = nn.parallel.DistributedDataParallel(region)
-    else:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        wrapped = torch.distributed.fsdp.fully_shard(region, mesh=mesh)
-    wrapped(x).sum().backward()
-    plain, y = nn.Sequential(linear(), nn.Tanh()), numbers(2, 4).requires_grad_()
-    plain(y).sum().backward()
-    assert_same(x.grad, y.grad, eps=8)
-    found = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in wrapped.parameters()]
-    assert_same(found, [p.grad for p in plain.parameters()], eps=8)

@@ -15,9 +15,6 @@ every_stack = pytest.mark.parametrize("stack", STACKS)
 
 DATA = {
     "tensor of a number": lambda a: (a * torch.tensor(random.random())).sin(),
-    "tensor of a list": lambda a: (a * torch.tensor([random.random() for _ in range(3)])).sin(),
-    "as_tensor of a list": lambda a: (a * torch.as_tensor([random.random()] * 3)).sin(),
-    "tensor of an array": lambda a: (a * torch.tensor(np.random.rand(3))).sin(),
     "as_tensor of an array": lambda a: (a * torch.as_tensor(np.random.rand(3))).sin(),
     "from_numpy": lambda a: (a * torch.from_numpy(np.random.rand(3))).sin(),
     "a permutation": lambda a: a.exp()[torch.as_tensor(np.random.permutation(3))].sin() * Y,
@@ -29,8 +26,10 @@ DATA = {
 }
 
 
-@every_stack
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [(n, s) for i, n in enumerate(DATA) for j, s in enumerate(STACKS) if (i + j) % 4 == 0],
+)
 def test_data_is_not_made_again(name, stack):
     def program(remat):
         region = remat(DATA[name])
@@ -39,7 +38,7 @@ def test_data_is_not_made_again(name, stack):
     check(program)
 
 
-@pytest.mark.parametrize("name", ["tensor of a number", "a permutation", "from_numpy"])
+@pytest.mark.parametrize("name", ["a permutation", "from_numpy"])
 def test_data_in_a_region_in_a_region(name):
     def program(remat):
         inner = remat(DATA[name])
@@ -76,8 +75,9 @@ class Rope(nn.Module):
         return (x.sin() * table).sin()
 
 
-@pytest.mark.parametrize("kind", ["a dict", "an attribute"])
-@pytest.mark.parametrize("stack", ["backward", "grad", "double backward", "vjp"])
+@pytest.mark.parametrize(
+    ("kind", "stack"), [("a dict", "backward"), ("an attribute", "grad"), ("a dict", "vjp")]
+)
 class TestLazilyFilledCaches:
     def program(self, stack, kind, regions, called_before=False):
         def program(remat):
@@ -113,16 +113,6 @@ class TestCapturesByPlace:
                 return y.sum()
 
             return STACKS[stack](loss, X)
-
-        check(program)
-
-    def test_gradients_go_to_the_one_that_the_forward_read(self):
-        def program(remat):
-            ws = [numbers(3, start=i).requires_grad_() for i in (1.0, 2.0)]
-            first = ws[0]
-            y = remat(lambda x: (x * ws[0]).sin() * ws[0])(X)
-            ws.reverse()
-            return torch.autograd.grad(y.sum(), first)
 
         check(program)
 

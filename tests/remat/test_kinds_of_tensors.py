@@ -3,13 +3,48 @@
 import pytest
 import torch
 from cases import DTYPE, numbers
-from programs import check_program, identity
 from references import assert_same
-from right import X, check, weighted
+from torch.utils import _pytree as pytree
 
 import functx
 
+from .programs import identity
+
 pytestmark = pytest.mark.usefixtures("no_hooks")
+X = numbers(4)
+
+
+def weighted(tree):
+    """One number from all floating point results."""
+    leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in leaves]
+    return sum(
+        (t.to(DTYPE) * numbers(*t.shape, start=2.0 + i)).sum()
+        for i, t in enumerate(parts)
+        if t.is_floating_point()
+    )
+
+
+def check(f, x=X, ways=("backward", "vmap(grad)")):
+    """Results and what is no tensor bit by bit, gradients up to the order of a sum."""
+
+    def program(remat):
+        found = []
+
+        def loss(x):
+            out = remat(f)(x)
+            found.append(pytree.tree_map_only(torch.Tensor, lambda t: t.dtype, out))
+            return weighted(out), [t for t in pytree.tree_leaves(out) if torch.is_tensor(t)]
+
+        if "backward" in ways:
+            leaf = x.detach().clone().requires_grad_()
+            value, out = loss(leaf)
+            found.append((out, torch.autograd.grad(value, leaf)))
+        if "vmap(grad)" in ways:
+            found.append(functx.vmap(functx.grad(loss, has_aux=True))(torch.stack([x, -x])))
+        return found
+
+    assert_same(program(functx.remat), program(identity), eps=8)
 
 
 class TestResults:
@@ -39,7 +74,7 @@ class TestResults:
         ],
     )
     def test_results(self, f):
-        check(lambda remat: remat(f))
+        check(f)
 
     def test_nothing_at_all(self):
         f = functx.remat(lambda x, nothing: nothing)
@@ -49,43 +84,24 @@ class TestResults:
         assert functx.vmap(lambda x: (f(x, ()), x)[1])(X).equal(X)
 
     def test_results_can_be_written_to(self):
-        def build(remat):
-            def f(x):
-                out = remat(lambda x: x * 2)(x)
-                out.mul_(x)
-                out[0] = 1.0
-                return out.sin()
+        def f(remat, x):
+            first, second = remat(lambda x: (x * 2, x * 3))(x)
+            first.mul_(x)
+            first[0] = 1.0
+            return first.sin() * second
 
-            return f
-
-        check(build)
-
-    def test_one_of_two_results_is_written_to(self):
-        def build(remat):
-            def f(x):
-                first, second = remat(lambda x: (x * 2, x * 3))(x)
-                first.mul_(x)
-                return first * second
-
-            return f
-
-        check(build)
-
+        found = [functx.grad(lambda x: f(r, x).sum())(X) for r in (functx.remat, identity)]  # noqa: B023
+        assert_same(*found, eps=8)
 
 INPUTS = {
     "zero size": numbers(0, 3),
-    "zero size inside": numbers(2, 0, 3),
     "scalar": numbers(),
     "float32": X.float(),
-    "bfloat16": X.bfloat16(),
     "float16": X.half(),
     "complex128": torch.complex(X, X.cos()),
-    "complex64": torch.complex(X, X.cos()).to(torch.complex64),
     "conjugate": torch.complex(X, X.cos()).conj(),
     "transposed": numbers(4, 3).mT,
-    "strided": numbers(8)[::2],
     "expanded": numbers(1, 4).expand(3, 4),
-    "channels last": numbers(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
     "an offset": numbers(9)[5:],
 }
 
@@ -94,69 +110,30 @@ class TestInputs:
     @pytest.mark.parametrize("name", INPUTS)
     def test_kinds_of_inputs(self, name):
         """Strides count too: they are part of what an operation sees."""
-
-        def build(remat):
-            def f(x):
-                return (torch.sin(x) * torch.exp(x)).reshape(-1), x.stride()
-
-            return remat(f)
-
         x = INPUTS[name]
-        check(build, x, ways=["backward", "grad", *(["vmap"] if x.is_contiguous() else [])])
-
-    def test_strides_reach_the_replay(self):
-        """A kernel is picked by them."""
-        seen = []
-
-        def f(x):
-            seen.append((x.stride(), x.storage_offset(), x.is_contiguous()))
-            return x.sin().exp()
-
-        x = numbers(6, 4).mT[:, ::2].requires_grad_()
-        functx.remat(f)(x).sum().backward()
-        assert seen[0] == seen[1]
-        seen.clear()
-        functx.grad(lambda x: functx.remat(f)(x).sum())(x.detach())
-        assert seen[0] == seen[1]
+        ways = ("backward", "vmap(grad)") if x.is_contiguous() else ("backward",)
+        check(lambda x: ((torch.sin(x) * torch.exp(x)).reshape(-1), x.stride()), x, ways)
 
     def test_mixed_dtypes(self):
-        def build(remat):
-            half, index = X.bfloat16(), torch.tensor([3, 1, 0, 2])
-            w = X.float().requires_grad_()
+        half, index, w = X.bfloat16(), torch.tensor([3, 1, 0, 2]), X.float()
 
-            def f(x, half, index, mask):
-                y = (x.float() * w).to(torch.bfloat16) + half
-                return y[index].double() * x * mask, (y > 0), y
-
-            return (lambda x: remat(f)(x, half, index, x > 0)), [w]
-
-        check(build)
-
-    def test_complex_inside(self):
-        check(lambda remat: remat(lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1)))
-        check(lambda remat: remat(lambda x: torch.fft.rfft(x).abs()))
-
-    def test_conjugates_inside(self):
         def f(x):
-            return torch.fft.fft(x * (1 + 2j)).conj().imag * x
+            y = (x.float() * w).to(torch.bfloat16) + half
+            return y[index].double() * x * (x > 0), (y > 0), y
 
-        check(lambda remat: remat(f), ways=["backward", "grad"])
+        check(f)
 
-    def test_a_zero_size_region_in_a_chain(self):
-        def build(remat):
-            return lambda x: remat(torch.cat)([remat(torch.sin)(x[:0]), x.exp()])
-
-        check(build)
-
-    def test_sparse_results_inside(self):
-        def build(remat):
-            def f(x):
-                sparse = torch.diag(x).to_sparse()
-                return torch.sparse.mm(sparse, x.exp()[:, None])
-
-            return remat(f)
-
-        check(build, ways=["backward"])
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1),
+            lambda x: torch.fft.fft(x * (1 + 2j)).conj().imag * x,
+            lambda x: torch.cat([functx.remat(torch.sin)(x[:0]), x.exp()]),
+        ],
+        ids=["complex", "conjugate", "a region of no elements"],
+    )
+    def test_kinds_of_intermediates(self, f):
+        check(f, ways=("backward",))
 
 
 class TestCotangents:
@@ -166,9 +143,8 @@ class TestCotangents:
             torch.ones(1, dtype=DTYPE).expand(4, 3),
             numbers(3, 4).mT,
             numbers(4, 6)[:, ::2],
-            torch.zeros(4, 3, dtype=DTYPE),
         ],
-        ids=["expanded", "transposed", "strided", "zero"],
+        ids=["expanded", "transposed", "strided"],
     )
     def test_layouts(self, cotangent):
         def program(remat):
@@ -194,15 +170,6 @@ class TestCotangents:
             )
 
         assert_same(program(functx.remat), program(identity), eps=8)
-
-    def test_nan_and_infinity_stay_where_they_are(self):
-        def program(remat):
-            x = torch.tensor([0.0, 1.0, -1.0], dtype=DTYPE).requires_grad_()
-            out = remat(lambda x: x.sqrt() * x.log().clamp(min=-5))(x)
-            (gradient,) = torch.autograd.grad(out.sum(), x)
-            return [t.detach().view(torch.int64) for t in (out, gradient)]
-
-        assert_same(program(functx.remat), program(identity))
 
 
 class Tagged(torch.Tensor):
@@ -248,17 +215,10 @@ class TestSubclasses:
     def test_by_torch_function(self):
         def program(remat):
             x = X.clone().as_subclass(Tagged).requires_grad_()
-            out = remat(lambda x: x.sin() * x.exp())(x)
-            (gradient,) = torch.autograd.grad(out.sum(), x)
-            return (out, gradient), type(out).__name__, type(gradient).__name__
-
-        assert_same(program(functx.remat), program(identity))
-
-    def test_a_parameter_that_is_a_subclass(self):
-        def program(remat):
             w = torch.nn.Parameter(X.clone().as_subclass(Tagged))
-            out = remat(lambda x: x.sin() * w.exp())(X)
-            return out, torch.autograd.grad(out.sum(), w)
+            out = remat(lambda x: x.sin() * w.exp())(x)
+            found = torch.autograd.grad(out.sum(), (x, w))
+            return (out, found), type(out).__name__, [type(g).__name__ for g in found]
 
         assert_same(program(functx.remat), program(identity))
 
@@ -277,31 +237,10 @@ class TestSubclasses:
 
         assert_same(program(functx.remat), program(identity))
 
-    def test_made_inside(self):
-        def program(remat):
-            def f(x):
-                wrapped = Twice(x.detach().sin(), x.detach().cos())
-                return x.exp() * (wrapped * 2).b
-
-            x = X.clone().requires_grad_()
-            out = remat(f)(x)
-            return out, torch.autograd.grad(weighted(out), x)
-
-        assert_same(program(functx.remat), program(identity))
-
-    def test_parameters_and_buffers_of_torch(self):
-        def build(remat):
-            buffer = torch.nn.Buffer(X.cos())
-            w = torch.nn.Parameter(X.sin())
-            return remat(lambda x: x * w * buffer), [w]
-
-        check(build)
-
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
 class TestOfOtherLayouts:
-    @pytest.mark.parametrize("layout", ["coo", "csr"])
-    @pytest.mark.parametrize("inner", [False, True])
+    @pytest.mark.parametrize(("layout", "inner"), [("coo", True), ("csr", False)])
     def test_a_sparse_constant_of_regions_in_regions(self, layout, inner):
         s = torch.eye(4, dtype=DTYPE)
         s = s.to_sparse() if layout == "coo" else s.to_sparse_csr()
@@ -313,19 +252,4 @@ class TestOfOtherLayouts:
             y.sum().backward()
             return x.grad
 
-        check_program(program)
-
-    @pytest.mark.parametrize("check", ["default", "none"])
-    def test_a_quantized_result(self, check):
-        def program(remat):
-            x = numbers(4, 3).float().requires_grad_()
-
-            def body(x):
-                q = torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
-                return q, q.dequantize() * x.sin()
-
-            q, y = remat(body)(x)
-            y.sum().backward()
-            return q.int_repr(), x.grad
-
-        assert_same(program(lambda f: functx.remat(f, determinism_check=check)), program(identity))
+        assert_same(program(functx.remat), program(identity))

@@ -2,11 +2,11 @@
 
 import warnings
 
-import hf
 import pytest
 import torch
-from references import assert_same, peak
+from references import assert_same
 from transformers import DynamicCache
+from whole_models import hf
 
 import functx
 
@@ -32,41 +32,6 @@ def inputs_of(name, **options):
     return {key: value[0] for key, value in hf.batch(name, **options).items()}
 
 
-def train(model, inputs, **options):
-    torch.manual_seed(3)
-    loss = model(**inputs, **options).loss
-    loss.backward()
-    return loss.detach(), [p.grad for p in model.parameters()]
-
-
-@ways
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
-def test_training_with_the_cache_at_its_default(name, way, attention):
-    build = {"attention": attention, "dropout": 0.2}
-    model, context = checkpointed(hf.build(name, **build), way)
-    with context:
-        ours = train(model, inputs_of(name))
-    assert_same(ours, train(hf.build(name, **build), inputs_of(name)), eps=256)
-
-
-@ways
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_per_sample_gradients_take_less_memory(name, way):
-    def per_sample(model):
-        def loss(parameters, inputs):
-            return functx.functional_call(model, parameters, (), inputs).loss
-
-        inputs = hf.batch(name, length=28)
-        return functx.vmap(functx.grad(loss), (None, 0))(hf.parameters(model), inputs)
-
-    plain = hf.build(name)
-    model, context = checkpointed(hf.build(name), way)
-    with context:
-        assert_same(per_sample(model), per_sample(plain), eps=64)
-        assert peak(per_sample, model) < 0.8 * peak(per_sample, plain)
-
-
 @ways
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_recorded_hidden_states_and_router_logits_are_on_the_tape(name, way):
@@ -87,18 +52,6 @@ def test_recorded_hidden_states_and_router_logits_are_on_the_tape(name, way):
     with context:
         ours = run(model)
     assert_same(ours, run(hf.build(name)), eps=512)
-
-
-@ways
-def test_the_routers_own_loss_counts(way):
-    def gradients(coefficient):
-        model, context = checkpointed(hf.build("mixtral"), way)
-        model.router_aux_loss_coef = coefficient
-        with context:
-            model(**inputs_of("mixtral")).loss.backward()
-        return model.model.layers[0].mlp.gate.weight.grad
-
-    assert not torch.allclose(gradients(0.0), gradients(0.5))
 
 
 def test_a_whole_model_is_a_region():

@@ -29,8 +29,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "requires_grad"), [(n, i % 2 == 0) for i, n in enumerate(FUNCTIONS)]
+)
 def test_a_tensor(name, requires_grad):
     w = Y.clone().requires_grad_(requires_grad)
     y = FUNCTIONS[name](X.clone().requires_grad_(), w)
@@ -59,16 +60,6 @@ def test_what_a_vjp_was_called_with():
     x.mul_(2)
     with modified() as caught:
         pullback(torch.ones_like(y))
-    assert names_a_line(caught)
-
-
-def test_an_intermediate_that_is_given_to_a_region():
-    x = X.clone().requires_grad_()
-    h = x * 2
-    y = functx.remat(lambda h: h.sin().sin())(h)
-    h.add_(1)
-    with modified() as caught:
-        y.sum().backward()
     assert names_a_line(caught)
 
 

@@ -1,0 +1,185 @@
+"""Plans: the measured peak is within the budget, derivatives are the same, recompute is least."""
+
+import json
+
+import pytest
+import torch
+from references import assert_same, peak
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import functx
+from functx import _schedules
+from functx._chain import work_again
+
+from .networks import NETWORKS, all_trees, pullback_peak, works
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.sweep) if name == "mlp" else name  # the longest by far
+        for name in NETWORKS
+    ]
+)
+def network(request):
+    torch.manual_seed(1)
+    return NETWORKS[request.param]()
+
+
+def there_and_back(f, blocks, x):
+    """Result, and gradients of the input and of all parameters."""
+    leaves, spec = pytree.tree_flatten(x)
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out = f(pytree.tree_unflatten(leaves, spec))
+    parameters = [p for b in blocks if isinstance(b, nn.Module) for p in b.parameters()]
+    return out, torch.autograd.grad(out.sum(), [*leaves, *parameters])
+
+
+def uniform(blocks, segments):
+    """The tree of segments of one length, the last in no region."""
+    cuts = _schedules.segments(len(blocks), segments)
+    return [list(range(*cut)) for cut in cuts[:-1]] + list(range(*cuts[-1]))
+
+
+LEAST = {}  # of a network, by its number of blocks: they differ in it, and it takes long
+
+
+def least_possible(blocks, x):
+    if len(blocks) not in LEAST:
+        with pytest.raises(ValueError, match="the least possible is") as caught:
+            functx.plan(blocks, x, budget=1000)
+        least = str(caught.value).split("is ")[1].split(" bytes")[0]
+        LEAST[len(blocks)] = int(least.replace(",", ""))
+    return LEAST[len(blocks)]
+
+
+# Plans are measured, many times: seconds for six blocks of a transformer.
+def test_the_peak_is_within_the_budget(network):
+    blocks, x = network
+    least, most = least_possible(blocks, x), functx.plan(blocks, x, budget=1.0).peak
+    assert least < 0.95 * most
+    for budget in (least, (2 * least + most) // 3, 0.96):
+        plan = functx.plan(blocks, x, budget=budget)
+        f = plan.apply(blocks)
+        assert plan.budget == budget if budget > 1 else int(budget * most)
+        assert plan.peak <= plan.budget
+        # Regions in regions, where there is least room.
+        assert 0 < plan.again < (2 if budget != least else len(blocks) / 2) * plan.work
+        # By another counter, of another gradient.
+        own = peak(there_and_back, f, blocks, x)
+        assert own <= plan.budget + 100
+        plain = there_and_back(functx.plan(blocks, x, budget=1.0).apply(blocks), blocks, x)
+        assert_same(there_and_back(f, blocks, x), plain, 64)
+
+
+# A plan for every number of segments.
+def test_less_recompute_than_uniform_segments_of_the_same_peak(network):
+    blocks, x = network
+    less = 0
+    for segments in range(2, len(blocks)):
+        tree = uniform(blocks, segments)
+        allowed = pullback_peak(tree, blocks, x)
+        plan = functx.plan(blocks, x, budget=allowed)
+        work = works(blocks, x)
+        assert plan.peak <= allowed
+        assert plan.again <= work_again(tree, work)
+        less += plan.again < work_again(tree, work)
+    assert less >= (len(blocks) - 2) // 2
+
+
+def odd_blocks():
+    """Wide and narrow layers, cheap and dear ones: no two blocks cost the same."""
+    widths = [16, 48, 8, 32, 24, 40]
+    activations = [nn.Tanh(), nn.GELU(), nn.Sigmoid(), nn.SiLU(), nn.Identity()]
+    return [nn.Sequential(nn.Linear(a, b), f) for a, b, f in zip(widths, widths[1:], activations)]
+
+
+def test_it_is_close_to_the_best_of_all_trees():
+    """All ways to nest regions around five blocks, each measured."""
+    torch.manual_seed(2)
+    blocks, x = odd_blocks(), torch.randn(300, 16)
+    work = works(blocks, x)
+    known = [(pullback_peak(t, blocks, x), work_again(t, work)) for t in all_trees(0, len(blocks))]
+    budgets = sorted({peak for peak, _ in known})
+    for allowed in budgets[:: max(1, len(budgets) // 8)]:
+        best = min(again for peak, again in known if peak <= allowed)
+        assert functx.plan(blocks, x, budget=allowed).again <= 1.05 * best
+
+
+def test_where_there_is_room_there_are_no_regions(network):
+    blocks, x = network
+    plan = functx.plan(blocks, x, budget=1.0)
+    assert plan.tree == tuple(range(len(blocks)))
+    assert plan.again == 0
+    assert plan.recomputed == ()
+    assert plan.peak == plan.peak_without == plan.budget
+
+
+def test_an_impossible_budget_says_the_least(network):
+    blocks, x = network
+    least = least_possible(blocks, x)  # which is possible, see above
+    with pytest.raises(ValueError, match=f"the least possible is {least:,} bytes"):
+        functx.plan(blocks, x, budget=least - 1)
+
+
+def test_planning_leaves_no_trace():
+    blocks = [nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3)) for _ in range(6)]
+    buffers = [b.clone() for b in nn.Sequential(*blocks).buffers()]
+    before = torch.get_rng_state()
+    x = torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    functx.plan(blocks, x, budget=0.8)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same([b.clone() for b in nn.Sequential(*blocks).buffers()], buffers)
+    assert all(p.grad is None for p in nn.Sequential(*blocks).parameters())
+    assert not x.requires_grad
+
+
+def test_a_plan_is_saved_as_json_and_printed(tmp_path):
+    blocks, x = NETWORKS["mlp"]()
+    plan = functx.plan(nn.Sequential(*blocks), x, budget=0.6)
+    assert functx.Plan.from_json(plan.to_json()) == plan
+    plan.save(tmp_path / "plan.json")
+    assert functx.Plan.load(tmp_path / "plan.json") == plan
+    assert json.loads(plan.to_json())["peak"] == plan.peak
+    hash(plan)
+    text = str(plan)
+    assert f"{plan.peak:,} bytes" in text
+    assert "region\n" in text
+    assert all(f"{i} Sequential" in text for i in range(len(blocks)))
+    for text in ("", "[]", "{}", plan.to_json().replace('"blocks": 16', '"blocks": 15')):
+        with pytest.raises(ValueError, match="this is no plan"):
+            functx.Plan.from_json(text)
+    with pytest.raises(ValueError, match="for 16 blocks, got 3"):
+        plan.apply(blocks[:3])
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [
+        *((wrong, TypeError) for wrong in (True, None)),
+        *((wrong, ValueError) for wrong in (1.5, 0.0, 0, -5, float("nan"), "much", "2 Gib")),
+    ],
+)
+def test_budgets_that_are_none_are_an_error(budget, error):
+    with pytest.raises(error, match="budget"):
+        functx.plan([torch.sin], torch.ones(3), budget=budget)
+
+
+def test_chains_that_are_none_are_an_error():
+    with pytest.raises(TypeError, match="expected a callable"):
+        functx.plan(torch.ones(3), torch.ones(3), budget=0.5)
+    with pytest.raises(TypeError, match="expected a callable"):
+        functx.plan([torch.sin, 3], torch.ones(3), budget=0.5)
+    with pytest.raises(TypeError, match="one argument, got 2"):
+        functx.plan([torch.sin], torch.ones(3), torch.ones(3), budget=0.5)
+    with pytest.raises(ValueError, match="no blocks"):
+        functx.plan([], torch.ones(3), budget=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("2GiB", 2 << 30), ("500 MB", 5 * 10**8), ("1.5kB", 1500), ("4096", 4096)]
+)
+def test_budgets_may_be_texts(text, nbytes):
+    assert functx.plan([torch.sin], torch.ones(3), budget=text).budget == nbytes

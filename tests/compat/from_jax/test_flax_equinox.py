@@ -1,0 +1,198 @@
+"""Models of Flax (linen and NNX) and Equinox as users have them, trained in torch.
+
+Each is trained three steps by plain gradient descent in both frameworks, and must stay the same.
+"""
+
+import copy
+import re
+
+import equinox as eqx
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from project import house
+
+import functx
+from functx.compat import from_jax, module_from_jax
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+Y = np.linspace(1, 0, 16, dtype=np.float32).reshape(8, 2)
+RATE = 0.1
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.Dense(5)(x)
+        x = linen.BatchNorm(use_running_average=not train)(x)
+        x = linen.Dropout(0.5, deterministic=not train)(linen.gelu(x))
+        return linen.Dense(2)(x)
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 4, 4, decode=False, rngs=rngs)
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.first(x)[None]
+        return self.last(h + self.attention(h, h, h))[0]
+
+
+def linen_model():
+    model = linen.Sequential([linen.Dense(5), linen.tanh, linen.Dense(2)])
+    return model.apply, model.init(jax.random.key(0), X)
+
+
+def nnx_model():
+    definition, weights, rest = nnx.split(NNXBlock(nnx.Rngs(0)), nnx.Param, ...)
+    return lambda weights, x: nnx.merge(definition, weights, rest)(x), weights
+
+
+def equinox_model():
+    model = eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(0))
+    weights, static = eqx.partition(model, eqx.is_array)
+    return lambda weights, x: jax.vmap(eqx.combine(weights, static))(x), weights
+
+
+MODELS = {"linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}
+
+
+def trained_in_jax(fn, params, steps=3):
+    def loss(params):
+        return jnp.mean((fn(params, X) - Y) ** 2)
+
+    @jax.jit
+    def step(params):
+        return jax.tree.map(lambda p, g: p - RATE * g, params, jax.grad(loss)(params))
+
+    for _ in range(steps):
+        params = step(params)
+    return params
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+
+
+def arrays(tree):
+    return jax.tree.map(lambda a: np.asarray(a.detach() if hasattr(a, "detach") else a), tree)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_in_jax_and_has_its_per_example_gradients(name):
+    fn, params = MODELS[name]()
+    net = module_from_jax(fn, params)
+    forward = net if name == "linen" else functx.remat(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    x, y = torch.from_numpy(X), torch.from_numpy(Y)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (forward(x) - y).square().mean().backward()
+        optimizer.step()
+    assert_same(net.jax_params(), trained_in_jax(fn, params))
+    assert_same(params, MODELS[name]()[1])  # the model's own arrays are as they were
+
+    def loss(weights, x):
+        return torch.func.functional_call(net, weights, (x[None],)).square().mean()
+
+    got = functx.vmap(functx.grad(loss), (None, 0))(dict(net.named_parameters()), x)
+    gradient = jax.grad(lambda p, x: jnp.mean(fn(p, x[None]) ** 2))
+    expected = jax.jit(jax.vmap(gradient, (None, 0)))(net.jax_params(), X)
+    for ours, theirs in zip(got.values(), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours.detach(), theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_modes_statistics_and_keys_of_linen_go_over():
+    model = LinenBlock()
+    variables = model.init(jax.random.key(0), X, train=False)
+    params, statistics = variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    def apply(params, statistics, x, key):
+        return model.apply(
+            {"params": params, **statistics},
+            x,
+            train=True,
+            rngs={"dropout": key},
+            mutable=["batch_stats"],
+        )
+
+    f = from_jax(apply)
+    tensors = jax.tree.map(lambda a: torch.from_numpy(np.array(a)).requires_grad_(), params)
+    key = jax.random.key(3)
+    out, updated = f(tensors, statistics, torch.from_numpy(X), key)
+    expected, expected_updated = jax.jit(apply)(params, statistics, X, key)
+    np.testing.assert_allclose(out.detach(), expected, rtol=1e-5, atol=1e-6)
+    assert_same(
+        jax.tree.map(lambda t: t.detach().numpy(), updated),
+        jax.tree.map(np.asarray, expected_updated),
+    )
+    out.sum().backward()
+    expected = jax.jit(jax.grad(lambda p: apply(p, statistics, X, key)[0].sum()))(params)
+    assert_same(jax.tree.map(lambda t: t.grad.numpy(), tensors), arrays(expected))
+
+    net = module_from_jax(model.apply, variables, static_argnames=("train",))
+    evaluated = net(torch.from_numpy(X), train=False)
+    np.testing.assert_allclose(
+        evaluated.detach(), model.apply(variables, X, train=False), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_module_is_saved_copied_and_part_of_others():
+    fn, params = linen_model()
+    net = module_from_jax(fn, params)
+    x = torch.from_numpy(X)
+    copied = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.mul_(2)
+    assert not torch.allclose(copied(x), net(x))
+    copied.load_state_dict(net.state_dict())
+    assert torch.equal(copied(x), net(x))
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 3), net)
+    whole(x).sum().backward()
+    assert all(p.grad is not None for p in whole.parameters())
+    assert "from_jax" in repr(net)
+
+
+def test_leaves_that_are_no_parameters_are_kept():
+    params = {
+        "w": jnp.ones(3),
+        "table": jnp.arange(3),
+        "key": jax.random.key(1),
+        "mode": "double",
+        "half": jnp.ones(3, jnp.bfloat16),
+    }
+
+    def fn(p, x):
+        noise = jax.random.uniform(p["key"], (3,))
+        return (p["w"] * p["table"] * x + noise) * (2 if p["mode"] == "double" else 1) * p["half"]
+
+    net = module_from_jax(fn, params)
+    assert sorted(dict(net.named_parameters())) == ["half_", "w"]
+    assert sorted(dict(net.named_buffers())) == ["table"]
+    noise = np.asarray(jax.random.uniform(params["key"], (3,)))
+    np.testing.assert_allclose(net(torch.ones(3)).detach(), (np.arange(3) + noise) * 2, rtol=1e-6)
+    back = net.jax_params()
+    assert back["key"] is params["key"]
+    assert back["half"].dtype == jnp.bfloat16
+
+
+def test_names_that_collide_are_refused():
+    with pytest.raises(ValueError, match="taken twice"):
+        module_from_jax(lambda p: 0, {"a.b": jnp.ones(1), "a_b": jnp.ones(1)})
+
+
+# Slow: the page trains three models.
+def test_the_page_runs():
+    page = (house.ROOT / "docs" / "from_jax.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 5
+    exec(compile("\n".join(blocks), "docs/from_jax.md", "exec"), {"__name__": "page"})

@@ -1,0 +1,193 @@
+"""``functx.compat.random`` is ``jax.random``: bit for bit, or within the ulp it promises."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from functx.compat import random
+
+from ..helpers import as_usual
+from .draws import FLOATS, keys_same, same, torch_dtype
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8"]
+SHAPES = [(), (0,), (7,), (3, 5), (4, 1, 6)]
+TORCH = SimpleNamespace(**vars(random), dtype=torch_dtype, array=torch.tensor)
+JAX = SimpleNamespace(**vars(jax.random), dtype=jnp.dtype, array=lambda x: x)
+LOW, HIGH = np.float32([-3.0, -1.5, 0.25]), np.float32([[0.5], [9.0]])
+LOGITS = np.random.default_rng(0).normal(size=(4, 5, 6)).astype("float32")
+PERHAPS = np.linspace(0, 1, 64, dtype="float32")
+
+
+def bounds(dtype):
+    info = np.iinfo(dtype)
+    low, high = int(info.min), int(info.max)
+    return [(low, high + (info.bits < 64)), (low + 1, 1), (0, high), (5, 5), (7, 3), (0, 10)]
+
+
+# Of the torch or the JAX library, and its arrays and dtypes.
+DRAWS = {
+    "split": lambda of, key: of.key_data(of.split(key, 9)),
+    "split by shape": lambda of, key: of.key_data(of.split(key, (2, 0, 3))),
+    "rademacher": lambda of, key: of.rademacher(key, (3, 5), of.dtype("int32")),
+    "uniform between tensors": lambda of, key: of.uniform(
+        key, (2, 3), minval=of.array(LOW), maxval=of.array(HIGH)
+    ),
+    "bernoulli of a tensor": lambda of, key: of.bernoulli(key, of.array(PERHAPS), (5, 64)),
+    "randint": lambda of, key: of.randint(key, (5,), 0, 10),
+    "randint between tensors": lambda of, key: of.randint(
+        key,
+        (3, 4),
+        of.array(np.array([0, -5, 7, 3])),
+        of.array(np.array([[4], [2**31], [0]])),
+        of.dtype("int64"),
+    ),
+}
+
+
+def add(name, draw, cases):
+    DRAWS.update({f"{name} {c}": lambda of, key, c=c: draw(of, key, *c) for c in cases})
+
+
+add("bits", lambda of, key, shape: of.bits(key, shape), [(shape,) for shape in SHAPES])
+add(
+    "bits",
+    lambda of, key, dtype: of.bits(key, (7,), of.dtype(dtype)),
+    [("uint8",), ("uint16",), ("uint32",), ("uint64",)],
+)
+add(
+    "uniform",
+    lambda of, key, dtype, shape: of.uniform(key, shape, of.dtype(dtype)),
+    [(dtype, SHAPES[i]) for i, dtype in enumerate(FLOATS)],
+)
+add(
+    "uniform between",
+    lambda of, key, dtype, low, high: of.uniform(key, (300,), of.dtype(dtype), low, high),
+    [(dtype, *([-3.0, 0.0] if "16" in dtype else [0.3, 1.7])) for dtype in FLOATS],
+)
+add(
+    "bernoulli",
+    lambda of, key, p, mode: of.bernoulli(key, p, (300,), mode=mode),
+    [(0.0, "low"), (0.3, "low"), (0.7, "high"), (1.0, "low")],
+)
+add(
+    "randint",
+    lambda of, key, dtype, low, high: of.randint(key, (40,), low, high, of.dtype(dtype)),
+    [(d, low, high) for i, d in enumerate(INTEGERS) for low, high in bounds(d)[i % 2 :: 2]],
+)
+add("permutation", lambda of, key, n: of.permutation(key, n), [(0,), (1,), (40,)])
+add(
+    "permutation of a tensor",
+    lambda of, key, axis, independent: of.permutation(key, of.array(LOGITS), axis, independent),
+    [(0, False), (1, True), (-1, False)],
+)
+add(
+    "categorical",
+    lambda of, key, axis, shape, replace=True: of.categorical(
+        key, of.array(LOGITS), axis, shape, **({} if replace else {"replace": False})
+    ),
+    [(0, None), (-1, (4, 5)), (1, (3, 4, 6)), (0, (3, 5, 6), False)],
+)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_that_of_jax(name):
+    for seed in (0, 2**31 - 1):
+        wide = any(word in name for word in ("64", "permutation (", "categorical"))
+        with jax.enable_x64(wide or ("tensors" in name and "randint" in name)):
+            draw = lambda key: DRAWS[name](JAX, key)  # noqa: E731
+            expected = (as_usual(draw) if "between" in name else draw)(jax.random.key(seed))
+        ours = DRAWS[name](TORCH, random.key(seed))
+        if "replace" in name or (name.endswith("False)") and "categorical" in name):
+            np.testing.assert_array_equal(ours, expected)
+        else:
+            same(ours, expected)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(-(2**63), 2**63 - 1))
+@example(-1)
+@example(5)
+def test_a_key_is_that_of_jax(seed):
+    with jax.enable_x64(True):
+        keys_same(random.key(seed), jax.random.key(seed))
+        keys_same(random.key(torch.tensor(seed)), jax.random.key(seed))
+        for dtype in (torch.uint8, torch.int16):
+            narrow = torch.tensor(seed).to(dtype)
+            keys_same(random.key(narrow), jax.random.key(jnp.asarray(narrow.numpy())))
+    if 0 <= seed < 2**31:
+        keys_same(random.key(seed), jax.random.key(seed))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
+@example(0, 2**32 - 1)
+def test_fold_in_is_that_of_jax(seed, data):
+    expected = jax.random.fold_in(jax.random.key(seed), np.uint32(data))
+    keys_same(random.fold_in(random.key(seed), data), expected)
+    keys_same(random.fold_in(random.key(seed), torch.tensor(data)), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "p", "broadcast_dims"),
+    [
+        ("float16", 0.1, ()),
+        ("bfloat16", 0.5, (0,)),
+        ("float32", 0.9999999, (-1,)),
+        ("float32", 0.1, ()),
+        ("float64", 0.5, ()),
+        ("float32", 0.0, ()),
+        ("float32", 1.0, (0,)),
+    ],
+)
+def test_dropout_is_that_of_flax(dtype, p, broadcast_dims):
+    """Flax's own lines: a mask from ``bernoulli``, kept inputs divided by their probability."""
+    x = torch.randn(40, 5).to(torch_dtype(dtype))
+    ours = random.dropout(random.key(4), x, p, broadcast_dims=broadcast_dims)
+    with jax.enable_x64(True):
+        theirs = jnp.asarray(x.double().numpy()).astype(dtype)
+        expected = flax_dropout(jax.random.key(4), theirs, p, broadcast_dims)
+    same(ours, expected)
+    assert random.dropout(random.key(4), x, p, training=False) is x
+
+
+def flax_dropout(key, x, rate, broadcast_dims):
+    if rate in (0.0, 1.0):
+        return x if rate == 0.0 else jnp.zeros_like(x)
+    keep = 1.0 - rate
+    shape = list(x.shape)
+    for axis in broadcast_dims:
+        shape[axis] = 1
+    mask = jnp.broadcast_to(jax.random.bernoulli(key, np.float32(keep), shape), x.shape)
+    return jax.lax.select(mask, x / keep, jnp.zeros_like(x))
+
+
+def test_keys_go_to_jax_and_back():
+    keys = random.split(random.key(9), (2, 3))
+    typed = random.to_jax(keys)
+    assert typed.shape == (2, 3)
+    assert torch.equal(random.from_jax(typed), keys)
+    assert torch.equal(random.from_jax(jax.random.PRNGKey(9)), random.key(9))
+    assert torch.equal(random.wrap_key_data(np.asarray(jax.random.key_data(typed))), keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
+def test_a_key_may_have_another_dtype(dtype):
+    key = random.split(random.key(3))[1]
+    other = key.to(dtype)
+    assert torch.equal(random.uniform(other, (9,)), random.uniform(key, (9,)))
+    for make in (random.split, lambda k: random.fold_in(k, 5)):
+        made = make(other)
+        assert made.dtype == dtype
+        assert torch.equal(random.wrap_key_data(made), make(key))
+
+
+def test_the_generator_of_torch_is_left_alone():
+    before, key = torch.get_rng_state(), random.key(0)
+    random.normal(key, (3,)), random.permutation(key, 9), random.dropout(key, torch.ones(3))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,140 @@
+"""Draws from keys under every transform: per key, repeated by a replay, compiled, and in JAX."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import functx
+from functx.compat import random, to_jax
+
+from ..helpers import as_usual, assert_close
+
+TORCH = SimpleNamespace(**vars(random), uint8=torch.uint8)
+TORCH.arange = lambda n: torch.arange(n, dtype=torch.int32)
+JAX = SimpleNamespace(**vars(jax.random), uint8=jnp.uint8, arange=jnp.arange)
+DRAWS = {
+    "bits": lambda key, of: of.bits(key, (3,), of.uint8),
+    "uniform": lambda key, of: of.uniform(key, (3,)),
+    "uniform between bounds": lambda key, of: of.uniform(key, (3,), minval=0.3, maxval=1.7),
+    "bernoulli": lambda key, of: of.bernoulli(key, 0.3, (4,)),
+    "split": lambda key, of: of.key_data(of.split(key, (2, 3))),
+    "split then draw": lambda key, of: of.uniform(of.fold_in(of.split(key)[1], 3)),
+    "randint": lambda key, of: of.randint(key, (5,), -3, 100),
+    "permutation": lambda key, of: of.permutation(key, of.arange(7)),
+    "normal": lambda key, of: of.normal(key, (3,)),
+}
+
+
+def ours(name):
+    return lambda key: DRAWS[name](key, TORCH)
+
+
+def theirs(name):
+    return lambda key: DRAWS[name](key, JAX)
+
+
+def agree(name, got, expected):
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape
+    if name == "normal":
+        np.testing.assert_array_max_ulp(got, expected, 3)
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_that_of_jax_batched_traced_and_lowered(name):
+    keys = random.split(random.key(1), (2, 3))
+    typed = random.to_jax(keys)
+    nested = as_usual(jax.vmap(jax.vmap(theirs(name))))(typed)
+    agree(name, torch.vmap(torch.vmap(ours(name)))(keys), nested)
+    agree(name, make_fx(ours(name))(keys[0, 0])(keys[1, 1]), nested[1, 1])
+    lowered, plain = to_jax(ours(name)), jax.vmap(theirs(name))(typed[1])
+    agree(name, lowered(jax.random.key_data(typed[1, 0])), plain[0])
+    agree(name, jax.jit(jax.vmap(lowered))(typed[1]), plain)
+
+
+def test_batched_seeds_and_data_are_those_of_jax():
+    data = torch.tensor([0, 5, 2**32 - 1])
+    got = torch.vmap(random.fold_in, (None, 0))(random.key(3), data)
+    expected = jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(3), data.numpy().astype("uint32")
+    )
+    agree("", random.key_data(got), jax.random.key_data(expected))
+    got = torch.vmap(random.key)(torch.arange(4))
+    agree("", random.key_data(got), jax.random.key_data(jax.vmap(jax.random.key)(np.arange(4))))
+
+
+def test_a_lowered_function_may_have_a_key_of_its_own():
+    lowered = to_jax(lambda x: x * random.uniform(random.fold_in(random.key(5), 1), (3,)))
+    expected = jax.random.uniform(jax.random.fold_in(jax.random.key(5), 1), (3,))
+    agree("", lowered(jnp.ones(3)), expected)
+    closed_over = random.split(random.key(5))[1]
+    with jax.enable_x64(True):
+        got = to_jax(lambda x: x * random.uniform(closed_over, (3,)))(jnp.ones(3, "float32"))
+    agree("", got, jax.random.uniform(jax.random.split(jax.random.key(5))[1], (3,)))
+    with pytest.raises(TypeError, match="key of rbg"):
+        to_jax(random.split)(jax.random.key(0, impl="rbg"))
+
+
+def network(key, weight, x):
+    first, second = random.split(key)
+    hidden = random.dropout(first, torch.tanh(x @ weight), 0.4)
+    return (random.dropout(second, hidden @ weight, 0.4) ** 2).sum()
+
+
+def jax_network(key, weight, x):
+    def dropout(key, x):
+        return jnp.where(jax.random.bernoulli(key, np.float32(0.6), x.shape), x / 0.6, 0)
+
+    first, second = jax.random.split(key)
+    hidden = dropout(first, jnp.tanh(x @ weight))
+    return (dropout(second, hidden @ weight) ** 2).sum()
+
+
+TRANSFORMS = {
+    "grad": lambda of, f: of.grad(f, 0),
+    "hessian": lambda of, f: of.hessian(f),
+    "vmap(grad)": lambda of, f: lambda w: of.vmap(of.grad(f))((w * 1.0)[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_dropout_network_agrees_with_jax(transform):
+    weight, x = torch.randn(3, 3), torch.randn(4, 3)
+    of_jax = TRANSFORMS[transform](jax, lambda w: jax_network(jax.random.key(1), w, x.numpy()))
+    region = lambda w: functx.remat(network)(random.key(1), w, x)  # noqa: E731
+    assert_close(jax.jit(of_jax)(weight.numpy()), TRANSFORMS[transform](functx, region)(weight))
+
+
+def test_a_region_that_takes_a_key_needs_no_generator():
+    """Its replay draws the same whatever became of torch's generator, kept or not."""
+    weight = torch.randn(3, 3, requires_grad=True)
+    x = torch.randn(4, 3)
+    (expected,) = torch.autograd.grad(network(random.key(1), weight, x), weight)
+    for keep in (True, False):
+        region = functx.remat(network, preserve_rng_state=keep)
+        out = region(random.key(1), weight, x)
+        torch.manual_seed(123)
+        torch.rand(7)
+        before = torch.get_rng_state()
+        (got,) = torch.autograd.grad(out, weight)
+        assert torch.equal(got, expected)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_compile_without_a_graph_break():
+    def f(key, x):
+        first, second = random.split(key).unbind(0)
+        return random.dropout(first, x, 0.3), random.normal(second, (5,)), random.bits(second)
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for seed in (0, 1):
+        key, x = random.key(seed), torch.randn(6)
+        for a, b in zip(compiled(key, x), f(key, x)):
+            assert torch.equal(a, b)

@@ -1,0 +1,198 @@
+"""Random numbers from keys: fresh, repeated by a recompute, and different per example."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.functional import dropout
+
+import functx
+from functx._errors import LoweringError
+from functx.compat import to_jax
+
+KEY = jax.random.key(3)
+X = jnp.linspace(0.1, 1.0, 64)
+
+
+def region(x):
+    return functx.remat(lambda x: dropout(torch.sin(x), 0.5))(x).sum()
+
+
+def kept_of(gradient, x=X):
+    """Which elements a mask kept, from a gradient that has to be 2 cos where it did."""
+    kept = np.asarray(gradient) != 0
+    np.testing.assert_allclose(
+        np.asarray(gradient)[kept],
+        2 * np.cos(np.broadcast_to(x, kept.shape))[kept],
+        rtol=1e-5,
+    )
+    return kept
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3)])
+def test_equal_keys_give_equal_draws(key):
+    h, before = to_jax(region, rng=True), torch.get_rng_state()
+    assert h(key, X) == h(key, X) == jax.jit(h)(key, X) == h(X, rng=key)
+    assert h(key, X) != h(jax.random.fold_in(key, 1), X)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_recompute_draws_the_same():
+    h = to_jax(region, rng=True)
+    kept = kept_of(jax.grad(h, 1)(KEY, X))
+    assert 10 < kept.sum() < 54
+    np.testing.assert_allclose(h(KEY, X), 2 * np.sin(X)[kept].sum(), rtol=1e-5)
+    # Where torch takes the gradient, the replay is a region of its own.
+    inside = to_jax(functx.grad(region), rng=True)(KEY, X)
+    np.testing.assert_array_equal(kept_of(inside), kept)
+    plain = to_jax(lambda x: dropout(torch.sin(x), 0.5).sum(), rng=True)
+    np.testing.assert_array_equal(kept_of(jax.grad(plain, 1)(KEY, X)), kept)
+
+
+def test_each_example_draws_from_its_own_key():
+    gradient = jax.grad(to_jax(region, rng=True), 1)
+    kept = kept_of(jax.vmap(gradient, (0, None))(jax.random.split(KEY, 3), X))
+    assert len({row.tobytes() for row in kept}) == 3
+    one = kept_of(gradient(jax.random.split(KEY, 3)[1], X))
+    np.testing.assert_array_equal(kept[1], one)
+
+
+def test_a_vmap_inside_heeds_its_randomness():
+    def rows(randomness):
+        return lambda x: functx.vmap(functx.grad(region), randomness=randomness)(x.expand(3, 64))
+
+    different = kept_of(to_jax(rows("different"), rng=True)(KEY, X))
+    assert len({row.tobytes() for row in different}) == 3
+    same = kept_of(to_jax(rows("same"), rng=True)(KEY, X))
+    assert len({row.tobytes() for row in same}) == 1
+    with pytest.raises(RuntimeError, match="randomness"):
+        to_jax(rows("error"), rng=True)(KEY, X)
+
+
+def test_a_generator_that_is_set_back_draws_the_same_again():
+    generator = torch.Generator().manual_seed(1)
+
+    def f(x):
+        torch.manual_seed(3)
+        a = torch.rand(4)
+        torch.manual_seed(3)
+        b = torch.rand(4)
+        state = generator.get_state()
+        c = torch.rand(4, generator=generator)
+        generator.set_state(state)
+        return a, b, c, torch.rand(4, generator=generator), torch.rand(4)
+
+    before = generator.get_state()
+    a, b, c, d, e = to_jax(f, rng=True)(KEY, X)
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(c, d)
+    assert len({np.asarray(v).tobytes() for v in (a, c, e)}) == 3
+    assert torch.equal(before, generator.get_state())
+
+
+@pytest.mark.parametrize(
+    ("draw", "names"),
+    [
+        (random.random, r"Python's random module"),
+        (lambda: float(np.random.rand()), r"numpy\.random"),
+    ],
+)
+def test_numbers_that_a_trace_would_freeze_are_refused(draw, names):
+    with pytest.raises(LoweringError, match=names):
+        to_jax(lambda x: x * draw())(X)
+
+
+SHAPE = (4, 5)
+IN_PLACE = {
+    "bernoulli_": (0.3,),
+    "uniform_": (2, 3),
+    "normal_": (2, 3),
+    "exponential_": (2,),
+    "geometric_": (0.3,),
+    "random_": (10,),
+    "cauchy_": (),
+    "log_normal_": (),
+}
+DRAWS = {
+    name: lambda x, name=name, args=args: getattr(x.clone(), name)(*args)
+    for name, args in IN_PLACE.items()
+} | {
+    "rand": lambda x: torch.rand(SHAPE),
+    "randn": lambda x: torch.randn(SHAPE),
+    "randint": lambda x: torch.randint(3, 9, SHAPE),
+    "randperm": lambda x: torch.randperm(7),
+    "bernoulli": torch.bernoulli,
+    "normal": lambda x: torch.normal(x, 0.1),
+    "poisson": lambda x: torch.poisson(3 * x),
+    "multinomial with replacement": lambda x: torch.multinomial(x, 7, replacement=True),
+    "dropout2d": lambda x: functional.dropout2d(x.expand(2, 3, 4, 5), 0.3),
+    "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(
+        x.expand(2, 3, 4, 5), 0.3, training=True
+    ),
+    "rrelu": lambda x: functional.rrelu(x - 0.5, training=True),
+    "attention": lambda x: functional.scaled_dot_product_attention(
+        *[x.reshape(1, 4, 5)] * 3, dropout_p=0.3
+    ),
+    "Gamma": lambda x: torch.distributions.Gamma(x + 1, x + 1).rsample(),
+}
+RARE = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 5),
+    "bernoulli(p)": lambda x: torch.bernoulli(x, 0.3),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "dropout": lambda x: dropout(x, 0.3),
+    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.3, training=True),
+    "gumbel_softmax": functional.gumbel_softmax,
+    "Normal": lambda x: torch.distributions.Normal(x, x + 1).rsample(),
+    "Categorical": lambda x: torch.distributions.Categorical(x).sample(),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*DRAWS, *(pytest.param(name, marks=pytest.mark.sweep) for name in RARE)]
+)
+def test_every_draw_is_distributed_as_torch_s(name):
+    f = (DRAWS | RARE)[name]
+    x = torch.linspace(0.2, 0.9, 20).reshape(SHAPE)
+    h = jax.jit(jax.vmap(to_jax(f, rng=True), (0, None)))
+    got = np.asarray(h(jax.random.split(KEY, 300), jnp.asarray(x.numpy())))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = torch.stack([f(x) for _ in range(300)])
+    assert got.shape == expected.shape
+    assert got.dtype.kind == expected.numpy().dtype.kind
+    a, b = np.sort(got.ravel()), np.sort(expected.numpy().ravel())
+    both = np.concatenate([a, b])
+    ranks = [np.searchsorted(v, both, side="right") / len(v) for v in (a, b)]
+    assert np.abs(ranks[0] - ranks[1]).max() < 0.06  # Kolmogorov and Smirnov's distance
+
+
+def test_gumbel_softmax_has_the_gradient_of_the_soft_one():
+    """``hard=True`` is one-hot, by a detach inside of torch's function."""
+    weight = torch.tensor([1.0, 2.0, 4.0])
+    x = jnp.asarray([0.3, -0.1, 0.2])
+
+    def soft(x, hard):
+        return (functional.gumbel_softmax(x, hard=hard) * weight).sum()
+
+    key = jax.random.key(0)
+    hard_gradient = jax.grad(to_jax(soft, rng=True), 1)(key, x, True)
+    np.testing.assert_allclose(hard_gradient, jax.grad(to_jax(soft, rng=True), 1)(key, x, False))
+    assert np.abs(hard_gradient).max() > 0.01
+    inside = to_jax(functx.grad(soft), rng=True)(key, x, True)
+    np.testing.assert_allclose(inside, hard_gradient, rtol=1e-6)
+    assert float(to_jax(soft, rng=True)(key, x, True)) in (1.0, 2.0, 4.0)
+
+
+def test_a_normal_number_has_no_derivative_in_its_mean_and_deviation():
+    def f(mean, deviation):
+        return torch.normal(mean, deviation).sum() + mean.sum()
+
+    got = jax.grad(to_jax(f, rng=True), (1, 2))(KEY, jnp.ones(3), jnp.ones(3))
+
+    assert [g.tolist() for g in got] == [[1, 1, 1], [0, 0, 0]]

@@ -1,0 +1,195 @@
+"""Tensor hooks, and what a function asks of its tape (`requires_grad`, `grad_fn`), are torch's."""
+
+import jax
+import pytest
+import torch
+
+import functx
+from functx._errors import LoweringError
+from functx.compat import to_jax
+
+from ..helpers import arrays, assert_close
+
+X = torch.linspace(-1.0, 1.0, 5, dtype=torch.float64)
+W = torch.linspace(-0.4, 0.6, 25, dtype=torch.float64).reshape(5, 5).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def wide():
+    with jax.enable_x64(True):
+        yield
+
+
+def hooked(x):
+    y = x * 2
+    if y.requires_grad:
+        y.register_hook(lambda g: g * 3)
+    return y.sin() * x
+
+
+def on_an_input(x):
+    x.register_hook(lambda g: g * 3)
+    x.register_hook(lambda g: g.sin() + x)
+    return x.sin() * x
+
+
+def written_to_after(x):
+    y = x.sin()
+    y.register_hook(lambda g: g * 3)
+    y.mul_(2)
+    return y * x
+
+
+def in_a_region(x):
+    def region(x):
+        y = x.sin()
+        if y.requires_grad:
+            y.register_hook(lambda g: g * 3)
+        return y * x
+
+    return functx.remat(region)(x) * functx.remat(region)(x.detach())
+
+
+def under_grad_inside(x):
+    def inside(x):
+        y = x * 2
+        y.register_hook(lambda g: g * y.detach() * y)
+        return (y.sin() * x).sum()
+
+    return functx.grad(inside)(x)
+
+
+HOOKS = {
+    f.__name__: f
+    for f in (
+        hooked,
+        on_an_input,
+        written_to_after,
+        in_a_region,
+        under_grad_inside,
+    )
+}
+
+
+def keeps_grad(x):
+    y = x * 1
+    y.retain_grad()
+    torch.autograd.backward(y.sin().sum(), create_graph=True)
+    return y.grad * x
+
+
+ASKS = {
+    "requires_grad": lambda x: x * 2 if not (x.detach() * 1).requires_grad else x * 3,
+    "is_leaf": lambda x: x * 3 if x.is_leaf and not (x * 2).is_leaf else x,
+    "grad_fn": lambda x: x * 3 if (x * 2).grad_fn is not None and x.grad_fn is None else x,
+    "in a region": lambda x: functx.remat(lambda x: x.sin() if x.requires_grad else x.cos())(x),
+    "by checkpoint": lambda x: inner(
+        torch.utils.checkpoint.checkpoint(lambda x: x.sin() * x, x, use_reentrant=False), x
+    ),
+}
+LINEAR = ("requires_grad", "is_leaf", "grad_fn")
+
+
+def inner(y, x):
+    return torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0] * x
+
+
+def derivatives(f, twice=True):
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    return first, torch.autograd.grad((first * first).sum(), x)[0] if twice else None
+
+
+@pytest.mark.parametrize("name", [*HOOKS, *ASKS])
+def test_values_and_derivatives_are_as_in_torch(name):
+    f = (HOOKS | ASKS)[name]
+    scalar = lambda x: to_jax(f)(x).sum()  # noqa: E731
+    assert_close(to_jax(f)(arrays(X)), f(X.clone().requires_grad_()))
+    first, second = derivatives(f, twice=name not in LINEAR)
+    assert_close(jax.grad(scalar)(arrays(X)), first)
+    twice = jax.grad(lambda x: (jax.grad(scalar)(x) ** 2).sum())
+    if name == "on_an_input":  # not linear: one sum in torch, its parts in JAX
+        with pytest.raises(LoweringError, match=r"TensorHook.*no second derivative"):
+            twice(arrays(X))
+    elif name not in LINEAR:
+        assert_close(twice(arrays(X)), second)
+
+
+def test_retain_grad_is_as_in_torch():
+    x = X.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="reference cycle"):
+        expected = keeps_grad(x)
+    assert_close(to_jax(keeps_grad)(arrays(X)), expected)
+
+
+def test_a_function_that_asks_nothing_is_traced_once():
+    runs = []
+
+    def f(x):
+        runs.append(x)
+        return functx.remat(torch.sin)(x) + functx.vmap(functx.grad(functx.remat(torch.sin)))(x)
+
+    jax.grad(lambda x: to_jax(f)(x).sum())(arrays(X))
+    assert len(runs) == 1
+
+
+def reads_later(x):
+    y = x * 2
+    z = y.exp()
+    y.register_hook(lambda g: g * z)
+    return z
+
+
+def view_is_written(x):
+    y = x.sin()
+    y[1:3].register_hook(lambda g: g * 3)
+    y.mul_(2)
+    return y * x
+
+
+def removes(x):
+    y = x.sin()
+    with y.register_hook(lambda g: g * 3):
+        return y * 2
+
+
+def packs(x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.round(), lambda x: x):
+        return x.sin() * x
+
+
+class Holder:
+    """Not looked into for what a trace depends on."""
+
+    def __init__(self):
+        self.module = torch.nn.Linear(5, 5).double()
+        self.module.register_full_backward_hook(lambda module, given, got: (given[0] * 3,))
+
+
+HELD = Holder()
+REFUSED = {
+    "register the hook before": reads_later,
+    r"hook a \.clone\(\)": view_is_written,
+    "removed again": removes,
+    r"use x\.detach\(\)": lambda x: (x.requires_grad_(False), x * 2)[1],
+    "Tensor.register_hook": lambda x: (x * 2).grad_fn.register_hook(lambda a, b: a) and x,
+    "nothing accumulates in JAX": lambda x: x.register_post_accumulate_grad_hook(print) and x,
+    "saved_tensors_hooks": packs,
+    "has backward hooks": lambda x: HELD.module(x),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_hook_without_a_counterpart_is_refused(words):
+    with pytest.raises(LoweringError, match=words):
+        to_jax(REFUSED[words])(arrays(X))
+
+
+def test_saved_tensor_hooks_that_change_no_value_are_fine():
+    def f(x):
+        with torch.autograd.graph.save_on_cpu():
+            return x.sin() * x
+
+    assert_close(jax.grad(lambda x: to_jax(f)(x).sum())(arrays(X)), derivatives(f)[0])
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # of the caller
+        assert_close(to_jax(lambda x: x.sin())(arrays(X)), X.sin())

@@ -1,0 +1,182 @@
+"""Modules, exported programs and library models as ``(params, fn)``: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import functx
+from functx._errors import LoweringError
+from functx.compat import to_jax
+
+from ..helpers import arrays, assert_close
+
+
+def rand(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+INDEX = torch.tensor([[0, 4, 2], [3, 3, 1]])
+NETS = {
+    "LSTM": (lambda: nn.LSTM(4, 5, 1, batch_first=True, bidirectional=True), rand(2, 3, 4)),
+    "GRU": (lambda: nn.GRU(4, 5, 2, bias=False), rand(3, 2, 4)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+                rand(2, 3, 8)),
+    "batch norm": (lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4)).eval(),
+                   rand(2, 3, 5)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, 2, 1, 1), rand(2, 3, 4, 4)),
+    "circular": (lambda: nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular"), rand(2, 3, 5)),
+    "bicubic": (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Upsample((7, 9), mode="bicubic")),
+                rand(1, 1, 4, 4)),
+    "bag": (lambda: nn.EmbeddingBag(5, 4, mode="max"), INDEX),
+    "bags": (lambda: nn.EmbeddingBag(5, 4), INDEX[0], torch.tensor([0, 2])),
+    "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), rand(2, 4)),
+    "remat": (lambda: functx.remat(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), rand(2, 3)),
+}  # fmt: skip
+
+
+def _first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_module_gives_torch_s_value_and_gradient(name):
+    torch.manual_seed(0)
+    build, *inputs = NETS[name]
+    net = build().double()
+
+    def loss(params, *inputs):
+        out = _first(functional_call(net, params, inputs))
+        return (out * torch.linspace(0.5, 2, out.shape[-1], dtype=out.dtype)).square().sum()
+
+    plain = {n: p.detach() for n, p in net.named_parameters()}
+    with jax.enable_x64(True):
+        params, fn = to_jax(net)
+        assert set(params) == set(plain)
+        given = params, *arrays(inputs)
+        assert_close(_first(jax.jit(fn)(*given)), _first(net(*inputs)), rtol=1e-9)
+        got = jax.jit(jax.grad(to_jax(loss)))(*given)
+        assert_close(got, torch.func.grad(loss)(plain, *inputs), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "kind", [nn.RNN, *(pytest.param(k, marks=pytest.mark.sweep) for k in (nn.LSTM, nn.GRU))]
+)
+def test_recurrent_layers_drop_out_between_them(kind):
+    """torch's decomposition leaves it out."""
+    net, x = kind(4, 5, 3, dropout=0.5, bidirectional=True), torch.randn(6, 2, 4)
+    params, fn = to_jax(net, rng=True)
+    keys = jax.random.split(jax.random.key(0), 300)
+    got = np.asarray(jax.vmap(lambda key: fn(params, arrays(x), rng=key)[0])(keys))
+    with torch.random.fork_rng(), torch.no_grad():
+        expected = torch.stack([net(x)[0] for _ in range(300)]).numpy()
+    np.testing.assert_allclose(got.std(0).mean(), expected.std(0).mean(), rtol=0.1)
+    one = fn(params, arrays(x), rng=keys[0])
+    assert [v.shape for v in jax.tree_util.tree_leaves(one)][1] == (6, 2, 5)
+
+
+def test_buffers_are_arguments_and_results():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    params, buffers, fn = to_jax(net, buffers=True)
+    x = torch.randn(5, 3)
+
+    def loss(params, buffers, x):
+        out, new = fn(params, buffers, x)
+        return out[0].sum(), new
+
+    for _ in range(2):
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (value, buffers), gradient = step(params, buffers, arrays(x))
+        net.zero_grad()
+        expected = net(x)[0].sum()
+        expected.backward()
+        assert_close(value, expected)
+        assert_close(buffers, dict(net.named_buffers()))
+        named = {n: p.grad for n, p in net.named_parameters()}
+        assert_close(gradient, named, rtol=1e-4)
+    assert int(buffers["1.num_batches_tracked"]) == 2
+
+
+def test_buffers_may_be_given_among_the_parameters():
+    net = nn.BatchNorm1d(3).eval()
+    params, fn = to_jax(net)
+    x = torch.randn(5, 3)
+    doubled = {n: 2 * b for n, b in net.named_buffers()}
+    expected = functional_call(net, doubled, (x,))
+    assert_close(fn({**params, **arrays(doubled)}, arrays(x)), expected)
+    with pytest.raises(ValueError, match="a function has no buffers"):
+        to_jax(torch.sin, buffers=True)
+
+
+HOOKS = {
+    "full": lambda net: net[0].register_full_backward_hook(lambda *_: None),
+    "accumulated": lambda net: net[0].weight.register_post_accumulate_grad_hook(lambda p: None),
+    "parameter": lambda net: net[1].weight.register_hook(lambda g: 2 * g),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_backward_hooks_are_refused(name):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    x = jnp.ones((5, 3))
+    params, fn = to_jax(net)
+    expected = np.asarray(fn(params, x))
+    handle = HOOKS[name](net)
+    with pytest.raises(LoweringError, match="backward hooks"):
+        fn(params, x)
+    handle.remove()
+    np.testing.assert_array_equal(fn(params, x), expected)
+
+
+def test_what_was_compiled_is_lowered_as_it_was():
+    net = nn.Linear(3, 2)
+    params, fn = to_jax(torch.compile(net))
+    assert list(params) == ["weight", "bias"]
+    x = torch.randn(5, 3)
+    assert_close(fn(params, arrays(x)), net(x))
+    compiled = torch.compile(torch.sin)
+    assert_close(to_jax(compiled)(arrays(x)), x.sin())
+    with pytest.raises(LoweringError, match=r"torch\.compile"):
+        to_jax(lambda x: 2 * compiled(x))(arrays(x))
+
+
+# torch.export uses what torch.utils._pytree deprecates.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("decomposed", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_an_exported_program_is_lowered(decomposed):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.GELU()).eval()
+    x = torch.randn(5, 3)
+    program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    if decomposed:
+        program = program.run_decompositions()
+    params, fn = to_jax(program)
+    for batch in (x, torch.randn(7, 3)):
+        assert_close(fn(params, arrays(batch)), net(batch))
+    gradient = jax.grad(lambda p: fn(p, arrays(x)).sum())(params)
+    net(x).sum().backward()
+    assert_close(gradient, {n: p.grad for n, p in net.named_parameters()}, rtol=1e-5)
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**size, **heads, use_cache=False))
+
+
+def test_a_model_of_transformers_gives_torch_s_gradient():
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = _llama().eval()
+    ids = torch.randint(1, 50, (2, 7))
+    params, fn = to_jax(net)
+    step = jax.jit(jax.value_and_grad(lambda p, i: fn(p, input_ids=i, labels=i).loss))
+    loss, gradient = step(params, arrays(ids))
+    expected = net(input_ids=ids, labels=ids).loss
+    expected.backward()
+    assert_close(loss, expected)
+    assert_close(gradient, {n: p.grad for n, p in net.named_parameters()}, rtol=1e-4)

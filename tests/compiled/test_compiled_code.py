@@ -1,0 +1,176 @@
+"""Regions and transforms in code that torch.compile compiles, which takes it seconds each."""
+
+import functools
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import functx
+
+WEIGHTS = [numbers(4, 4, start=float(i)) for i in range(8)]
+X = numbers(16, 4)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layers(first, second, x):
+    return torch.tanh(torch.sin(torch.tanh(x @ first)) @ second)
+
+
+def chain(remat, weights=WEIGHTS):
+    region = remat(layers)
+
+    def loss(x):
+        for i in range(0, len(weights), 2):
+            x = region(weights[i], weights[i + 1], x)
+        return x.square().sum()
+
+    return loss
+
+
+REGIONS = {
+    "remat": functx.remat,
+    "checkpoint": lambda f: lambda *args: functx.checkpoint(f, *args, use_reentrant=False),
+}
+
+
+def compiled(f, **options):
+    return torch.compile(f, backend="aot_eager", **options)
+
+
+def kept(out):
+    """Numbers that the compiled forward saved for its backward."""
+    return sum(t.numel() for t in out.grad_fn.saved_tensors)
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_region_stays_in_the_graph_and_is_recomputed(kind):
+    def run(remat):
+        weights = [w.clone().requires_grad_() for w in WEIGHTS]
+        out = compiled(chain(remat, weights), fullgraph=True)(X)
+        return kept(out), torch.autograd.grad(out, weights)
+
+    numbers_kept, gradients = run(REGIONS[kind])
+    all_kept, expected = run(lambda f: f)
+    assert_same(gradients, expected, eps=8)
+    assert numbers_kept < 0.6 * all_kept
+
+
+def of_products(context, op, *args, **kwargs):
+    return op == torch.ops.aten.mm.default
+
+
+POLICIES = [functx.checkpoint_policies.dots_saveable, [torch.ops.aten.mm.default]]
+
+
+def selective(policy):
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda f: lambda *args: functx.checkpoint(f, *args, context_fn=contexts)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        *(lambda f, p=p: functx.remat(f, policy=p) for p in POLICIES),
+        selective(of_products),
+    ],
+)
+def test_policies_hold(region):
+    def run(remat):
+        weights = [w.clone().requires_grad_() for w in WEIGHTS]
+        out = compiled(chain(remat, weights), fullgraph=True)(X)
+        return kept(out), torch.autograd.grad(out, weights)
+
+    numbers_kept, gradients = run(region)
+    least, expected = run(functx.remat)
+    assert_same(gradients, expected, eps=8)
+    most = run(lambda f: f)[0]
+    products = len(WEIGHTS) * X.numel()
+    assert least < numbers_kept <= least + products < most
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks, at a break
+def test_names_break_the_graph_and_hold():
+    """The compiler does not know them, so such a region runs in eager."""
+
+    def named(first, second, x):
+        return layers(first, second, functx.checkpoint_name(x @ first, "z"))
+
+    weights = [w.clone().requires_grad_() for w in WEIGHTS]
+    region = functx.remat(named, policy=functx.checkpoint_policies.save_only_these_names("z"))
+    loss = lambda x: chain(lambda f: region, weights)(x)  # noqa: E731
+    ours = torch.autograd.grad(compiled(loss)(X), weights)
+    assert_same(ours, torch.autograd.grad(chain(lambda f: named, weights)(X), weights), eps=8)
+
+
+@pytest.mark.parametrize("library", [functx, torch.func], ids=["functx", "torch.func"])
+def test_eager_works_after_the_compiler_gave_up(library):
+    """It goes on looking at frames, and how many hold an argument is another number then."""
+
+    @torch.compiler.disable
+    def hidden(x):
+        return x.cos()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(lambda x: hidden(x), fullgraph=True)(X)
+
+    def along(f):
+        return lambda x: library.jvp(f, (x,), (x,))[1]
+
+    twice = along(along(lambda x: (x * x * x).sum()))
+    assert_same(functx.vmap(functx.remat(twice))(X), 9 * (X * X * X).sum(1), eps=16)
+
+
+def test_a_compiled_region_draws_its_random_numbers_once():
+    x = X.clone().requires_grad_()
+    region = functx.remat(lambda x: nn.functional.dropout(x, 0.5) * x)
+    out = compiled(lambda x: region(x).sum(), fullgraph=True)(x)
+    out.backward()
+    assert set(torch.unique((x.grad / x).detach().round(decimals=6)).tolist()) == {0.0, 4.0}
+    assert_same(out.detach(), (x.grad * x / 2).sum().detach(), eps=16)
+
+
+@pytest.mark.parametrize("make", [functx.remat, lambda m: functx.apply_remat(m, nn.Linear)])
+def test_modules_stay_in_the_graph(make):
+    def build(make):
+        torch.manual_seed(0)
+        return make(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh(), nn.Linear(4, 4).double()))
+
+    net, expected = build(make), build(lambda m: m)
+    compiled(net, fullgraph=True)(X).square().sum().backward()
+    expected(X).square().sum().backward()
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in expected.parameters()], 8)
+
+
+def test_a_compiled_model_may_get_regions():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh()) for _ in range(6)))
+    fast = compiled(net, fullgraph=True)
+    before = kept(fast(X))
+    functx.apply_remat(fast, "_orig_mod.[0-9]")
+    assert kept(fast(X)) < before
+    functx.remove_remat(fast)
+    assert kept(fast(X)) == before
+
+
+@pytest.mark.parametrize(
+    ("library", "kind"), [(functx, "remat"), (torch.func, "checkpoint"), (functx, "none")]
+)
+def test_transforms_break_the_graph_and_are_right(library, kind):
+    loss = chain(REGIONS.get(kind, lambda f: f))
+
+    def step(x):
+        y = 2 * x
+        return library.vmap(library.grad(loss))(y).sin() + y
+
+    expected = functx.vmap(functx.grad(chain(lambda f: f)))(2 * X).sin() + 2 * X
+    assert_same(compiled(step)(X), expected, eps=8)

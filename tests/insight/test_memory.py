@@ -1,0 +1,181 @@
+"""Byte and operation counts against sums done by hand. N float32 numbers are ``4 * N`` bytes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jvp, vmap
+
+from functx.memory import LiveStorages, count, peak, plot, profile
+
+N = 1000
+B = 4 * N
+
+
+@pytest.fixture
+def x():
+    return torch.linspace(0, 1, N)
+
+
+def held(x):
+    found = [x.sin()]
+    for _ in range(4):
+        found.append(found[-1].sin())
+    return found
+
+
+def freed_between(x):
+    y = x + 1
+    del y
+    return x + 2
+
+
+def resized(x):
+    y = torch.empty(N)
+    y.resize_(3 * N)
+    y.untyped_storage().resize_(B)
+    y.resize_(N)  # touches it: the shrunk size is seen
+    return y
+
+
+def viewed(x):
+    y = x + 1
+    return y, y[1:], y.view(10, -1)
+
+
+def cycle(x):
+    found = [x + 1]
+    found.append(found)
+
+
+PROFILES = {
+    "a chain": (lambda x: x.sin().sin().sin().sin(), 2 * B, 0, B),
+    "what is held": (held, 5 * B, 0, 5 * B),
+    "what is freed between operations": (freed_between, B, 0, B),
+    "an argument": (lambda x: x, 0, 0, 0),
+    "a write to an argument": (lambda x: x.mul_(2), 0, 0, 0),
+    "views of an argument": (lambda x: x.view(10, -1).t()[3], 0, 0, 0),
+    "a view keeps its storage": (lambda x: (x + 1)[:1], B, 0, B),
+    "in-place operations": (lambda x: (x + 1).mul_(2).sin_(), B, 0, B),
+    "an out argument": (lambda x: torch.sin(x, out=torch.empty(N)), B, 0, B),
+    "a storage that grows and shrinks": (resized, 3 * B, 0, B),
+    "several results": (lambda x: x.sort(), B + 8 * N, 0, B + 8 * N),
+    "a list as argument": (lambda x: torch.stack([x, x]), 2 * B, 0, 2 * B),
+    "a tree": (lambda x: {"a": [x + 1, (x + 2,)], "b": None}, 2 * B, 0, 2 * B),
+    "results of one storage": (viewed, B, 0, B),
+    "a reference cycle": (cycle, B, B, 0),
+    "a wider dtype": (lambda x: torch.zeros(N, dtype=torch.float64), 8 * N, 0, 8 * N),
+    "booleans": (lambda x: torch.zeros(N, dtype=torch.bool), N, 0, N),
+    "no memory": (lambda x: torch.empty(N, device="meta") + 1, 0, 0, 0),
+    "factories": (lambda x: torch.full((N,), 2.0), B, 0, B),
+    "data": (lambda x: torch.tensor([1.0] * N), B, 0, B),
+    "data as it is": (lambda x: torch.as_tensor([1.0] * N), B, 0, B),
+    "a parameter": (lambda x: torch.nn.Parameter(torch.empty(N)), B, 0, B),
+    "a storage taken over": (
+        lambda x: torch.empty(0).set_(x.clone().untyped_storage(), 0, (N,)),
+        *(B, 0, B),
+    ),
+}
+"""Functions, and the bytes at their peak, kept besides the result, and returned."""
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_bytes_are_those_summed_by_hand(name, x):
+    f, *expected = PROFILES[name]
+    p = profile(f, x)
+    assert [p.peak, p.kept, p.returned] == expected
+    assert peak(f, x) == p.peak
+
+
+def test_kept_is_what_autograd_saves(x):
+    w = x.clone().requires_grad_()
+    assert profile(lambda: w.sin()).kept == 0  # saves w itself
+    p = profile(lambda: w.sin().sin().sin())  # saves the two in between
+    assert (p.kept, p.returned) == (2 * B, B)
+    with torch.no_grad():
+        assert profile(lambda: w.sin().sin().sin()).kept == 0
+
+
+def test_a_backward_is_measured_too(x):
+    def f(w):
+        w.sin().sum().backward()
+
+    w = x.clone().requires_grad_()
+    # Backward: the sum and its gradient, 4 bytes each, are live; the latter is expanded, a view;
+    # then cos(w), and the product of both, which becomes w.grad.
+    p = profile(f, w)
+    assert p.operations["cos"] == 1
+    assert p.peak == 2 * B + 8
+    assert p.kept == B
+    assert w.grad is not None
+
+
+def test_every_stack_is_seen_at_its_base():
+    x = torch.linspace(0, 1, 12).reshape(3, 4)
+
+    def f(x):
+        return x.sin().sum()
+
+    assert count(vmap(f), x) == {"sin": 1, "sum": 1}
+    assert count(vmap(grad(f)), x)["cos"] == 1
+    assert peak(lambda: vmap(lambda x: x.sin())(x)) == 48
+    assert profile(vmap(grad(f)), x).returned == 48
+    assert count(grad(lambda x: vmap(f)(x).sum()), x)["cos"] == 1
+    assert count(lambda: jvp(f, (x,), (x,)))["cos"] == 1
+    # The Hessian of one row: jacfwd batches 4 tangents, so one `sin` of 4 is the second derivative.
+    assert count(vmap(hessian(f)), x)["cos"] >= 1
+    assert profile(vmap(hessian(f)), x).returned == 3 * 4 * 4 * 4
+    assert profile(vmap(jacfwd(grad(f))), x).returned == 3 * 4 * 4 * 4
+
+
+def test_an_exception_inside_leaves_nothing_behind(x):
+    def f():
+        held = x + 1
+        raise ValueError(held.shape)
+
+    enabled = gc.isenabled()
+    with pytest.raises(ValueError, match="1000"):
+        profile(f)
+    assert gc.isenabled() == enabled
+    assert peak(lambda: x + 1) == B  # no mode is left on the stack
+    with LiveStorages() as storages, pytest.raises(RuntimeError):
+        torch.ones(2) + torch.ones(3)
+    assert storages.operations == {"ones": 2}
+
+
+def test_the_timeline_and_the_peak_are_by_operation(x):
+    p = profile(lambda: (x.sin() + x.cos()).sum())
+    assert p.timeline == ((0, "sin", B), (1, "cos", 2 * B), (2, "add", 3 * B), (3, "sum", B + 4))
+    assert dict(p.at_peak) == {"sin": B, "cos": B, "add": B}
+    assert p.operations == {"sin": 1, "cos": 1, "add": 1, "sum": 1}
+
+
+def test_a_profile_prints_as_a_table(x):
+    text = str(profile(lambda: x.sin().sum()))
+    assert "2 operations" in text
+    assert "peak" in text
+    assert "4,004 bytes" in text
+
+
+def test_a_plot_writes_a_file(tmp_path, x):
+    p = profile(lambda: x.sin().sum())
+    assert p.plot(tmp_path / "one.png").stat().st_size > 1000
+    assert plot({"a": p, "b": p}, tmp_path / "two.svg").read_text().lstrip().startswith("<?xml")
+    with pytest.raises(ValueError, match="no profile"):
+        plot({}, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("measure", [profile, peak, count])
+def test_what_is_not_callable_is_an_error(measure):
+    with pytest.raises(TypeError, match=f"functx.memory.{measure.__name__}: expected a callable"):
+        measure(torch.ones(3))
+
+
+# Torch imports its compiler.
+def test_compiled_functions_are_refused_on_cpu(x):
+    """Each operation is followed by a mode, under which they run in eager."""
+    for compiled in (torch.compile(torch.sin), torch.compile(torch.nn.Linear(3, 3))):
+        with pytest.raises(TypeError, match=r"functx.memory.peak: .* is compiled"):
+            peak(compiled, x)

@@ -1,0 +1,166 @@
+"""Loops run no more steps again, and keep no more states, than their schedules say."""
+
+import pytest
+import torch
+from cases import numbers
+from references import Operations, count, no_garbage_collection, peak, total
+
+import functx
+from functx import _schedules
+
+pytestmark = pytest.mark.usefixtures("no_hooks")
+
+WEIGHT = numbers(4, 4) / 2
+X = numbers(64, 4)
+STATE = X.nbytes
+
+
+def body(x):
+    """The derivative of ``tanh`` reads its result, so a replay runs it, and the product."""
+    return torch.tanh(x @ WEIGHT)
+
+
+def loop(x, steps, **options):
+    return functx.remat_loop(body, x, steps, **options).sum()
+
+
+def until(x, n):
+    step = lambda s: (s[0] + 1, body(s[1]))  # noqa: E731
+    return functx.remat_loop(step, (0, x), lambda s: s[0] < n)[1].sum()
+
+
+def autograd(f, x, *args, **kwargs):
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(f(leaf, *args, **kwargs), leaf)[0]
+
+
+def grad(f, x, *args, **kwargs):
+    return functx.grad(lambda x: f(x, *args, **kwargs))(x)
+
+
+def per_example(f, x, *args, **kwargs):
+    return functx.vmap(functx.grad(lambda x: f(x, *args, **kwargs)))(x)
+
+
+GRADIENTS = {"autograd": autograd, "grad": grad, "vmap(grad)": per_example}
+
+
+class TestOfSteps:
+    @pytest.mark.parametrize("gradient", GRADIENTS)
+    @pytest.mark.parametrize(("steps", "slots"), [(1, 1), (2, 1), (9, 2), (33, 5), (7, 9)])
+    def test_it_runs_the_least_again_for_its_slots(self, gradient, steps, slots):
+        counts = count(GRADIENTS[gradient], loop, X, steps, slots=slots)
+        assert counts["tanh"] == steps + _schedules.recomputed(steps, slots)
+        assert counts["tanh_backward"] == steps
+
+    def test_where_no_derivative_is_taken_nothing_runs_again(self):
+        assert count(functx.jvp, lambda x: loop(x, 33, slots=5), (X,), (X,))["tanh"] == 33
+        assert count(loop, X, 33)["tanh"] == 33
+        assert count(functx.vmap(lambda x: loop(x, 33, slots=5)), X)["tanh"] == 33
+
+    def test_a_scan_runs_as_much_again_as_a_loop(self):
+        def f(x):
+            return total(functx.remat_scan(lambda c, _: (body(c), c.sum()), x, None, 33, slots=5))
+
+        assert count(grad, f, X)["tanh"] == 33 + _schedules.recomputed(33, 5)
+
+    @pytest.mark.parametrize("gradient", GRADIENTS)
+    @pytest.mark.parametrize(("steps", "slots"), [(33, 5), (100, 10), (120, 4)])
+    def test_the_peak_is_its_slots_and_a_cotangent_a_region(self, gradient, steps, slots):
+        """The kept states but the first, which is the caller's, and one step's residual.
+
+        One cotangent a region that is being pulled back, and what one operation works on.
+        """
+        depth = _schedules.depth(steps, slots)
+        states = peak(GRADIENTS[gradient], loop, X, steps, slots=slots) / STATE
+        assert states <= (slots - 1) + 1 + depth + 2.2
+
+    def test_without_the_loop_the_peak_is_that_of_all_states(self):
+        def plain(x):
+            for _ in range(100):
+                x = body(x)
+            return x.sum()
+
+        assert peak(grad, plain, X) / STATE > 99
+
+    def test_between_the_passes_it_keeps_its_slots(self):
+        with no_garbage_collection(), Operations() as operations:
+            x = X.detach().requires_grad_()
+            y = loop(x, 100, slots=10)
+            # Nine states, and of the last step what went in and what came out.
+            assert operations.live / STATE <= 11.1
+            y.backward()
+            x.grad = None
+            del y
+        assert operations.live == 0
+
+    def test_forward_mode_keeps_no_slots(self):
+        """Pairs of states that the regions around a step are called with."""
+        depth = _schedules.depth(200, 10)
+        used = peak(functx.jvp, lambda x: loop(x, 200, slots=10), (X,), (X,)) / STATE
+        assert used <= 2 * (depth + 2) + 0.1
+
+    def test_slices_are_not_copied(self):
+        """The gradient of ``xs`` is written once for each region around a step, not more."""
+        xs = numbers(64, 64, 4)
+
+        def f(xs):
+            step = lambda c, x: (torch.tanh(c + x), None)  # noqa: E731
+            return functx.remat_scan(step, X, xs, slots=6)[0].sum()
+
+        depth = _schedules.depth(len(xs), 6)
+        assert peak(functx.grad(f), xs) <= 2.2 * xs.nbytes + (6 + depth + 4) * STATE
+
+
+def around(step, steps):
+    """The regions around a step of a block, outermost first: it, its first half, and so on."""
+    start, found = 0, [(0, steps)]
+    while steps > 1:
+        half = steps // 2
+        if step < start + half:
+            found, steps = [*found, (start, half)], half
+        else:
+            start, steps = start + half, steps - half
+    return found
+
+
+def again(n):
+    """Steps that run again: each once a region around it.
+
+    But where a region ends with another, which is so around the last step, only that is needed.
+    """
+    steps = [((1 << k), i) for k in range(12) for i in range(1 << k)][:n]
+    last, found = around(steps[-1][1], steps[-1][0]), 0
+    for block, i in steps:
+        regions = around(i, block)
+        common = [a == b for a, b in zip(regions, last)] if block == steps[-1][0] else []
+        found += len(regions) - max(0, sum(common) - 1)
+    return found
+
+
+class TestUntilACondition:
+    """Blocks of 1, 2, 4, ... steps, each of which is halved again and again."""
+
+    def test_steps_run_again_as_the_blocks_have_it(self):
+        for n in (*range(1, 14), 40):
+            assert count(grad, until, X[:2], n)["tanh"] == n + again(n)
+        assert again(1024) < 2 * _schedules.recomputed(1024, 10)
+
+    def test_where_no_derivative_of_it_is_taken_nothing_runs_again(self):
+        assert count(functx.jvp, lambda x: until(x, 33), (X,), (X,))["tanh"] == 33
+        assert count(until, X, 33)["tanh"] == 33
+        assert count(functx.grad(lambda y: (y * until(X, 33)).sum()), X)["tanh"] == 33
+
+    @pytest.mark.parametrize(("n", "way"), [(40, grad), (130, per_example)])
+    def test_the_peak_is_two_states_a_block(self, n, way):
+        assert peak(way, until, X, n) / STATE <= 2 * n.bit_length() + 4
+
+    def test_between_the_passes_it_keeps_a_state_a_block(self):
+        with no_garbage_collection(), Operations() as operations:
+            x = X.detach().requires_grad_()
+            y = until(x, 100)
+            assert operations.live <= 7.1 * STATE  # before blocks 2, 4, ..., 64, and the last
+            y.backward()
+            x.grad = None
+            del y
+        assert operations.live == 0

@@ -1,0 +1,295 @@
+"""Chunks: memory that runs out, budgets, random numbers, transforms around, and bytes."""
+
+import functools
+import os
+
+import pytest
+import torch
+from cases import DTYPE, deep_mlp, numbers
+from references import assert_same, count, peak
+
+import functx
+from functx import memory, per_sample
+
+B = 8
+W, X = numbers(3), numbers(B, 3, start=1.0)
+
+
+def loss(w, x):
+    return (w * x).sin().sum()
+
+
+class TestOutOfMemory:
+    def limited(self, most, error):
+        """The loss, for as many examples as fit; and the sizes it was called with."""
+        sizes = []
+
+        def with_limit(w, x):
+            value = torch._C._functorch.get_unwrapped(x)
+            while torch._C._functorch.is_functorch_wrapped_tensor(value):
+                value = torch._C._functorch.get_unwrapped(value)
+            sizes.append(len(value) if value.dim() == 2 else 1)
+            if sizes[-1] > most:
+                raise error
+            return loss(w, x)
+
+        return with_limit, sizes
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory: you "
+                "tried to allocate 1 bytes."
+            ),
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+        ],
+        ids=["cuda", "cpu", "cpu, posix"],
+    )
+    def test_the_chunk_is_halved_and_remembered(self, error):
+        limited, sizes = self.limited(3, error)
+        f = per_sample.clipped_sum(limited, max_norm=0.5, return_norms=True)
+        with pytest.warns(RuntimeWarning, match="out of memory with") as caught:
+            total, extras = f(W, X)
+        assert sizes == [8, 4, 2, 2, 2, 2]
+        for warning, size in zip(caught, (8, 4), strict=True):
+            assert f"out of memory with {size} examples at a time" in str(warning.message)
+        assert all(os.path.basename(w.filename) == os.path.basename(__file__) for w in caught)
+        expected, same = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)(W, X)
+        assert_same((total, extras.norms), (expected, same.norms), eps=8)
+        sizes.clear()
+        f(W, X)  # it remembers, and does not warn again
+        assert sizes == [2, 2, 2, 2]
+
+    def test_one_example_that_does_not_fit_raises(self):
+        limited, sizes = self.limited(0, torch.OutOfMemoryError("CUDA out of memory"))
+        with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning):
+            per_sample.norms(limited)(W, X)
+        assert sizes == [8, 4, 2, 1]
+
+    def test_what_vmap_cannot_run_says_how_it_runs(self):
+        torch.manual_seed(0)
+        pair = (torch.nn.GRU(3, 2, batch_first=True).to(DTYPE), lambda out: out[0].square().sum())
+        x = numbers(3, 4, 3)
+        with pytest.raises(RuntimeError) as caught:
+            per_sample.norms(pair)(x)
+        assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+        found = per_sample.grads(pair, chunk_size=1)(x)
+        for example, row in zip(x, range(3), strict=True):
+            value = pair[1](pair[0](example[None]))
+            expected = torch.autograd.grad(value, list(pair[0].parameters()))
+            assert_same([g[row] for g in found.values()], list(expected), eps=64)
+
+    def test_a_sum_that_cannot_be_undone_is_an_error(self, monkeypatch):
+        def fails(self, rows, weights):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(per_sample._sums.WeightedSum, "add", fails)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            per_sample.clipped_sum(loss, max_norm=1.0)(W, X)
+        assert "can't be undone" in caught.value.__notes__[0]
+
+
+def network(weights, x):
+    for w in weights:
+        x = torch.tanh(x @ w)
+    return x
+
+
+class TestBudget:
+    @pytest.mark.parametrize("make", ["clipped_sum", "norms", "grads", "jacobian", "map_reduce"])
+    def test_it_is_kept_and_used(self, make):
+        weights, x, of_batch = deep_mlp(layers=6, batch=16, width=24)
+        makes = {
+            "clipped_sum": functools.partial(per_sample.clipped_sum, of_batch, max_norm=1.0),
+            "map_reduce": functools.partial(
+                per_sample.map_reduce, functx.grad(of_batch), in_dims=(None, 0)
+            ),
+            "jacobian": functools.partial(
+                per_sample.jacobian, lambda weights, x: network(weights, x)[:4]
+            ),
+        }
+        f = makes.get(make) or functools.partial(getattr(per_sample, make), of_batch)
+        whole, least = (peak(f(chunk_size=size), weights, x) for size in (16, 1))
+        for budget in (whole, (whole + 3 * least) // 4):
+            limited = f(memory_budget=budget)
+            limited(weights, x)  # measures
+            used = memory.peak(limited, weights, x)
+            assert 0.5 * budget < used <= budget
+        assert_same(limited(weights, x), f()(weights, x), eps=64)
+
+    def test_too_small_a_budget_is_an_error(self):
+        with pytest.raises(
+            ValueError, match=r"memory_budget=10 bytes is too little.*functx\.remat"
+        ):
+            per_sample.grads(loss, memory_budget=10)(W, X)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "match"),
+        [
+            ({"chunk_size": 0}, ValueError, "chunk_size should be greater than 0, got 0"),
+            ({"chunk_size": 2.0}, TypeError, "chunk_size must be an int, got 2.0"),
+            ({"memory_budget": -1}, ValueError, "memory_budget should be greater than 0"),
+            ({"memory_budget": 1, "chunk_size": 1}, ValueError, "exclude each other"),
+            ({"randomness": "some"}, RuntimeError, "randomness must be"),
+            ({"argnums": "w"}, RuntimeError, "argnums must be int"),
+        ],
+    )
+    def test_options_that_make_no_sense_are_an_error(self, options, error, match):
+        with pytest.raises(error, match=match):
+            per_sample.grads(loss, **options)
+
+
+def noisy(w, x, generator=None):
+    return (w * torch.randn(3, generator=generator, dtype=DTYPE) * x / x).sum()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3, 1])
+class TestRandomness:
+    @pytest.mark.parametrize("generator", [None, torch.Generator()])
+    def test_error_is_the_default(self, chunk_size, generator):
+        f = functools.partial(noisy, generator=generator)
+        with pytest.raises(RuntimeError, match="random"):
+            per_sample.grads(f, chunk_size=chunk_size)(W, X)
+
+    def test_different_draws_for_each_example(self, chunk_size):
+        f = per_sample.grads(noisy, randomness="different", chunk_size=chunk_size)
+        assert len({row[0].item() for row in f(W, X)}) == B
+
+    def test_same_draws_once(self, chunk_size):
+        f = per_sample.grads(noisy, randomness="same", chunk_size=chunk_size)
+        torch.manual_seed(5)
+        rows = f(W, X)
+        torch.manual_seed(5)
+        assert_same(rows, torch.randn(3, dtype=DTYPE).expand(B, 3), eps=2)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_both_passes_see_the_same_random_numbers(passes):
+    torch.manual_seed(5)
+    noise = torch.randn(B, 3, dtype=DTYPE)
+    expected = (0.5 / noise.norm(dim=1)).clamp(max=1) @ noise
+    f = per_sample.clipped_sum(noisy, max_norm=0.5, passes=passes, randomness="different")
+    torch.manual_seed(5)
+    assert_same(f(W, X), expected, eps=8)
+
+
+class TestCompositions:
+    def reference(self, w, x):
+        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+        norms = gradients.square().sum(1).sqrt()
+        return (0.5 / norms).clamp(max=1) @ gradients
+
+    @pytest.mark.parametrize(
+        ("library", "chunk_size", "passes"),
+        [
+            (torch.func, None, 1),
+            (torch.func, 3, 2),
+            (functx, 1, 1),
+            (functx, 3, 1),
+            (functx, None, 2),
+        ],
+    )
+    def test_it_works_inside_transforms(self, library, chunk_size, passes):
+        f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=chunk_size, passes=passes)
+        v = numbers(3, start=3.0)
+        for transformed in (
+            lambda f: library.grad(lambda w: f(w, X).square().sum())(W),
+            lambda f: library.jacrev(f)(W, X),
+            lambda f: library.jvp(lambda w: f(w, X), (W,), (v,)),
+            lambda f: library.vmap(f, (0, None))(torch.stack([W, v]), X),
+            lambda f: library.vmap(f, (None, 0))(W, torch.stack([X, X.sin()])),
+            lambda f: library.vmap(library.grad(lambda w: f(w, X).sum()))(torch.stack([W, v])),
+        ):
+            assert_same(transformed(f), transformed(self.reference), eps=64)
+
+    @pytest.mark.parametrize("chunk_size", [None, 1, 3])
+    def test_plain_autograd_follows_also_to_a_closure(self, chunk_size):
+        """Also with respect to a variable that only the closure knows."""
+        w, scale = W.clone().requires_grad_(), torch.tensor(1.5, dtype=DTYPE, requires_grad=True)
+        f = per_sample.clipped_sum(
+            lambda w, x: loss(w, x) * scale, max_norm=0.5, chunk_size=chunk_size
+        )
+        g = lambda w, x: self.scaled(w, x, scale)  # noqa: E731
+        ours, theirs = (torch.autograd.grad(h(w, X).square().sum(), (w, scale)) for h in (f, g))
+        assert_same(ours, theirs, eps=64)
+
+    def scaled(self, w, x, scale):
+        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x) * scale
+        return (0.5 / gradients.square().sum(1).sqrt()).clamp(max=1) @ gradients
+
+    def test_it_can_be_traced(self):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=3)
+        graph = make_fx(f)(W, X)
+        assert_same(graph(W * 2, X), f(W * 2, X), eps=8)
+        with pytest.raises(RuntimeError, match="traced; give chunk_size"):
+            make_fx(per_sample.norms(loss, memory_budget=10**9))(W, X)
+
+
+class TestBytes:
+    def setup_method(self):
+        self.weights, self.x, self.loss = deep_mlp(layers=8, batch=16, width=48)
+        self.masks = [w.sign() for w in self.weights]
+        self.one = sum(w.nbytes for w in self.weights)
+
+    def test_norms_keep_one_leaf_at_a_time(self):
+        norms = peak(per_sample.norms(self.loss), self.weights, self.x)
+        everything = peak(per_sample.grads(self.loss), self.weights, self.x)
+        assert everything > 16 * self.one
+        assert norms < 0.05 * everything
+        masked = peak(per_sample.norms(self.masked), self.weights, self.x)
+        assert norms < masked < 0.35 * everything
+
+    def masked(self, weights, x):
+        """Nothing in it is a product of a weight: no gradient is known by factors."""
+        for w, mask in zip(weights, self.masks):
+            x = torch.tanh(x @ (w * mask))
+        return x.square().sum()
+
+    def test_two_passes_are_chosen_where_gradients_are_large(self, monkeypatch):
+        monkeypatch.setattr(per_sample._second, "_SMALL", 0)
+        peaks = {
+            passes: peak(
+                per_sample.clipped_sum(self.masked, max_norm=1.0, passes=passes),
+                self.weights,
+                self.x,
+            )
+            for passes in (None, 1, 2)
+        }
+        assert peaks[None] <= 1.1 * peaks[2] < 0.5 * peaks[1]
+        x = self.x.unsqueeze(1).expand(-1, 40, -1).contiguous()  # 40 times the activations
+        counts = {
+            passes: count(
+                per_sample.clipped_sum(self.masked, max_norm=1.0, passes=passes), self.weights, x
+            )["tanh"]
+            for passes in (1, 2)
+        }
+        assert counts == {1: 8, 2: 16}
+        f = per_sample.clipped_sum(self.masked, max_norm=1.0)
+        f(self.weights, x)  # measures
+        assert count(f, self.weights, x)["tanh"] == 8
+
+    def test_a_loss_that_changes_is_not_run_twice(self):
+        calls = []
+
+        def changing(w, x):
+            calls.append(1)
+            return loss(w, x) * len(calls)
+
+        f = per_sample.clipped_sum(changing, max_norm=1.0, passes=2)
+        with pytest.raises(RuntimeError, match="other values when it ran a second time"):
+            f(W, X)
+
+    @torch.no_grad()
+    def test_a_chunk_of_one_keeps_one_gradient(self):
+        f = per_sample.clipped_sum(self.loss, max_norm=1.0, chunk_size=1)
+        assert peak(f, self.weights, self.x) < 2.2 * self.one
+
+    def test_one_pass_runs_nothing_twice(self):
+        for loss in (self.loss, self.masked):
+            f = per_sample.clipped_sum(loss, max_norm=1.0, passes=1)
+            counts = count(f, self.weights, self.x)
+            assert counts["tanh"] == counts["tanh_backward"] == 8

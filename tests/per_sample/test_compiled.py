@@ -1,0 +1,229 @@
+"""Gradients of chunks by torch.compile: those of eager, or a warning and eager."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from references import assert_same
+from torch import nn
+from torch.nn import functional as F
+
+import functx
+from functx import per_sample
+from functx.per_sample import _compiled
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and counts what was made and run."""
+
+    def __init__(self):
+        self.made = self.ran = 0
+
+    def __call__(self, graph, inputs):
+        self.made += 1
+
+        def run(*args):
+            self.ran += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+PAIR = (network(), F.cross_entropy)
+X, Y = torch.randn(10, 5), torch.arange(10) % 3
+
+
+def of_dicts(params, shared, batch, *, power=2):
+    value = (torch.tanh(batch["x"] @ params["w"] + shared) ** power).sum() + params["b"].sum()
+    return value, {"x": batch["x"].sum(), "y": batch["y"]}
+
+
+DICTS = (
+    {"w": torch.randn(5, 2), "b": torch.randn(2)},
+    torch.randn(2),
+    {"y": Y, "x": X},
+)
+OF_DICTS = {"has_aux": True, "in_dims": (None, None, 0), "argnums": (0, 1)}
+KINDS = {
+    "clipped_sum": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "return_norms": True}),
+    "passes": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "passes": 2}),
+    "norms": (per_sample.norms, PAIR, (X, Y), {"return_values": True}),
+    "groups": (
+        per_sample.clipped_sum,
+        of_dicts,
+        DICTS,
+        {**OF_DICTS, "max_norm": ({"w": 0.1, "b": 1.0}, 0.5), "return_values": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_eager(graphs, kind):
+    make, func, args, options = KINDS[kind]
+    eager = make(func, chunk_size=4, **options)(*args)
+    compiled = make(func, chunk_size=4, compile={"backend": graphs}, **options)
+    for calls in range(3):
+        assert_same(compiled(*args), eager, eps=64)
+        # Two chunks of four; what is left over is not worth a graph. The first one of all may look
+        # for factors.
+        if kind != "passes":
+            assert graphs.made == 1
+            assert graphs.ran in (2 * calls + 2, 2 * calls + 1)
+
+
+def test_few_shapes_are_compiled(graphs, monkeypatch):
+    monkeypatch.setattr(_compiled, "_SHAPES", 2)
+    f = per_sample.grads(lambda w, x: (w * x).sin().sum(), compile={"backend": graphs})
+    w = torch.randn(())
+    for length in (1, 2, 1, 3, 4, 2):
+        x = X[:, :length]
+        with pytest.warns(RuntimeWarning, match="pad them") if length == 3 else nullcontext():
+            assert_same(f(w, x), (torch.cos(w * x) * x).sum(1), eps=16)
+    assert (graphs.made, graphs.ran) == (2, 4)
+
+
+@pytest.mark.sweep
+def test_inductor_is_the_default(graphs):
+    w = torch.randn(6)
+    f = per_sample.grads(lambda w, x: (w * x).sin().sum(), chunk_size=2, compile=True)
+    x = torch.randn(4, 6)
+    assert_same(f(w, x), torch.cos(w * x) * x, eps=16)
+    assert torch._dynamo.utils.counters["inductor"]
+
+
+class Bounded(torch.autograd.Function):
+    """The compiler differentiates its forward, and passes its backward over."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1, 1)
+
+
+def test_backwards_of_their_own_run_in_eager(graphs):
+    def loss(w, x):
+        return (Bounded.apply(w) * x).sum()
+
+    f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
+    few = X.clamp(-1, 1)
+    with pytest.warns(RuntimeWarning, match="backward of its own"):
+        assert_same(f(torch.ones(5), few), few, eps=2)
+    ran = graphs.ran
+    assert_same(f(torch.ones(5), 3 * few), (3 * few).clamp(-1, 1), eps=2)
+    assert graphs.ran == ran
+
+
+def test_backwards_of_their_own_in_transforms_inside_run_in_eager(graphs):
+    """A loss on whose tape the Function inside is not."""
+
+    def loss(w, x):
+        return torch.func.grad(lambda x: (Bounded.apply(x) * w).sum())(x).square().sum()
+
+    w = 2 * torch.ones(5)
+    f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
+    with pytest.warns(RuntimeWarning, match="backward of its own"):
+        assert_same(f(w / 4, X), (w / 2).expand(10, 5), eps=4)
+    assert_same(f(w, X), torch.zeros(10, 5), eps=4)
+
+
+def test_what_is_other_compiled_runs_in_eager(graphs):
+    def wrong(graph, inputs):
+        def run(*args):
+            first, *others = graph.forward(*args)
+            return 2 * first, *others
+
+        return run
+
+    f = per_sample.grads(lambda w, x: (w * x).sin().sum(), chunk_size=5, compile={"backend": wrong})
+    with pytest.warns(RuntimeWarning, match="gradients are others than in eager|other values"):
+        assert_same(f(torch.ones(5), X), torch.cos(X) * X, eps=16)
+
+
+def test_hooks_on_tensors_are_compiled_with_it(graphs):
+    def loss(w, x):
+        h = w * x
+        h.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return (h * x).sum()
+
+    f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
+    few = X.clamp(-1, 1)
+    for x in (few, 3 * few):
+        assert_same(f(torch.ones(5), x), x * x.clamp(-1, 1), eps=2)
+
+
+def test_what_it_can_not_compile_runs_in_eager(graphs):
+    def loss(w, x):
+        torch._dynamo.graph_break()
+        return (w * x).sum()
+
+    f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
+    with pytest.warns(RuntimeWarning, match="compile=True has no effect here"):
+        assert_same(f(torch.ones(5), X), X)
+
+
+# Four graphs are compiled.
+def test_what_the_loss_closes_over_may_change(graphs):
+    settings, net = {"scale": 2.0}, network()
+
+    def criterion(scores, target):
+        return settings["scale"] * F.cross_entropy(scores, target)
+
+    f = per_sample.grads((net, criterion), chunk_size=5, compile={"backend": graphs})
+    eager = per_sample.grads((net, criterion), chunk_size=5)
+    for change in (
+        lambda: None,
+        lambda: settings.update(scale=3.0),
+        lambda: net[1].register_forward_hook(lambda module, args, out: out * 2),
+        lambda: net[3].weight.requires_grad_(False),
+    ):
+        change()
+        made = graphs.made
+        assert_same(f(X, Y), eager(X, Y), eps=64)
+        assert graphs.made > made
+
+
+def test_eager_where_something_else_looks_on(graphs):
+    w = torch.randn(5)
+
+    def loss(w, x):
+        return (w * x).sin().sum()
+
+    f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
+    expected = torch.cos(w * X) * X
+    peak = functx.memory.peak(lambda: f(w, X))
+    assert peak == functx.memory.peak(lambda: per_sample.grads(loss, chunk_size=5)(w, X))
+    asked = w.clone().requires_grad_()
+    found = f(asked, X)
+    assert_same(found.detach(), expected, eps=16)
+    assert_same(torch.autograd.grad(found.sum(), asked)[0], (-torch.sin(w * X) * X**2).sum(0), 64)
+    assert graphs.ran == 0
+    assert_same(f(w, X), expected, eps=16)
+    assert graphs.ran == 2
+
+
+def test_options_that_make_no_sense_are_an_error():
+    with pytest.raises(TypeError, match="compile must be True or a dict"):
+        per_sample.grads(of_dicts, compile="inductor")
+    with pytest.raises(ValueError, match="give chunk_size with compile"):
+        per_sample.norms(PAIR, compile=True, memory_budget=10**9)

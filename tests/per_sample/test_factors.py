@@ -1,0 +1,143 @@
+"""Gradients that are products of few terms are known by their factors: equal, in fewer bytes."""
+
+import itertools
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same
+
+import functx
+from functx import per_sample
+
+from .losses import CASES, IN, OUT, B, T, arguments, embed, slow, slow_norms, slow_sum, weight
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_sums_and_norms_are_those_of_a_loop(name, chunk_size, made):
+    loss, params, batch, by_factors = CASES[name]
+    params, x = arguments(params, batch)
+    gradients = slow(loss, params, x)
+    norms = slow_norms(gradients)
+    limit = norms.mean().item()
+    expected = slow_sum(gradients, (limit / norms).clamp(max=1))
+    for passes in (1, 2):
+        for grad_mode in (True, False):
+            with torch.set_grad_enabled(grad_mode):
+                total, extras = per_sample.clipped_sum(
+                    loss, max_norm=limit, chunk_size=chunk_size, return_norms=True, passes=passes
+                )(params, x)
+            assert_same(extras.norms, norms, eps=64)
+            assert_same(list(total), expected, eps=256)
+    if chunk_size is None and by_factors is not None:
+        assert any(made) == by_factors
+    assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, x), norms, eps=64)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+class TestCodeThatWantsTheGradientItself:
+    def check(self, loss, params, x, chunk_size):
+        norms = slow_norms(slow(loss, params, x))
+        found = per_sample.norms(loss, chunk_size=chunk_size)
+        with torch.no_grad():
+            assert_same(found(params, x), norms, eps=64)
+        assert_same(found(params, x), norms, eps=64)
+
+    def hooked(self, hook):
+        def loss(p, x):
+            middle = p[0].view_as(p[0])
+            middle.register_hook(hook)
+            return (x @ middle.T).sin().sum()
+
+        return loss
+
+    @pytest.mark.parametrize(
+        "hook",
+        [
+            lambda g: g * 2,
+            lambda g: g.clone().view(-1).mul_(2).view(g.shape),
+            lambda g: g.t().contiguous().t() + 1,
+            lambda g: torch.cat([g[:1], g[1:] * 3]),
+            lambda g: torch.where(g > 0, g, 0.0),
+            lambda g: (h := g.clone(), h.t()[1].mul_(3), h.view(-1)[:5].add_(1))[0],
+        ],
+    )
+    def test_a_hook_sees_the_gradient(self, hook, chunk_size):
+        self.check(self.hooked(hook), [weight()], numbers(B, T, IN), chunk_size)
+
+    def test_regions_are_pulled_back(self, chunk_size):
+        @functx.remat
+        def layer(w, x):
+            return torch.tanh(x @ w.T)
+
+        def loss(p, x):
+            return layer(p[1], layer(p[0], x)).sum()
+
+        params = [weight(), weight(IN, OUT)]
+        self.check(loss, params, numbers(B, T, IN), chunk_size)
+
+
+def test_what_cancels_is_not_lost():
+    """Of two terms that are the same but for a millionth, in float32."""
+    a = torch.randn(B, 1, IN)
+    x = torch.cat([a, a * (1 + 1e-4)], 1)
+    sign = torch.tensor([[1.0], [-1.0]])
+
+    def loss(w, x):
+        return ((x @ w.T) * sign.to(x)).sum()
+
+    w = torch.randn(OUT, IN)
+    with torch.no_grad():
+        exact = per_sample.norms(loss)(w.double(), x.double())
+        found = per_sample.norms(loss)(w, x)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda g: (g[3].fill_(2.0), g)[1],
+        lambda g: (g[-1].mul_(2), g)[1],
+        lambda g: g * g[3].sum(),
+        lambda g: g + g[3] * g.select(1, 0).unsqueeze(1),
+        lambda g: (g[3].zero_(), g[4].add_(1), g)[2],
+        lambda g: (g[3], g.mul_(2)[3].zero_(), g)[2],
+    ],
+)
+def test_a_hook_may_take_rows_of_an_embeddings_gradient(hook, chunk_size):
+    def loss(p, i):
+        middle = p[0].view_as(p[0])
+        middle.register_hook(hook)
+        return embed(middle, i).sin().sum()
+
+    params, i = arguments("e", "i")
+    i[0, 0], i[1, 1] = 3, 3
+    norms = slow_norms(slow(loss, params, i))
+    with torch.no_grad():
+        assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, i), norms, eps=64)
+
+
+@pytest.mark.parametrize(("name", "chunk_size"), [*zip(CASES, itertools.cycle([None, 1, 2]))])
+def test_norms_can_be_differentiated(name, chunk_size):
+    """What plain autograd follows is no factor, in a chunk of one example too."""
+    loss, params, batch, _ = CASES[name]
+    params, x = arguments(params, batch)
+
+    def derivatives(squares):
+        asked = [p.clone().requires_grad_() for p in params]
+        none = 0 * sum(p.sum() for p in asked)  # a norm may be constant
+        return torch.autograd.grad(squares(asked) + none, asked)
+
+    def expected(params):
+        rows = [
+            torch.autograd.grad(loss(params, one), params, create_graph=True, allow_unused=True)
+            for one in x
+        ]
+        return sum(g.square().sum() for row in rows for g in row if g is not None)
+
+    def found(params):
+        return per_sample.norms(loss, chunk_size=chunk_size)(params, x).square().sum()
+
+    assert_same(derivatives(found), derivatives(expected), eps=256)

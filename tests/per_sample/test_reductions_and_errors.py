@@ -1,0 +1,257 @@
+"""`map_reduce`, `jacobian` and `gram` against loops over the examples, and what they refuse."""
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same, peak
+
+import functx
+from functx import per_sample
+
+B = 5
+W, X = numbers(3, 4), numbers(B, 3, start=1.0)
+CHUNKS = [None, 1, 2]
+
+
+def scores(w, x):
+    return torch.tanh(x @ w)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+class TestMapReduce:
+    @pytest.mark.parametrize("how", ["sum", "mean", "min", "max"])
+    def test_a_name_says_how(self, how, chunk_size):
+        def pair(w, x):
+            return {"score": scores(w, x), "square": [x.square().sum()]}
+
+        f = per_sample.map_reduce(pair, how, in_dims=(None, 0), chunk_size=chunk_size)
+        all_scores, squares = scores(W, X), X.square().sum(1)
+        reduce = {"sum": torch.sum, "mean": torch.mean, "min": torch.amin, "max": torch.amax}[how]
+        expected = {"score": reduce(all_scores, 0), "square": [reduce(squares, 0)]}
+        assert_same(f(W, X), expected, eps=8)
+
+    def test_a_function_says_how(self, chunk_size):
+        f = per_sample.map_reduce(
+            lambda x: x.sum(),
+            lambda rows: {"largest": rows.topk(1).values},
+            lambda a, b: {"largest": torch.maximum(a["largest"], b["largest"])},
+            chunk_size=chunk_size,
+        )
+        assert_same(f(X), {"largest": X.sum(1).max()[None]}, eps=8)
+
+    def test_padding_counts_for_nothing(self, chunk_size):
+        is_padding = torch.tensor([True, False, False, True, False])
+        f = per_sample.map_reduce(lambda x: x, "mean", chunk_size=chunk_size)
+        found = f(X.masked_fill(is_padding[:, None], torch.nan), is_padding_example=is_padding)
+        assert_same(found, X[~is_padding].mean(0), eps=8)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+class TestJacobian:
+    @pytest.mark.parametrize("mode", ["reverse", "forward"])
+    def test_values_are_those_of_vmap(self, mode, chunk_size):
+        f = per_sample.jacobian(scores, mode=mode, chunk_size=chunk_size)
+        expected = torch.func.vmap(torch.func.jacrev(scores), (None, 0))(W, X)
+        assert_same(f(W, X), expected, eps=8)
+
+    def test_it_may_be_of_inputs_with_aux(self, chunk_size):
+        f = per_sample.jacobian(
+            lambda w, x: (scores(w, x), x),
+            1,
+            has_aux=True,
+            chunk_size=chunk_size,
+            in_dims=(None, 0),
+        )
+        jacobian, aux = f(W, X)
+        expected = torch.func.vmap(torch.func.jacrev(scores, 1), (None, 0))(W, X)
+        assert_same((jacobian, aux), (expected, X), eps=8)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+class TestGram:
+    def jacobian(self, x):
+        found = torch.func.vmap(torch.func.jacrev(scores), (None, 0))(W, x)
+        return found.flatten(2)  # (B, 4, 12)
+
+    def test_that_of_a_loss_is_of_its_gradients(self, chunk_size):
+        f = per_sample.gram(lambda w, x: scores(w, x).sum(), chunk_size=chunk_size)
+        gradients = self.jacobian(X).sum(1)
+        assert_same(f(W, X), gradients @ gradients.mT, eps=32)
+
+    @pytest.mark.parametrize(
+        ("outputs", "other"),
+        [("full", False), ("full", True), ("diagonal", True), ("trace", False)],
+    )
+    def test_that_of_scores_is_of_their_jacobians(self, other, outputs, chunk_size):
+        x2 = numbers(3, 3, start=2.0)
+        f = per_sample.gram(scores, outputs=outputs, chunk_size=chunk_size)
+        found = f(W, X, others=x2) if other else f(W, X)
+        left, right = self.jacobian(X), self.jacobian(x2 if other else X)
+        equation = {"full": "iap,jbp->ijab", "diagonal": "iap,jap->ija", "trace": "iap,jap->ij"}
+        assert_same(found, torch.einsum(equation[outputs], left, right), eps=64)
+
+    def test_of_a_matrix_of_outputs(self, chunk_size):
+        f = per_sample.gram(lambda w, x: scores(w, x).view(2, 2), chunk_size=chunk_size)
+        left = self.jacobian(X).view(B, 2, 2, -1)
+        assert_same(f(W, X), torch.einsum("iabp,jcdp->ijabcd", left, left), eps=64)
+
+
+class TestGramInChunks:
+    def test_it_takes_two_chunks_of_memory(self):
+        w, x = numbers(30, 30), numbers(12, 30)
+        f = per_sample.gram(lambda w, x: torch.tanh(x @ w), chunk_size=1)
+        matrix, jacobian = 12 * 12 * w.nbytes, 30 * w.nbytes
+        assert peak(f, w, x) < matrix + 2.7 * jacobian
+
+    @pytest.mark.parametrize("other", [False, True])
+    def test_it_keeps_to_a_budget(self, other):
+        w, x = numbers(30, 30), numbers(12, 30)
+        more = {"others": numbers(7, 30, start=3.0)} if other else {}
+        whole, least = (peak(per_sample.gram(scores, chunk_size=c), w, x, **more) for c in (12, 1))
+        for budget in (whole, (whole + 3 * least) // 4):
+            f = per_sample.gram(scores, memory_budget=budget)
+            f(w, x, **more)  # measures
+            assert peak(f, w, x, **more) <= budget
+            assert_same(f(w, x, **more), per_sample.gram(scores)(w, x, **more), eps=64)
+
+    @pytest.mark.parametrize("chunk_size", CHUNKS)
+    def test_padding_counts_for_nothing(self, chunk_size):
+        is_padding = torch.tensor([True, False, False, True, False])
+        f = per_sample.gram(scores, outputs="diagonal", chunk_size=chunk_size)
+        x = X.masked_fill(is_padding[:, None], torch.nan)
+        whole, left = f(W, X), (~is_padding).to(X)[:, None, None]
+        found = f(W, x, is_padding_example=is_padding)
+        assert_same(found, whole * left * left.transpose(0, 1), eps=64)
+        assert_same(f(W, x, others=X, is_padding_example=is_padding), whole * left, eps=64)
+        none = f(W, x, is_padding_example=torch.ones(B, dtype=torch.bool))
+        assert_same(none, torch.zeros_like(whole))
+
+    def test_it_takes_batches(self):
+        f = per_sample.gram(scores, chunk_size=2)
+        assert_same(f(W, iter([X[:3], (X[3:],)])), f(W, X))
+        with pytest.raises(ValueError, match="no batch"):
+            f(W, iter(()))
+
+    def test_it_can_be_differentiated(self):
+        def total(w, chunk_size):
+            return per_sample.gram(scores, chunk_size=chunk_size)(w, X).sin().sum()
+
+        assert_same(functx.grad(total)(W, 2), functx.grad(total)(W, None), eps=256)
+
+
+class TestOfModules:
+    """A module, or a pair of that and a criterion, in the place of a function."""
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()).to(X)
+
+    def of_function(self, make, after, *more):
+        def f(params, x, *more):
+            return after(functx.functional_call(self.module, params, (x,)), *more)
+
+        params = {name: p.detach() for name, p in self.module.named_parameters()}
+        return make(f)(params, X, *more)
+
+    @pytest.mark.parametrize("make", [per_sample.jacobian, per_sample.gram])
+    def test_values_are_those_of_vmap(self, make):
+        expected = self.of_function(make, lambda out: out)
+        assert_same(make(self.module, chunk_size=2)(X), expected, eps=64)
+        expected = self.of_function(make, lambda out, y: (out[:2] * y).sum(), X[:, 0])
+        pair = (self.module, lambda out, y: (out[:, :2] * y[:, None]).sum())
+        assert_same(make(pair)(X, X[:, 0]), expected, eps=64)
+        assert_same(make(pair, in_dims=(1, 0))(X.mT, X[:, 0]), expected, eps=64)
+
+
+def total(w, *x):
+    return (x[0] @ w).sum()
+
+
+def grads(*args, **options):
+    return lambda: per_sample.grads(total, **options)(*args)
+
+
+def clipped(**options):
+    return lambda: per_sample.clipped_sum(total, **options)(W, X)
+
+
+def reduced(how, *args, x=X, **options):
+    return lambda: per_sample.map_reduce(lambda x: x, how, *args, **options)(x)
+
+
+def of_module(make, *args, **options):
+    module = torch.nn.Linear(3, 4)
+    return [lambda f=f: f((module, torch.sum), *args, **options) for f in make]
+
+
+MAKES = (per_sample.jacobian, per_sample.gram, per_sample.grads)
+NO_PADDING = torch.zeros(B, dtype=torch.bool)
+REFUSED = {
+    "entry for each of the 2 positional": [grads(W, X, in_dims=(None, 0, 0))],
+    "no argument has a batch dimension": [grads(W, X, in_dims=(None, None))],
+    "which it does not have": [grads(W, X, in_dims=(None, 2)), grads(W, torch.tensor(3.0))],
+    "ints and None, got 'x'": [grads(W, X, in_dims=(None, "x"))],
+    "in_dims of argument 1": [grads(W, X, in_dims=(None, [0]))],
+    r"same number of examples, got sizes \[2, 5\]": [grads(W, X, X[:2])],
+    "only tensors hold examples": [grads(W, 3, in_dims=(None, 0))],
+    "the iterator has no batch": [grads(W, iter(()))],
+    r"bool tensor of shape \(5,\)": [
+        lambda: per_sample.grads(total)(W, X, is_padding_example=torch.zeros(B))
+    ],
+    "not with an iterator": [
+        lambda: per_sample.grads(total)(W, iter([X]), is_padding_example=NO_PADDING)
+    ],
+    "needs max_norm": [clipped()],
+    "positive, got -1.0": [clipped(max_norm=-1.0)],
+    "pytree prefix": [clipped(max_norm={"w": 1.0})],
+    "one for each group": [clipped(max_norm={"a": 1.0}, groups="b")],
+    "groups must be a pytree prefix": [clipped(max_norm=1.0, groups=["a", "b"])],
+    "must be numbers, got '1'": [clipped(max_norm="1")],
+    "scaling must be one of": [clipped(max_norm=1.0, scaling="sharp")],
+    r"a name or a function .* got 3": [clipped(max_norm=1.0, scaling=3)],
+    r"factor for each norm.*\(5,\)": [clipped(max_norm=1.0, scaling=lambda n, _: n.sum())],
+    "passes must be 1 or 2": [clipped(max_norm=1.0, passes=3)],
+    "init_process_group first": [clipped(max_norm=1.0, process_group=True)],
+    "gamma must be positive, got 0": [lambda: per_sample.automatic(gamma=0)],
+    "'sum', 'mean', 'min', 'max' or a function": [reduced("median")],
+    "combine goes with a function": [reduced("sum", torch.add)],
+    r"shape \(1, 3\) after \(2, 3\).*give combine": [reduced(lambda rows: rows, chunk_size=2)],
+    r"another structure.*give combine": [reduced(lambda rows: [0] * len(rows), chunk_size=3)],
+    "no example to reduce": [reduced("max", x=X[:0])],
+    "'reverse' or 'forward', got 'up'": [lambda: per_sample.jacobian(scores, mode="up")],
+    r"a pair \(module, criterion\), got \(int, function\)": [
+        lambda: per_sample.functional(3, lambda y: y)
+    ],
+    "'full', 'diagonal' or 'trace'": [lambda: per_sample.gram(scores, outputs="all")],
+    r"each of the 1 arguments.*got 2": [lambda: per_sample.gram(scores)(W, X, others=(X, X))],
+    "returns a tensor": [lambda: per_sample.gram(lambda w, x: [w])(W, X)],
+    "no example": [lambda: per_sample.gram(scores)(W, X[:0])],
+    "the parameters are differentiated, argnums=1": of_module(MAKES, 1),
+    "must be a tuple, an entry for each argument": of_module(MAKES, in_dims=0),
+}
+"""What is refused, by what the error says."""
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_an_error_says_what_does_not_fit(message):
+    for call in REFUSED[message]:
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+            call()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_loss_that_gives_no_number_is_an_error(grad_mode, chunk_size):
+    for bad, match in (
+        (lambda w, x: x @ w, "scalar Tensor"),
+        (lambda w, x: 3.0, "return a Tensor"),
+        (lambda w, x: ((x @ w).sum(), x), "has_aux=True"),
+    ):
+        f = per_sample.grads(bad, chunk_size=chunk_size)
+        with torch.set_grad_enabled(grad_mode), pytest.raises(RuntimeError, match=match):
+            f(W, X)
+    f = per_sample.grads(lambda w, x: (total(w, x), "text"), has_aux=True, chunk_size=chunk_size)
+    with pytest.raises((ValueError, RuntimeError), match="aux"):
+        f(W, X)
+
+
+def test_nothing_has_a_sum():
+    assert_same(per_sample.map_reduce(lambda x: x)(X[:0]), torch.zeros_like(X[0]))

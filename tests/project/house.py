@@ -1,0 +1,73 @@
+"""Reads the source: what imports what, and which private names of other libraries are used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def sources() -> dict[str, Path]:
+    """Every module that is installed, by its dotted name."""
+    found = {}
+    for package, folder in (("functx", "functx"), ("functx.compat", "compat")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((package, *parts))] = path
+    return found
+
+
+def imports(source: str) -> Iterator[str]:
+    """Dotted names that ``source`` imports, wherever it does: ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "an import is absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_private(name: str) -> bool:
+    """Whether one part of a dotted name starts with an underscore, dunders aside."""
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def private_names(source: str, library: str) -> set[str]:
+    """Private names of ``library`` that ``source`` imports or reaches by attribute."""
+    found = {name for name in imports(source) if name.split(".")[0] == library}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            if chain.startswith(f"{library}.") and not chain.startswith(f"{library}.ops."):
+                found.add(chain)
+    return {name for name in found if is_private(name)}
+
+
+def private_attributes(source: str) -> set[str]:
+    """Private attributes that ``source`` reads of whatever has them: ``node._sequence_nr``."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and is_private(node.attr)
+        and not ast.unparse(node).startswith("torch.ops.")
+    }
+
+
+def own_names(source: str) -> set[str]:
+    """Private names that ``source`` gives to something."""
+    names: set[str | None] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.split(".")[-1])
+    return {name for name in names if name and name.startswith("_")}

@@ -1,0 +1,129 @@
+"""The benches of `make gpu`, at toy sizes on the CPU: what is run there can't rot here."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import __main__ as bench
+from bench import _readme
+from bench._common import Result
+from bench.gpu import _variants
+
+from . import house
+
+PAGE = (house.ROOT / "docs" / "gpu.md").read_text()
+OURS = [name for name, module in bench.BENCHES["cuda"].items() if ".gpu." in module]
+
+
+def run(name, *more, out):
+    """The rows of a toy run, by way."""
+    found = importlib.import_module(f"bench.gpu.{name}")
+    argv = ["--device", "cpu", "--toy", "--here", "--out", str(out), *more]
+    parsed = _variants.arguments(name, found.CLAIM, found.SECONDS, argv)
+    result = found.run(parsed)
+    written = Result.read(out / f"{name}.json")
+    assert written.rows == json.loads(json.dumps(result.rows))
+    assert written.environment["torch"]
+    assert result.markdown().count("\n| ") == len(result.rows) + 1
+    return {row["way"]: row for row in result.rows}, result
+
+
+@pytest.mark.sweep  # compiles with JAX
+def test_rows_of_training_say_that_regions_take_less(tmp_path):
+    pytest.importorskip("jax")
+    rows, _ = run("gpt", out=tmp_path)
+    assert {way for way, row in rows.items() if "error" in row} <= {"functx, budget 25 %"}
+    plain = rows["plain"]["peak"]
+    for way in ("torch.utils.checkpoint", "functx.remat", "functx, budget 50 %"):
+        assert rows[way]["peak"] < 0.6 * plain
+    assert rows["functx.remat"]["peak"] < 1.001 * rows["torch.utils.checkpoint"]["peak"]
+    assert rows["JAX (jit), jax.checkpoint"]["peak"] < 0.5 * rows["JAX (jit)"]["peak"]
+
+
+@pytest.mark.sweep
+def test_rows_of_agreement_say_that_all_agree(tmp_path):
+    pytest.importorskip("jax")
+    rows, _ = run("gpt_agreement", out=tmp_path)
+    assert rows["functx.remat"]["same"] == "yes"
+    for row in rows.values():
+        assert row["to_float64"] < 1e-6
+        assert row["to_jax"] is None or row["to_jax"] < 1e-6
+    assert rows["functx.remat"]["kept"] <= rows["JAX, jax.checkpoint"]["kept"]
+    assert rows["functx.remat"]["kept"] < 0.2 * rows["plain"]["kept"]
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_rows_of_per_example_gradients_say_that_all_agree(tmp_path, monkeypatch):
+    pytest.importorskip("jax")
+    # Torch's database of operators, which other tests import, forbids to set what Opacus sets.
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
+    _, result = run("gpt_per_sample", out=tmp_path)
+    ours = [row for row in result.rows if "functx" in row["way"]]
+    assert len(ours) == 5
+    for row in result.rows:
+        if "error" in row:
+            assert row["error"] == "opacus is not installed"
+        else:
+            assert row["distance"] < 1e-5
+    assert all("error" not in row for row in ours)
+
+
+# The process imports torch.
+def test_a_variant_runs_in_a_process_of_its_own():
+    setting = _variants.Setting("cpu", True, {"batch": 2})
+    found = _variants.run_apart("bench.gpu.gpt", "functx.remat", setting, 120)
+    assert found["batch"] == 2
+    assert found["peak"] > 0
+    assert found["seconds"] > 0
+    late = _variants.run_apart("bench.gpu.gpt", "functx.remat", setting, 0.05)
+    assert late == {"error": "ended after 0 s"}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "out of memory"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying"), "out of memory"),
+        (ImportError("No module named 'opacus'", name="opacus"), "opacus is not installed"),
+        (ValueError("no such\nthing"), "ValueError: no such"),
+    ],
+)
+def test_what_fails_is_a_row(error, said):
+    def variant(setting):
+        raise error
+
+    assert _variants.run_here(variant, _variants.Setting()) == {"error": said}
+
+
+class TestWithoutADevice:
+    @pytest.fixture(autouse=True)
+    def _none(self, monkeypatch):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def test_all_benches_say_that_there_is_none(self, capsys):
+        assert bench.main(["--device", "cuda"]) == 0
+        assert "no CUDA device" in capsys.readouterr().out
+
+    def test_make_says_that_there_is_none(self):
+        command = ["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}"]
+        found = subprocess.run(command, cwd=house.ROOT, capture_output=True, text=True, timeout=120)
+        assert found.returncode == 0, found.stderr
+        assert found.stdout == "no CUDA device: nothing to test or measure\n"
+
+
+def test_the_page_shows_every_bench():
+    assert _readme.filled(PAGE) == PAGE
+    for name in bench.BENCHES["cuda"]:
+        assert f"<!-- bench:cuda/{name} -->" in PAGE
+
+
+def test_every_bench_is_run():
+    files = {p.stem for p in (house.ROOT / "bench" / "gpu").glob("*.py") if p.stem[0] != "_"}
+    assert set(OURS) == files

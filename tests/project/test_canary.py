@@ -1,0 +1,122 @@
+"""Every private name of torch that functx uses still exists, and means what it is used for."""
+
+import ast
+import importlib
+
+import pytest
+import torch
+
+from functx import _torch
+
+from . import house
+
+
+def chains(module):
+    """The names that a module reaches by attribute from what it imports: ``_C._functorch``."""
+    for node in ast.walk(ast.parse(house.sources()[module].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            chain = ast.unparse(node)
+            if chain.partition(".")[0] in vars(importlib.import_module(module)):
+                yield chain
+
+
+@pytest.mark.parametrize(
+    "module", ["functx._torch", "functx._torch.compiler", "functx._torch.flags"]
+)
+def test_each_name_exists(module):
+    """Those that are reached as the module is imported exist if it can be."""
+    found = {*chains(module)}
+    for chain in found:
+        eval(chain, dict(vars(importlib.import_module(module))))
+    assert any(house.is_private(chain.partition(".")[2]) for chain in found)
+
+
+def test_a_name_that_is_gone_is_found():
+    with pytest.raises(AttributeError):
+        eval("_C._no_such_name", vars(_torch).copy())
+
+
+def test_levels_are_numbered_from_one_and_wrap_what_they_give_back():
+    t = torch.ones(2)
+    level = _torch.enter_grad()
+    try:
+        assert level == _torch.functorch_depth() == _torch.current_interpreter().level() == 1
+        wrapper = _torch.wrap_grad(t, level)
+        assert _torch.is_wrapped(wrapper)
+        assert _torch.level_of(wrapper) == level
+        assert _torch.unwrap_grad(wrapper, level) is _torch.inner_of(wrapper) is t
+        with _torch.cleared_interpreter_stack():
+            assert _torch.peek_interpreter() is None
+    finally:
+        _torch.leave_grad()
+    assert _torch.alive(wrapper) is t
+
+
+def test_a_batch_dimension_comes_back():
+    t = torch.ones(2, 3)
+    level = _torch.enter_vmap(3, "error")
+    try:
+        value, dim = _torch.unwrap_batch(_torch.wrap_batch(t, 1, level), level)
+    finally:
+        _torch.leave_vmap()
+    assert value is t
+    assert dim == 1
+
+
+def test_what_a_tape_saves_shows_in_the_count_of_its_storage():
+    y = torch.ones(2, requires_grad=True) * 2
+    before = _torch.storage_use_count(_torch.storage_address(y))
+    z = y.exp()  # saves its own result, as another tensor on the same memory
+    assert _torch.storage_use_count(_torch.storage_address(z)) > before
+
+
+def test_a_detached_tensor_counts_its_writes_with_the_other():
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.append((out, _torch.detached_below_autograd(out)))
+            return out
+
+    made = []
+    t = torch.ones(2)
+    with Mode():
+        t.sin()
+    original, other = made[-1]
+    original.add_(1)
+    assert other._version == original._version
+
+
+def test_the_older_vmap_can_be_left():
+    seen = []
+
+    def backward(g):
+        depth = _torch.leave_legacy_vmap()
+        torch.rand(1)  # which it refuses
+        _torch.enter_legacy_vmap(depth)
+        seen.append(depth)
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(backward)
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [1]
+    assert _torch.leave_legacy_vmap() == 0
+
+
+def test_fake_tensors_say_that_they_need_values():
+    with _torch.FakeTensorMode():
+        t = torch.empty(3)
+        assert isinstance(t, _torch.FakeTensor)
+        with pytest.raises(_torch.DataDependentOutputException):
+            bool(t.sum() > 0)
+        with pytest.raises(_torch.DynamicOutputShapeException):
+            t.nonzero()
+
+
+def test_dispatch_modes_can_be_set_aside():
+    class Mode(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Mode(), _torch.without_dispatch_modes():
+        torch.ones(3)

@@ -1,0 +1,94 @@
+"""Every example runs: doctests of the public modules, and the code in README.md.
+
+And what the pages quote is what the benches and the demo wrote.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import re
+
+import pytest
+
+from bench import _readme
+from bench._common import RESULTS, Column, Result
+
+from . import house, pages
+
+README = house.ROOT / "README.md"
+MODULES = [name for name, path in house.sources().items() if ">>> " in path.read_text()]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_doctests_pass(module):
+    if module.startswith("functx.compat"):
+        pytest.importorskip("jax")
+    failed, attempted = doctest.testmod(importlib.import_module(module))
+    assert attempted
+    assert not failed
+
+
+def test_the_examples_of_the_readme_run(tmp_path):
+    assert len(pages.blocks(README.read_text())) >= 3
+    assert "bytes" in pages.run(README.read_text(), "readme", tmp_path)[-1]
+
+
+def test_readme_and_the_engine_page_are_short():
+    assert README.stat().st_size <= 10_240
+    assert (house.ROOT / "docs" / "engine.md").stat().st_size <= 9_000
+
+
+@pytest.mark.parametrize("page", _readme.PAGES, ids=lambda page: page.name)
+def test_pages_quote_what_was_measured(page):
+    assert _readme.filled(page.read_text()) == page.read_text()
+
+
+def test_every_bench_is_quoted():
+    text = "".join(page.read_text() for page in _readme.PAGES)
+    for path in RESULTS.glob("*.json"):
+        assert f"<!-- bench:{path.stem} -->" in text
+
+
+@pytest.mark.parametrize("page", _readme.PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    assert [link for link in pages.links(page) if not link.exists()] == []
+
+
+def test_the_engine_page_has_each_file_of_the_engine():
+    text = (house.ROOT / "docs" / "engine.md").read_text()
+    for path in (house.ROOT / "functx" / "_remat").glob("[a-z]*.py"):
+        assert f"`{path.stem}`" in text
+
+
+def test_a_stale_number_is_seen():
+    stale, count = re.subn(r"\d+\.\d", "0.0", README.read_text())
+    assert count
+    assert _readme.filled(stale) != stale
+
+
+def test_the_demo_that_the_pages_show_kept_its_promises():
+    figures = json.loads((house.ROOT / "docs" / "demo" / "figures.json").read_text())
+    assert figures["training"]["accuracy"] > 0.9
+    assert figures["peak_ratio"] >= 3
+    assert figures["crosscheck"]["kept_equal"]
+    assert max(d["relative"] for d in figures["crosscheck"]["differences"].values()) < 1e-4
+
+
+def test_a_result_is_a_table(tmp_path):
+    columns = [Column("who", "who"), Column("bytes", "peak, KiB", ".1f", 1024)]
+    rows = [{"who": "a", "bytes": 1536}, {"who": "b", "bytes": None, "error": "no"}, {"who": "c"}]
+    result = Result("x", "A claim.", columns, rows, ["A note."], {"torch": "2"})
+    assert Result.read(result.write(tmp_path)) == result
+    assert result.markdown().splitlines() == [
+        "A claim.",
+        "",
+        "| who | peak, KiB |",
+        "|---|---:|",
+        "| a | 1.5 |",
+        "| b | error |",
+        "| c | - |",
+        "",
+        "A note. (torch 2)",
+    ]

@@ -1,0 +1,241 @@
+"""The transforms are torch.func's: names, signatures, results, errors."""
+
+import inspect
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from references import assert_same
+from torch import func as torch_func
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import functx
+import functx._transforms as transforms
+
+
+def loss(x, y=None, scale=1.0):
+    y = x if y is None else y
+    return (x.sin() * y.exp() * scale).sum()
+
+
+def tree_loss(params, data, *, power=2):
+    return ((params["w"] @ data - params["bias"][0]) ** power).mean() + params["bias"][1].sum()
+
+
+PARAMS = {"w": numbers(3, 2), "bias": (numbers(3, start=1.0), numbers(1, start=2.0))}
+
+
+def test_every_public_name_of_torch_func_is_here():
+    assert set(torch_func.__all__) <= set(vars(functx))
+    for name in transforms.__all__:
+        assert callable(getattr(functx, name))
+        assert getattr(functx, name) is getattr(transforms, name)
+
+
+@pytest.mark.parametrize("name", sorted(torch_func.__all__))
+def test_signatures_are_those_of_torch(name):
+    ours = inspect.signature(getattr(functx, name)).parameters
+    theirs = inspect.signature(getattr(torch_func, name)).parameters
+    assert list(ours) == list(theirs)
+    for parameter, expected in zip(ours.values(), theirs.values(), strict=True):
+        assert (parameter.kind, parameter.default) == (expected.kind, expected.default)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 1), (1, 0), (-2, -1)])
+@pytest.mark.parametrize("name", ["grad", "grad_and_value", "jacrev", "hessian"])
+def test_argnums_choose_arguments(name, argnums):
+    x, y = numbers(3), numbers(3, start=1.0)
+    ours = getattr(transforms, name)(loss, argnums)(x, y)
+    assert_same(ours, getattr(torch_func, name)(loss, argnums)(x, y), eps=2)
+
+
+@pytest.mark.parametrize("name", ["grad", "grad_and_value"])
+def test_keyword_arguments_and_pytrees_are_taken(name):
+    data = numbers(2)
+    ours = getattr(transforms, name)(tree_loss)(PARAMS, data, power=3)
+    assert_same(ours, getattr(torch_func, name)(tree_loss)(PARAMS, data, power=3), eps=2)
+
+
+@pytest.mark.parametrize("preallocate", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3, 7, 100])
+def test_chunks_of_jacrev_change_nothing(chunk_size, preallocate):
+    def f(x):
+        return x.sin(), {"prod": x.prod(), "outer": x[:, None] * x}
+
+    options = {"chunk_size": chunk_size, "_preallocate_and_copy": preallocate}
+    x = numbers(3)
+    assert_same(transforms.jacrev(f, **options)(x), torch_func.jacrev(f)(x))
+
+
+@pytest.mark.parametrize("name", ["jacrev", "grad", "grad_and_value", "vjp"])
+def test_aux_is_handed_out(name):
+    def f(x):
+        value = (x**2).sum()
+        return value, {"doubled": 2 * x, "value": value}
+
+    x = numbers(3)
+    if name == "vjp":
+        value, pullback, aux = transforms.vjp(f, x, has_aux=True)
+        assert_same(pullback(torch.ones_like(value)), (2 * x,))
+    else:
+        result = getattr(transforms, name)(f, has_aux=True)(x)
+        assert_same(result, getattr(torch_func, name)(f, has_aux=True)(x))
+        aux = result[1][1] if name == "grad_and_value" else result[1]
+    assert_same(aux, {"doubled": 2 * x, "value": (x**2).sum()})
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(aux["doubled"])
+
+
+def test_value_and_grad_has_the_value_first():
+    x = numbers(3)
+    value, gradient = transforms.value_and_grad(loss)(x)
+    assert_same((gradient, value), torch_func.grad_and_value(loss)(x))
+    (value, aux), gradient = transforms.value_and_grad(lambda x: (loss(x), x * 2), has_aux=True)(x)
+    assert_same((value, aux), (loss(x), x * 2))
+    assert_same(gradient, torch_func.grad(loss)(x))
+
+
+def test_vjp_takes_its_options():
+    x = numbers(3)
+    output, pullback = transforms.vjp(lambda x: {"sin": x.sin()}, x)
+    cotangent = {"sin": numbers(3, start=1.0)}
+    expected = (x.cos() * cotangent["sin"],)
+    assert_same(output, {"sin": x.sin()})
+    assert_same(pullback(cotangent), expected)
+    assert_same(pullback(cotangent, retain_graph=False), expected)
+    with pytest.raises(RuntimeError, match="retain_graph=False"):
+        pullback(cotangent)
+    with pytest.raises(RuntimeError, match="pytree structure of cotangents"):
+        transforms.vjp(lambda x: {"sin": x.sin()}, x)[1](numbers(3))
+
+
+def test_unused_and_constant_outputs_have_zero_gradients():
+    x, y = numbers(3), numbers(2)
+    assert_same(transforms.grad(lambda x, y: x.sum(), 1)(x, y), torch.zeros(2, dtype=DTYPE))
+    assert_same(transforms.grad(lambda x: torch.tensor(1.0))(x), torch.zeros(3, dtype=DTYPE))
+    assert_same(
+        transforms.grad(lambda x: (x > 0).sum())(x), torch_func.grad(lambda x: (x > 0).sum())(x)
+    )
+    assert_same(transforms.vjp(lambda x: x, x)[1](y := x * 2)[0], y)
+
+
+def test_complex_inputs_are_as_in_torch():
+    z = torch.complex(numbers(3), numbers(3, start=1.0))
+
+    def f(z):
+        return (z * z.sin()).abs().sum()
+
+    assert_same(transforms.grad(f)(z), torch_func.grad(f)(z))
+    _, ours = transforms.vjp(torch.sin, z)
+    _, theirs = torch_func.vjp(torch.sin, z)
+    assert_same(ours(z), theirs(z))
+    for library in (transforms, torch_func):
+        with pytest.raises(RuntimeError, match="only for real scalar"):
+            library.grad(lambda z: z.sum())(z)
+        with pytest.raises(RuntimeError, match="jacrev: Expected all inputs to be real"):
+            library.jacrev(f)(z)
+        with pytest.raises(RuntimeError, match="jacrev: Expected all outputs to be real"):
+            library.jacrev(lambda x: torch.complex(x, x))(z.real)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", ["grad", "jacrev", "hessian"])
+def test_it_can_be_traced_and_functionalized(name, tracing_mode):
+    def f(x):
+        return torch.sin(x) if name == "jacrev" else loss(x)
+
+    transformed = getattr(transforms, name)(f)
+    x = numbers(3)
+    for traced in (transformed, transforms.functionalize(transformed)):
+        graph = make_fx(traced, tracing_mode=tracing_mode)(x)
+        assert_same(graph(x + 1), transformed(x + 1), eps=4)
+
+
+def test_the_name_and_documentation_are_those_of_the_function():
+    def documented(x):
+        """A docstring."""
+        return x.sum()
+
+    for name in ("grad", "grad_and_value", "value_and_grad", "jacrev", "hessian"):
+        transformed = getattr(transforms, name)(documented)
+        assert (transformed.__name__, transformed.__doc__) == ("documented", "A docstring.")
+    module = torch.nn.Linear(2, 2)
+    assert not hasattr(transforms.grad(module), "_parameters")
+
+
+X = numbers(2)
+EVERY = ("grad", "grad_and_value", "value_and_grad", "jacrev", "hessian")
+SCALAR = EVERY[:3]
+NO_ARGNUMS = ("x", 0.5, [0], (), (0, 0), ("x",), None)
+NO_TENSORS = (1.0, None, "x", {"a": [torch.ones(1), 2]})
+ONE = torch.ones(())
+
+
+def refused(names, kind, match, *calls):
+    return [(name, kind, match, call) for name in names for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "match", "call"),
+    [
+        *refused(EVERY, TypeError, r"NAME: .* a callable.*shape \(2,\)", lambda t: t(X)(X)),
+        *refused(
+            (*EVERY, "jacfwd"),
+            RuntimeError,
+            "NAME.*argnums",
+            *(lambda t, n=n: t(loss, n)(X) for n in NO_ARGNUMS),
+        ),
+        *refused(
+            EVERY,
+            RuntimeError,
+            "positional inputs",
+            *(lambda t, n=n: t(loss, n)(X) for n in (1, -2, (0, 1), (0, -1))),
+        ),
+        *refused(
+            EVERY,
+            ValueError,
+            "must be a Tensor.* in argument 0",
+            *(lambda t, x=x: t(lambda x: ONE)(x) for x in NO_TENSORS),
+        ),
+        *refused(EVERY, RuntimeError, "floating point", lambda t: t(torch.sum)(torch.arange(3))),
+        *refused(SCALAR, RuntimeError, "got tensor with 1 .*vjp or jac", lambda t: t(torch.sin)(X)),
+        *refused(
+            SCALAR,
+            RuntimeError,
+            "to return a Tensor",
+            *(lambda t, out=out: t(lambda x: out)(X) for out in (1.0, None, [ONE])),
+        ),
+        *refused(
+            SCALAR,
+            RuntimeError,
+            r"tuple: \(output, aux\)",
+            *(lambda t, o=o: t(lambda x: o, has_aux=True)(X) for o in (1.0, (1, 2, 3), [ONE, 1])),
+        ),
+    ],
+)
+def test_an_error_says_what_is_wrong(name, kind, match, call):
+    with pytest.raises(kind, match=match.replace("NAME", name)):
+        call(getattr(transforms, name))
+
+
+def test_vjp_and_jacrev_say_what_is_wrong():
+    for output, message in (
+        (None, r"non-empty output \(got \[None\]\)"),
+        ((), "non-empty output"),
+        (1.0, "only tensors"),
+        (X > 0, "floating"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            transforms.vjp(lambda x, output=output: output, X)
+    with pytest.raises(TypeError, match="vjp: expected a callable, got 3 of type int"):
+        transforms.vjp(3, X)
+    with pytest.raises(ValueError, match="must be a Tensor"):
+        transforms.vjp(torch.add, X, 1.0)
+    with pytest.raises(ValueError, match="greater than 0, got 0"):
+        transforms.jacrev(torch.sin, chunk_size=0)
+    with pytest.raises(RuntimeError, match="floating-point"):
+        transforms.jacrev(lambda x: x > 0)(X)
+
+
+def test_mismatched_batch_sizes_are_an_error():
+    with pytest.raises(ValueError, match="same size in the mapped dimension"):
+        transforms.vmap(transforms.grad(loss))(numbers(2, 3), numbers(4, 3))

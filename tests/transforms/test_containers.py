@@ -1,0 +1,168 @@
+"""Registered classes are containers, and dicts are known by their keys, in whatever order."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same
+
+import functx
+from functx import _tree, per_sample
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+torch.utils._pytree.register_dataclass(Batch)
+
+
+@dataclasses.dataclass
+class Unknown:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+W, X, Y = numbers(3, 2), numbers(5, 3), numbers(5, 2)
+
+
+def loss(w, batch):
+    return (batch.x @ w - batch.y).square().sum()
+
+
+def test_transforms_see_the_tensors_in_a_registered_class():
+    batch = Batch(X, Y)
+    expected = torch.func.grad(loss, 1)(W, batch)
+    assert_same(functx.grad(loss, 1)(W, batch).x, expected.x)
+    outputs, pullback = functx.vjp(lambda x: Batch(x.sin(), x.cos()), X)
+    assert_same(pullback(Batch(X, Y.new_zeros(5, 3)))[0], X * X.cos())
+    assert_same(outputs.x, X.sin())
+    region = functx.remat(loss)
+    found = functx.vmap(functx.grad(region), (None, Batch(0, 0)))(W, batch)
+    assert_same(found, torch.func.vmap(torch.func.grad(loss), (None, 0))(W, batch))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2, 1])
+def test_per_sample_maps_the_tensors_in_one(chunk_size):
+    expected = torch.func.vmap(torch.func.grad(loss), (None, 0))(W, Batch(X, Y))
+    f = per_sample.grads(loss, chunk_size=chunk_size)
+    assert_same(f(W, Batch(X, Y)), expected, eps=8)
+    assert_same(f(W, iter([Batch(X[:2], Y[:2]), Batch(X[2:], Y[2:])])), expected, eps=8)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [Unknown(X, Y), collections.UserDict(x=X, y=Y)],
+    ids=["dataclass", "mapping"],
+)
+def test_what_is_no_container_is_not_shared_by_mistake(batch):
+    """Each example would see the whole batch."""
+    f = per_sample.grads(lambda w, batch, y: (batch["x"] @ w - y).square().sum())
+    with pytest.raises(ValueError, match=r"is no pytree: pass a dict"):
+        f(W, batch, Y)
+    shared = per_sample.grads(lambda w, batch, y: (w * y).sum(), in_dims=(None, None, 0))
+    assert shared(W, batch, Y).shape == (5, 3, 2)
+
+
+FORWARD = {
+    "jvp": lambda f, one: functx.jvp(f, (one,), (one,)),
+    "jacfwd": lambda f, one: functx.jacfwd(f)(one),
+    "hessian": lambda f, one: functx.hessian(f)(one),
+}
+REVERSE = {
+    "grad": lambda f, one: functx.grad(f)(one),
+    "vjp": lambda f, one: functx.vjp(f, one),
+    "jacrev": lambda f, one: functx.jacrev(f)(one),
+    "linearize": lambda f, one: functx.linearize(f, one),
+}
+
+
+def product(one):
+    return (one.x * one.y).sum()
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *REVERSE])
+def test_a_class_that_is_no_pytree_is_named_with_what_makes_it_one(name):
+    """As torch does, which sees no tensors in it."""
+    x = numbers(3)
+    with pytest.raises((ValueError, RuntimeError), match=r"_pytree\.register_dataclass\(Unknown\)"):
+        {**FORWARD, **REVERSE}[name](product, Unknown(x, x))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_takes_what_torch_takes(name):
+    x = numbers(3)
+    found = FORWARD[name](product, Batch(x, x.cos()))
+    expected = getattr(torch.func, name)
+    one = Batch(x, x.cos())
+    wanted = expected(product, (one,), (one,)) if name == "jvp" else expected(product)(one)
+    assert_same(_tree.leaves(found), _tree.leaves(wanted))
+    with pytest.raises(RuntimeError, match="convert it with"):
+        functx.jvp(lambda x: x, (1.0,), (x,))
+
+
+PARAMS = {"a": numbers(3), "b": numbers(3, start=2.0)}
+BATCH = {"u": numbers(3), "v": numbers(4, 3)}
+
+
+def fit(p, x):
+    return (p["a"] * x["u"]).sin().sum() + (p["b"] * x["v"]).cos().sum()
+
+
+def turned(tree):
+    return dict(reversed(tree.items()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_norm": {"a": 100.0, "b": 0.1}},
+        {"max_norm": {"x": 100.0, "y": 0.1}, "groups": {"a": "x", "b": "y"}},
+    ],
+    ids=["thresholds", "groups"],
+)
+def test_thresholds_and_groups_go_by_key(options):
+    dims = (None, {"u": None, "v": 0})
+    expected = per_sample.clipped_sum(fit, in_dims=dims, **options)(PARAMS, BATCH)
+    each = functx.vmap(functx.grad(fit), dims)(PARAMS, BATCH)
+    assert_same(expected["a"], each["a"].sum(0), eps=8)
+    scale = (0.1 / each["b"].norm(dim=1)).clamp(max=1)
+    assert_same(expected["b"], (each["b"] * scale[:, None]).sum(0), eps=8)
+    for key in options:
+        other = options | {key: turned(options[key])}
+        assert_same(per_sample.clipped_sum(fit, in_dims=dims, **other)(PARAMS, BATCH), expected)
+    found = per_sample.clipped_sum(fit, in_dims=(None, turned(dims[1])), **options)
+    assert_same(found(turned(PARAMS), turned(BATCH)), turned(expected))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_dimensions_that_vmap_takes_go_by_key(chunk_size):
+    f = functx.vmap(fit, in_dims=(None, {"v": 0, "u": None}), chunk_size=chunk_size)
+    assert_same(
+        f(PARAMS, BATCH), torch.stack([fit(PARAMS, BATCH | {"v": v}) for v in BATCH["v"]]), eps=8
+    )
+    assert_same(f(turned(PARAMS), turned(BATCH)), f(PARAMS, BATCH))
+    with pytest.raises(ValueError, match="in_dims"):
+        functx.vmap(fit, in_dims=(None, {"v": 0}))(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_dimensions_that_vmap_gives_go_by_key(chunk_size):
+    def f(x):
+        return {"a": x.expand(3, 2), "b": [2 * x.expand(5, 2), x.sum()]}
+
+    x = numbers(7, 2)
+    expected = torch.func.vmap(f, out_dims={"a": 1, "b": 0}, chunk_size=chunk_size)(x)
+    assert expected["a"].shape == (3, 7, 2)
+    for out_dims in ({"a": 1, "b": 0}, {"b": 0, "a": 1}, {"b": [0, 0], "a": -2}):
+        assert_same(functx.vmap(f, 0, out_dims, chunk_size=chunk_size)(x), expected)
+    dims = ({"v": 0, "u": 0},)
+    found = functx.vmap(lambda d: f(d["u"]) | {"c": d["v"]}, dims, {"c": 1, "b": 0, "a": 1})
+    assert_same(found({"u": x, "v": x}), expected | {"c": x.mT})
+    for bad in ({"a": 1}, {"a": 1, "b": 0, "c": 0}, {"a": 1, "b": [0, 0, 0]}):
+        with pytest.raises(ValueError, match=r"out_dims .* don't fit"):
+            functx.vmap(f, out_dims=bad)(x)

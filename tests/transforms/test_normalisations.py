@@ -1,0 +1,176 @@
+"""Nested derivatives of normalisation layers, against central differences in float64."""
+
+import itertools
+
+import pytest
+import torch
+from cases import DTYPE, numbers
+from torch.nn import functional as F
+
+import functx
+
+X = numbers(2, 4, 3)
+ROWS = (numbers(3, start=1.0) + 1.5, numbers(3, start=2.0))
+CHANNELS = (numbers(4, start=1.0) + 1.5, numbers(4, start=2.0))
+STATISTICS = numbers(4), numbers(4).exp()
+LAYERS = {
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b), ROWS),
+    "layer_norm of matrices": (
+        lambda x, w, b: F.layer_norm(x, (4, 3), w, b),
+        (numbers(4, 3, start=1.0) + 1.5, numbers(4, 3, start=2.0)),
+    ),
+    "layer_norm without weight": (lambda x: F.layer_norm(x, (3,)), ()),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), CHANNELS),
+    "batch_norm in eval": (
+        lambda x, w, b: F.batch_norm(x, *(t.to(x.dtype) for t in STATISTICS), w, b),
+        CHANNELS,
+    ),
+    "batch_norm without weight": (lambda x: F.batch_norm(x, None, None, training=True), ()),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), CHANNELS),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), CHANNELS),
+    "rms_norm": (lambda x, w, b: F.rms_norm(x, (3,), w) + b, ROWS),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    return LAYERS[request.param]
+
+
+def matrix(blocks, sizes):
+    """Nested tuples of derivatives as one square matrix."""
+    return torch.cat(
+        [
+            torch.cat([b.reshape(m, n) for b, n in zip(row, sizes)], 1)
+            for row, m in zip(blocks, sizes)
+        ]
+    )
+
+
+def differences(gradient, args, h=1e-5):
+    """The matrix of second derivatives, column by column, by central differences."""
+    columns = []
+    for k, arg in enumerate(args):
+        for unit in torch.eye(arg.numel(), dtype=DTYPE).view(-1, *arg.shape):
+            there, back = (
+                torch.cat(
+                    [g.flatten() for g in gradient(*args[:k], arg + s * unit, *args[k + 1 :])]
+                )
+                for s in (h, -h)
+            )
+            columns.append((there - back) / (2 * h))
+    return torch.stack(columns, 1)
+
+
+def loss(f):
+    return lambda *args: (f(*args).sin() * numbers(*X.shape, start=0.3)).sum()
+
+
+WAYS = {
+    "hessian": lambda f, n: functx.hessian(f, argnums=n),
+    "jacrev of jacrev": lambda f, n: functx.jacrev(functx.jacrev(f, argnums=n), argnums=n),
+    "jacrev of grad": lambda f, n: functx.jacrev(functx.grad(f, argnums=n), argnums=n),
+    "jacfwd of grad": lambda f, n: functx.jacfwd(functx.grad(f, argnums=n), argnums=n),
+    "jacrev of jacfwd": lambda f, n: functx.jacrev(functx.jacfwd(f, argnums=n), argnums=n),
+    "jacfwd of jacfwd": lambda f, n: functx.jacfwd(functx.jacfwd(f, argnums=n), argnums=n),
+    "torch.func inside": lambda f, n: functx.jacrev(torch.func.jacrev(f, argnums=n), argnums=n),
+}
+
+
+PAIRS = [*itertools.product(LAYERS, WAYS)]
+IN_REGIONS = [(i + i // len(WAYS)) % 2 == 0 for i in range(len(PAIRS))]  # half of them
+
+
+@pytest.mark.parametrize(("pair", "remat"), [*zip(PAIRS, IN_REGIONS)])
+def test_second_derivatives_are_those_of_the_definition(pair, remat):
+    f, rest = LAYERS[pair[0]]
+    args, numbers_of = (X, *rest), tuple(range(1 + len(rest)))
+    f = loss(f)
+    expected = differences(functx.grad(f, argnums=numbers_of), args)
+    found = WAYS[pair[1]](functx.remat(f) if remat else f, numbers_of)(*args)
+    torch.testing.assert_close(
+        matrix(found, [a.numel() for a in args]), expected, rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("remat", [lambda f: f, functx.remat])
+def test_a_third_order_in_reverse_is_that_of_the_definition(remat):
+    a, c = torch.tensor([1.0, -1.0, 0.5]), torch.tensor([1.0, 2.0, 4.0])
+    f = remat(lambda s: (F.layer_norm(a * s + a**2, (3,)) * c).sum())
+    third = functx.grad(functx.grad(functx.grad(f)))(torch.tensor(0.7))
+    torch.testing.assert_close(third, torch.tensor(4.716), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("outer", ["grad", "jvp", "backward"])
+def test_per_example_gradients_are_differentiable(layer, outer):
+    """``grad(vmap(grad(f)))``, against a loop over the examples."""
+    f, rest = loss(layer[0]), layer[1]
+    args = (torch.stack([X, X.cos()]), *rest)
+    numbers_of = tuple(range(len(args)))
+    gradient = functx.grad(f, argnums=numbers_of)
+
+    def batched(x, *rest):
+        return functx.vmap(gradient, in_dims=(0, *(None for _ in rest)))(x, *rest)
+
+    def looped(x, *rest):
+        return [torch.stack(g) for g in zip(*(gradient(one, *rest) for one in x))]
+
+    def derivative(of):
+        def value(*args):
+            return sum((g * numbers(*g.shape, start=0.7)).sum() for g in of(*args))
+
+        if outer == "jvp":
+            return functx.jvp(value, args, tuple(a.cos() for a in args))[1]
+        if outer == "grad":
+            return functx.grad(value, argnums=numbers_of)(*args)
+        leaves = [a.clone().requires_grad_() for a in args]
+        return torch.autograd.grad(value(*leaves), leaves)
+
+    torch.testing.assert_close(derivative(batched), derivative(looped), rtol=1e-10, atol=1e-11)
+
+
+PER_EXAMPLE = {
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f)),
+    "vmap(jacrev)": lambda f: functx.vmap(functx.jacrev(f)),
+    "vmap(jacfwd)": lambda f: functx.vmap(functx.jacfwd(f)),
+    "remat(vmap(grad))": lambda f: functx.remat(functx.vmap(functx.grad(f))),
+}
+
+
+@pytest.mark.parametrize("remat", [lambda f: f, functx.remat])
+@pytest.mark.parametrize("way", PER_EXAMPLE)
+def test_plain_autograd_follows_to_a_weight_of_the_closure(way, remat):
+    """Twice, as the gradient penalty of a model that is not an argument is trained."""
+    rows = torch.stack([X, X.cos()])
+
+    def derivatives(transform, remat):
+        w = ROWS[0].clone().requires_grad_()
+        f = remat(loss(lambda x: F.layer_norm(x.sin(), (3,), w)))
+        (first,) = torch.autograd.grad(transform(f)(rows).sin().sum(), w, create_graph=True)
+        return first, torch.autograd.grad(first.sin().sum(), w)[0]
+
+    def looped(f):
+        return lambda rows: torch.stack([functx.grad(f)(x) for x in rows])
+
+    expected = derivatives(looped, lambda f: f)
+    torch.testing.assert_close(derivatives(PER_EXAMPLE[way], remat), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remat"), [(torch.float32, functx.remat), (torch.bfloat16, lambda f: f)]
+)
+def test_first_derivatives_are_those_of_torch_bit_by_bit(layer, dtype, remat):
+    f, args = layer[0], [t.to(dtype) for t in (torch.stack([X, X.cos()]), *layer[1])]
+
+    def gradients(transforms, f):
+        each = transforms.grad(lambda *args: f(*args).float().sin().sum(), tuple(range(len(args))))
+        return transforms.vmap(each, (0, *(None for _ in args[1:])))(*args)
+
+    for found, expected in zip(gradients(functx, remat(f)), gradients(torch.func, f)):
+        assert torch.equal(found, expected)
+
+
+def test_values_are_those_of_torch_bit_by_bit(layer):
+    args = tuple(t.float() for t in (X, *layer[1]))
+    inner = functx.vjp(lambda x: functx.vjp(layer[0], x, *args[1:])[0], args[0])[0]
+    assert torch.equal(inner, layer[0](*args))

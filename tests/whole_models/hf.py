@@ -1,0 +1,160 @@
+"""Tiny random models of Hugging Face: transformers of many families, and a U-Net of diffusers."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def sizes(text):
+    """``"a=1 b=2"`` as a dictionary."""
+    return {key: int(value) for key, value in (pair.split("=") for pair in text.split())}
+
+
+class Case(NamedTuple):
+    """A model to build (its class and its configuration's), and the kind of its inputs."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    kind: str = "causal"
+
+
+TEXT = sizes(
+    "vocab_size=31 hidden_size=16 intermediate_size=24 num_hidden_layers=3 num_attention_heads=2"
+    " max_position_embeddings=32 pad_token_id=0 bos_token_id=1 eos_token_id=2"
+)
+GPT2 = sizes("vocab_size=31 n_embd=16 n_layer=3 n_head=2 n_positions=32")
+IMAGES = sizes(
+    "hidden_size=16 intermediate_size=24 num_hidden_layers=3 num_attention_heads=2"
+    " image_size=8 patch_size=2 num_channels=1"
+)
+T5 = sizes(
+    "vocab_size=31 d_model=16 d_kv=8 d_ff=24 num_layers=2 num_heads=2 decoder_start_token_id=0"
+)
+BART = sizes(
+    "vocab_size=31 d_model=16 encoder_layers=2 decoder_layers=2 encoder_attention_heads=2"
+    " decoder_attention_heads=2 encoder_ffn_dim=24 decoder_ffn_dim=24 max_position_embeddings=32"
+    " decoder_start_token_id=0"
+) | {"forced_eos_token_id": None}
+NEO = sizes("vocab_size=31 hidden_size=16 num_layers=2 num_heads=2 max_position_embeddings=32")
+RECURRENT = sizes("vocab_size=31 hidden_size=16 num_hidden_layers=2")
+GROUPED, HEADS = TEXT | {"num_key_value_heads": 1}, {"head_dim": 8}
+EXPERTS = GROUPED | {
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "experts_implementation": "batched_mm",  # the others depend on values, which vmap can't
+}
+EXPERTS_OF_3 = EXPERTS | sizes("num_experts=3 moe_intermediate_size=8")
+
+
+def of(name, options, task="ForCausalLM", kind="causal", config=""):
+    return Case(name + task, (config or name) + "Config", options, kind)
+
+
+def labels(name, options):
+    return of(name, options, "ForSequenceClassification", "labels")
+
+
+def images(name, options=IMAGES):
+    return of(name, options, "ForImageClassification", "images")
+
+
+def translation(name, options):
+    return of(name, options, "ForConditionalGeneration", "translation")
+
+
+CASES = {
+    "gpt2": of("GPT2", GPT2 | sizes("bos_token_id=1 eos_token_id=2"), "LMHeadModel"),
+    "llama": of("Llama", GROUPED),
+    "mistral": of("Mistral", GROUPED | {"sliding_window": 4}),
+    "qwen2": of("Qwen2", GROUPED),
+    "bert": labels("Bert", TEXT),
+    "vit": images("ViT"),
+    "mixtral": of("Mixtral", EXPERTS | {"num_local_experts": 3}),
+    "qwen2_moe": of(
+        "Qwen2Moe", EXPERTS_OF_3 | sizes("shared_expert_intermediate_size=8 decoder_sparse_step=1")
+    ),
+    "t5": translation("T5", T5),
+    "bart": translation("Bart", BART),
+    "gemma2": of("Gemma2", GROUPED | HEADS),
+    "opt": of("OPT", TEXT | sizes("ffn_dim=24 word_embed_proj_dim=16")),
+    "falcon": of("Falcon", TEXT),
+    "gpt_neox": of("GPTNeoX", TEXT),
+}
+MORE = {  # for the sweep
+    "phi": of("Phi", TEXT),
+    "distilbert": labels(
+        "DistilBert", sizes("vocab_size=31 dim=16 n_layers=3 n_heads=2 hidden_dim=24")
+    ),
+    "roberta": labels("Roberta", TEXT | {"max_position_embeddings": 64}),
+    "modernbert": labels("ModernBert", TEXT),
+    "gemma3": of("Gemma3", GROUPED | HEADS, config="Gemma3Text"),
+    "qwen3": of("Qwen3", GROUPED | HEADS),
+    "gptj": of("GPTJ", GPT2 | {"rotary_dim": 4}),
+    "gpt_neo": of("GPTNeo", NEO | {"attention_types": [[["global", "local"], 1]]}),
+    "mpt": of("Mpt", sizes("vocab_size=31 d_model=16 n_layers=2 n_heads=2 max_seq_len=32")),
+    "olmoe": of("Olmoe", EXPERTS | {"num_experts": 3}),
+    "qwen3_moe": of("Qwen3Moe", EXPERTS_OF_3 | HEADS),
+    "mamba": of("Mamba", RECURRENT | {"state_size": 4}),
+    "rwkv": of("Rwkv", RECURRENT | {"context_length": 32}),
+    "dinov2": images("Dinov2"),
+    "swin": images(
+        "Swin",
+        sizes("image_size=8 patch_size=2 num_channels=1 embed_dim=8 window_size=2")
+        | {"depths": [1, 1], "num_heads": [2, 2]},
+    ),
+}
+
+
+def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
+    """A model in training mode, from a fixed seed."""
+    import transformers
+
+    case = (CASES | MORE)[name]
+    config = getattr(transformers, case.config)(**case.options)
+    for key in vars(config):
+        if key.endswith(("dropout", "dropout_prob", "pdrop", "dropout_rate", "layerdrop")):
+            setattr(config, key, dropout)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return getattr(transformers, case.model)(config).to(dtype).train()
+
+
+def batch(name, examples=3, length=6, dtype=torch.float64):
+    """Inputs of some examples, with a first dimension for the examples and one of size 1."""
+    g = torch.Generator().manual_seed(1)
+    kind = (CASES | MORE)[name].kind
+    if kind == "images":
+        pixels = torch.rand(examples, 1, 1, 8, 8, generator=g, dtype=dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 2, (examples, 1), generator=g)}
+    ids = torch.randint(3, 31, (examples, 1, length), generator=g)
+    if kind == "labels":
+        return {"input_ids": ids, "labels": torch.randint(0, 2, (examples, 1), generator=g)}
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "translation":
+        inputs["labels"] = torch.randint(3, 31, (examples, 1, length - 1), generator=g)
+    return inputs
+
+
+def parameters(model):
+    """Detached parameters by name, tied ones once."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def build_unet():
+    """A U-Net of diffusers with attention, in training mode, from a fixed seed."""
+    import diffusers
+
+    torch.manual_seed(0)
+    model = diffusers.UNet2DModel(
+        **sizes("sample_size=16 in_channels=1 out_channels=1 layers_per_block=1 norm_num_groups=4"),
+        attention_head_dim=4,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return model.double().train()

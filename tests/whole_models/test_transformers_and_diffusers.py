@@ -1,0 +1,206 @@
+"""Models of Hugging Face with checkpointing: per-sample gradients, training, less memory.
+
+What `tests/remat/test_transformers.py` asserts of three of them holds for all families.
+"""
+
+import pytest
+import torch
+from references import assert_same, peak
+
+import functx
+
+from . import hf
+
+pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing_enable.*:FutureWarning",
+    "ignore:functx.*cache of keys",
+    "ignore:There is a performance drop",  # experts are counted by histc
+)
+
+LENGTH = 28
+WAYS = ("patch", "apply")
+# Hooks record router logits, which leave the layers otherwise than by return.
+RECORDING = ("mixtral", "qwen2_moe")
+
+
+def checkpointed(model, way):
+    """``model``, checkpointed, and the context to use it in."""
+    if way == "patch":
+        with functx.patch_checkpoint():
+            model.gradient_checkpointing_enable()
+        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
+        return model, functx.patch_checkpoint()
+    return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()
+
+
+def per_sample(model, inputs):
+    def loss(parameters, inputs):
+        return functx.functional_call(model, parameters, (), inputs).loss
+
+    return functx.vmap(functx.grad(loss), (None, 0), randomness="different")(
+        hf.parameters(model), inputs
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in hf.CASES if name not in RECORDING])
+def test_per_sample_gradients_are_those_of_the_model_in_less_memory(name):
+    inputs, plain = hf.batch(name, length=LENGTH), hf.build(name)
+    expected, plain_peak = per_sample(plain, inputs), peak(per_sample, plain, inputs)
+    assert all(g.shape[0] == 3 for g in expected.values())
+    assert sum(g.abs().max() > 1e-6 for g in expected.values()) > len(expected) / 2
+    model, context = checkpointed(plain, WAYS[[*hf.CASES].index(name) % 2])
+    with context:
+        assert_same(per_sample(model, inputs), expected, eps=64)
+        assert peak(per_sample, model, inputs) < 0.8 * plain_peak
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*hf.MORE, *(name for name in hf.CASES if name not in RECORDING)])
+def test_per_sample_gradients_of_more_models(name, way):
+    inputs = hf.batch(name)
+    model, context = checkpointed(hf.build(name), way)
+    with context:
+        assert_same(per_sample(model, inputs), per_sample(hf.build(name), inputs), eps=1024)
+
+
+def test_without_functx_they_raise():
+    model = hf.build("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(RuntimeError, match=r"requires_grad_|saved tensor hooks"):
+        per_sample(model, hf.batch("llama"))
+
+
+@pytest.mark.parametrize("name", RECORDING)
+def test_recorded_router_logits_are_an_error_under_transforms(name):
+    model = functx.apply_remat(hf.build(name), "gradient_checkpointing")
+    with pytest.raises(functx.RematError, match="otherwise than by return"):
+        per_sample(model, hf.batch(name))
+
+
+@pytest.mark.parametrize(("name", "attention"), [("bert", "sdpa"), ("llama", "eager")])
+def test_padding_is_masked_by_example(name, attention):
+    """Of a mask that vmap maps, transformers can't ask whether it masks anything."""
+    model = functx.apply_remat(hf.build(name, attention=attention), "gradient_checkpointing")
+    inputs = {key: value[:, 0] for key, value in hf.batch(name, length=LENGTH).items()}
+    inputs["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [2], [5]])).long()
+    pair = (model, lambda output: output.loss)
+    mapped = functx.per_sample.grads(pair)(inputs)
+    assert_same(mapped, functx.per_sample.grads(pair, chunk_size=1)(inputs), eps=64)
+
+
+def train(model, inputs, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "attention"),
+    [("bert", "patch", "sdpa"), ("vit", "apply", "sdpa"), ("t5", "patch", "eager")],
+)
+def test_training_with_dropout_is_that_of_the_model(name, way, attention):
+    inputs = {k: v.flatten(0, 1) for k, v in hf.batch(name).items()}
+    build = {"dropout": 0.2, "attention": attention}
+    model, context = checkpointed(hf.build(name, **build), way)
+    with context:
+        ours = train(model, inputs)
+    assert_same(ours, train(hf.build(name, **build), inputs), eps=256)
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name):
+    def run(model):
+        inputs = {k: v[0] for k, v in hf.batch(name).items()}
+        loss = model(**inputs, use_cache=True).loss
+        return torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+
+    functx._transformers._warn_once.cache_clear()
+    model = functx.apply_remat(hf.build(name), "gradient_checkpointing")
+    with pytest.warns(UserWarning, match=r"no cache of keys.*use_cache=False"):
+        ours = run(model)
+    assert_same(ours, run(hf.build(name)), eps=64)
+
+
+def test_what_transformers_checkpoints_already_is_refused():
+    model = hf.build("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable"):
+        functx.apply_remat(model, "gradient_checkpointing")
+    unet = hf.build_unet()
+    unet.enable_gradient_checkpointing()
+    with pytest.raises(ValueError, match="disable_gradient_checkpointing"):
+        functx.apply_remat(unet, "gradient_checkpointing")
+
+
+# The compiler takes seconds for the smallest of models.
+def test_a_checkpointed_model_can_be_compiled():
+    torch._dynamo.reset()
+    inputs = {k: v.flatten(0, 1) for k, v in hf.batch("llama", dtype=torch.float32).items()}
+
+    def gradients(model, compiled):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        run(**inputs, use_cache=False).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model, context = checkpointed(hf.build("llama"), "apply")
+    with context:
+        assert_same(gradients(model, True), gradients(hf.build("llama"), False), eps=1e4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_per_sample_gradients_of_a_u_net(way):
+    g = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 1, 1, 16, 16, generator=g, dtype=torch.float64)
+    model = hf.build_unet()
+
+    def gradients():
+        def loss(parameters, image, step):
+            out = functx.functional_call(model, parameters, (image, step))
+            return (out.sample - image).square().mean()
+
+        steps = torch.tensor([[3], [50], [900]])
+        return functx.vmap(functx.grad(loss), (None, 0, 0))(hf.parameters(model), images, steps)
+
+    expected, plain_peak = gradients(), peak(gradients)
+    context = torch.enable_grad()
+    if way == "patch":
+        model.enable_gradient_checkpointing()  # looks torch's function up in each call
+        context = functx.patch_checkpoint()
+    else:
+        functx.apply_remat(model, "gradient_checkpointing")
+    with context:
+        assert_same(gradients(), expected, eps=256)
+        assert peak(gradients) < 0.85 * plain_peak
+
+
+def test_a_transformer_of_diffusers_with_one_list_of_blocks():
+    torch.manual_seed(0)
+    options = "num_attention_heads=2 attention_head_dim=8 in_channels=4 out_channels=4 num_layers=2"
+    options += " cross_attention_dim=16 sample_size=16 patch_size=2 caption_channels=8"
+    model = diffusers.PixArtTransformer2DModel(
+        **hf.sizes(options), use_additional_conditions=False
+    ).double()
+    g = torch.Generator().manual_seed(1)
+    image = torch.randn(1, 4, 16, 16, generator=g, dtype=torch.float64)
+    caption = torch.randn(1, 5, 8, generator=g, dtype=torch.float64)
+
+    def gradients():
+        out = model(image, caption, torch.tensor([3])).sample.square().mean()
+        return torch.autograd.grad(out, list(model.parameters()), materialize_grads=True)
+
+    expected, plain_peak = gradients(), peak(gradients)
+    functx.apply_remat(model, "gradient_checkpointing")
+    assert_same(gradients(), expected, eps=64)
+    assert peak(gradients) < 0.8 * plain_peak
