@@ -39,7 +39,7 @@ class Writes:
             if number not in self.made and levels.is_tracked(standin):
                 raise departures.written(self.title, [standin])
             if storage not in self.before:
-                self.before[storage] = levels.base_of(standin).untyped_storage().clone()
+                self.before[storage] = _copy_of_memory(levels.base_of(standin))
 
     def inputs_written(self) -> list[list[int]]:
         """The inputs that lie in written memory, storage by storage."""
@@ -72,19 +72,30 @@ def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
             standins[i] = levels.rebased(standins[i], levels.at_depth(0, base.clone))
         return standins
     for numbers in written:
-        storage = levels.base_of(standins[numbers[0]]).untyped_storage().clone()
+        memory = _copy_of_memory(levels.base_of(standins[numbers[0]]))
         for i in numbers:
-            base = _view(levels.base_of(standins[i]), storage)
+            base = _view(levels.base_of(standins[i]), memory)
             standins[i] = levels.rebased(standins[i], base)
     return standins
 
 
-def _view(t: Tensor, storage: Any) -> Tensor:
+def _copy_of_memory(t: Tensor) -> Tensor:
+    """A copy of the whole storage of ``t``, flat."""
+
+    def copy() -> Tensor:
+        with torch.no_grad():
+            size = t.untyped_storage().nbytes() // t.element_size()
+            return t.as_strided((size,), (1,), 0).clone()
+
+    return levels.at_depth(0, copy)
+
+
+def _view(t: Tensor, memory: Tensor) -> Tensor:
     """A tensor laid out as ``t`` in other memory."""
 
     def view() -> Tensor:
         with torch.no_grad():
-            empty = torch.empty(0, dtype=t.dtype, device=t.device)
-            return empty.set_(storage, t.storage_offset(), t.size(), t.stride())
+            flat = memory if memory.dtype is t.dtype else memory.view(t.dtype)
+            return flat.as_strided(t.size(), t.stride(), t.storage_offset())
 
     return levels.at_depth(0, view)

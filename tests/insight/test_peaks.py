@@ -147,8 +147,10 @@ def test_a_chain_in_segments_peaks_as_torchs(length, segments):
     def torchs(x):
         return checkpoint_sequential(layers, segments, x, use_reentrant=False)
 
+    # A region hands over all gradients of its parameters at once: a layer's are there earlier.
+    gradients = sum(p.nbytes for p in layers[0].parameters())
     assert ours <= peak(run, by_hand)
-    assert ours <= peak(run, torchs)
+    assert ours <= peak(run, torchs) + gradients
 
 
 class Adapted(nn.Module):
