@@ -18,11 +18,10 @@ from functx import _torch
 from functx._remat import leaving, levels, liveness, node, plans, saving
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
-from functx._remat.guard import Noted
+from functx._remat.guard import Entry
 from functx._remat.ledger import Record
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.region import NEVER, Inputs, Options, Region
-from functx._remat.settings import Settings
 from functx._remat.writes import Writes
 
 
@@ -49,31 +48,22 @@ def run(
     Returns:
         The body's results, on nodes that replay it.
     """
-    noted, settings, outer = Noted(), Settings(), listening()
-    try:
-        if outer is not None:
-            tensors = outer.take(options.name, tensors)
-            outer.asleep, last = True, outer.last
-        settings.stop_caching()
-        noted.take_hooks()
+    outer = listening()
+    if outer is not None:
+        tensors = outer.take(options.name, tensors)
+        last = outer.last
+    with Entry(outer) as entry:
+        entry.stop_caching(entry.settings)
+        entry.take_hooks()
         region = Region()
         region.title, region.identity, region.body = title, identity, again
-        region.options, region.settings = options, settings
+        region.options, region.settings = options, entry.settings
         results, further = _run(region, body, tensors, outer, trace)
-        noted.put_hooks_back()
-        settings.go_on_caching()
-        if outer is not None:
-            outer.asleep, outer.last = False, last
-            outer.give(results)
-            outer.give_further(further)
-        return results
-    except BaseException:
-        noted.cut_back()
-        settings.put(Settings())
-        settings.go_on_caching()
-        if outer is not None:
-            outer.asleep = False
-        raise
+    if outer is not None:
+        outer.last = last
+        outer.give(results)
+        outer.give_further(further)
+    return results
 
 
 def _run(

@@ -14,14 +14,24 @@ import torch
 
 from functx import _torch
 from functx._remat import levels
+from functx._remat.settings import Settings
 
 
-class Noted:
-    """The depth of torch's stacks, and its modes, at an entry."""
+class Entry:
+    """The depth of torch's stacks, its modes and settings, at an entry: a context.
 
-    __slots__ = ("dispatch", "duals", "function", "functorch", "fwd", "grad", "hooks", "nesting")
+    Attributes:
+        settings: what torch had set.
+        outer: the listener of the region around, which sleeps in the context.
+        restored: generators that were set back, if any.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        *("dispatch", "duals", "function", "functorch", "fwd", "grad", "hooks", "nesting"),
+        *("outer", "restored", "settings", "uncached"),
+    )
+
+    def __init__(self, outer: Any) -> None:
         self.function = _torch.function_depth()
         self.dispatch = _torch.dispatch_depth()
         self.functorch = _torch.functorch_depth()
@@ -30,6 +40,35 @@ class Noted:
         self.duals = _torch.forward_mode._current_level
         self.nesting = _torch.jvp_levels.JVP_NESTING
         self.hooks: list[Any] = []  # saved-tensor hooks that the entry took off, outermost last
+        self.settings = Settings()
+        self.outer, self.restored, self.uncached = outer, None, False
+
+    def __enter__(self) -> Entry:
+        if self.outer is not None:
+            self.outer.asleep = True
+        return self
+
+    def __exit__(self, kind: Any, *raised: object) -> None:
+        if kind is not None:
+            self.cut_back()
+            self.settings.put(Settings())
+        if self.restored is not None:
+            self.restored.put_back()
+        if self.hooks:
+            self.put_hooks_back()
+        if self.uncached:
+            torch.set_autocast_cache_enabled(True)
+        if self.outer is not None:
+            self.outer.asleep = False
+
+    def stop_caching(self, settings: Settings) -> None:
+        """Do without autocast's cache of casted weights.
+
+        Whether a cast runs would show in a replay, and one made in a region would be on its tape.
+        """
+        if settings.caches:
+            self.uncached = True
+            torch.set_autocast_cache_enabled(False)
 
     def cut_back(self, functorch: int | None = None, modes: int = 0) -> None:
         """Undo what was entered since, but for some function modes, and levels to some depth."""
@@ -39,7 +78,6 @@ class Noted:
             _torch.pop_dispatch_mode(None)
         levels.leave_to(self.functorch if functorch is None else functorch)
         self.settle()
-        self.put_hooks_back()
 
     def settle(self) -> None:
         """Put the modes back that levels change."""

@@ -81,10 +81,14 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
-def _sharing(results: list[tuple[Tensor, bool]]) -> list[tuple[Tensor, bool]]:
-    """Results, and whether each shares its memory with an input, or with another."""
+def _sharing(results: list[tuple[Tensor, bool]], n: int) -> list[tuple[Tensor, bool]]:
+    """Results, and whether each shares its memory with an input, or with another.
+
+    The first ``n`` were returned. The others are the program's own tensors, which stay themselves.
+    """
     memory = [storage_of(levels.base_of(t)) for t, _ in results]
-    return [(t, held or memory.count(m) > 1) for (t, held), m in zip(results, memory)]
+    shared = [held or memory.count(m) > 1 for (_, held), m in zip(results, memory)]
+    return [(t, s and i < n) for i, ((t, _), s) in enumerate(zip(results, shared))]
 
 
 def attach(
@@ -121,7 +125,7 @@ def attach(
     payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
     behind = [(results[i], not level and inputs.holds(results[i])) for i in payload.wanted]
     if len(behind) > 1 and not level:
-        behind = _sharing(behind)
+        behind = _sharing(behind, sum(i < region.n_results for i in payload.wanted))
     requiring = [t for t, r in zip(values, requires) if r] + leaves
     if _torch.peek_interpreter() is None:
         got = RegionNode.apply(payload, behind, saved, *requiring)

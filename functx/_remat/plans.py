@@ -58,7 +58,7 @@ _plans: dict[Any, Plan | None] = {}
 def identity_of(f: Any, around: tuple[Any, ...] = ()) -> Any:
     """What tells a function from others that make other calls; ``None`` if it can't be told.
 
-    Its code, and what it closes over or is a method of, but for tensors and numbers.
+    Its code, and what it closes over or is a method of, but for tensors and floating point numbers.
     """
     kind = type(f)
     if kind is FunctionType:
@@ -80,8 +80,8 @@ def identity_of(f: Any, around: tuple[Any, ...] = ()) -> Any:
 def _in_cell(content: Any, around: tuple[Any, ...]) -> Any:
     if isinstance(content, Tensor):
         return Tensor
-    if type(content) in (int, float):
-        return type(content)
+    if type(content) is float:
+        return float
     if type(content) in ATOMS:
         return (content,)
     return identity_of(content, around) or _reference(content)

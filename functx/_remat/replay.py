@@ -21,12 +21,11 @@ from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, INSIDE, RETURN, Call
 from functx._remat.functions import READERS
-from functx._remat.guard import Noted
+from functx._remat.guard import Entry
 from functx._remat.ledger import BeginAgain, Record, Rerun
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
-from functx._remat.settings import Settings
 from functx._remat.writes import copied
 
 
@@ -120,58 +119,39 @@ def replay(
         the leaves that the values have become. Where ``wanted`` is ``None``, all results themselves
         and what was written, at that level, and nothing is left out.
     """
-    noted = Noted()
-    outer = listening()
-    found = Settings()
-    restored = None
-    depth = 0
-    if noted.functorch:
-        depth = min(max(level - 1, 0, *map(_torch.level_of, values)), noted.functorch)
-    attempt = partial(_attempt, region, level, values, requires, kept, wanted)
-
-    def run() -> tuple[list[Any], list[Tensor]]:
-        try:
-            return attempt(None if wanted is None else region.live)
-        except BeginAgain:
-            noted.cut_back(depth, len(modes))
-            if restored is not None:
-                restored.rewind()
-            return attempt(None)
-
-    try:
-        if outer is not None:
-            outer.asleep = True
+    with Entry(listening()) as entry:
+        depth = 0
+        if entry.functorch:
+            depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)
         if region.draws is not None and region.draws:
             _tell_of_draws(region)
-            restored = region.draws.begin_again()
-        region.settings.put(found)
-        region.settings.stop_caching()
-        modes = region.settings.modes(found)
+            entry.restored = region.draws.begin_again()
+        region.settings.put(entry.settings)
+        entry.stop_caching(region.settings)
+        modes = region.settings.modes(entry.settings)
         for mode in modes:
             _torch.push_function_mode(mode)
+        attempt = partial(_attempt, region, level, values, requires, kept, wanted)
+
+        def run() -> tuple[list[Any], list[Tensor]]:
+            try:
+                return attempt(None if wanted is None else region.live)
+            except BeginAgain:
+                entry.cut_back(depth, len(modes))
+                if entry.restored is not None:
+                    entry.restored.rewind()
+                return attempt(None)
+
         around = observers.of_replays if wanted is not None else []
         result = levels.at_depth(depth, run) if not around else _within(around, region, depth, run)
         for _ in modes:
             _torch.pop_function_mode()
-        region.settings.go_on_caching()
-        found.put(region.settings)
-        noted.settle()
-        if restored is not None:
-            differing = restored.differ()
-            restored.put_back()
-            if differing is not None and region.options.determinism_check != "none":
-                raise departures.drawn_by_others(region, differing)
-        if outer is not None:
-            outer.asleep = False
-        return result
-    except BaseException:
-        noted.cut_back()
-        found.put(Settings())
-        if restored is not None:
-            restored.put_back()
-        if outer is not None:
-            outer.asleep = False
-        raise
+        entry.settings.put(region.settings)
+        entry.settle()
+        drawn = None if entry.restored is None else entry.restored.differ()
+        if drawn is not None and region.options.determinism_check != "none":
+            raise departures.drawn_by_others(region, drawn)
+    return result
 
 
 def _within(around: list[Any], region: Region, depth: int, run: Callable[[], Any]) -> Any:

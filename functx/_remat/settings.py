@@ -47,19 +47,6 @@ class Settings:
         if self.casts != now.casts:
             _put_casts(self.casts)
 
-    def stop_caching(self) -> None:
-        """Do without autocast's cache of casted weights.
-
-        Whether a cast runs would show in a replay, and one made in a region would be on its tape.
-        """
-        if self.caches:
-            torch.set_autocast_cache_enabled(False)
-
-    def go_on_caching(self) -> None:
-        """Undo `stop_caching`."""
-        if self.caches:
-            torch.set_autocast_cache_enabled(True)
-
 
 def _casts() -> dict[str, tuple[bool, torch.dtype]]:
     return {
