@@ -22,11 +22,7 @@ from functx._remat.statics import check_static, checked_static
 from functx._validate import checked_budget
 
 F = TypeVar("F", bound=Callable[..., Any])
-_RUN_LATER = (
-    inspect.isgeneratorfunction,
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-)
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 @overload
@@ -115,9 +111,10 @@ def remat(
         debug=debug,
         budget=budget,
         static=checked_static(static_argnums, static_argnames),
+        name="" if f is None else name_of(f),
     )
     if f is None:
-        return functools.partial(_rematted, options=options)
+        return lambda f: _rematted(f, replace(options, name=name_of(f)))
     return _rematted(f, options)
 
 
@@ -129,6 +126,7 @@ def checked_options(
     debug: bool = False,
     budget: Any = None,
     static: Any = None,
+    name: str = "a function",
 ) -> Options:
     """What the caller asked for; a ``TypeError`` or ``ValueError`` if no region can do it."""
     if determinism_check not in ("default", "none"):
@@ -159,6 +157,7 @@ def checked_options(
         budget=budget,
         plans=None if budget is None else Plans(),
         static=static,
+        name=name,
     )
 
 
@@ -199,7 +198,7 @@ class Rematted(Wrapper):
 
 def _rematted(f: Any, options: Options) -> Any:
     if isinstance(f, nn.Module):
-        return remat_module(f, replace(options, name=type(f).__name__))
+        return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))
     if not callable(f):
@@ -208,12 +207,16 @@ def _rematted(f: Any, options: Options) -> Any:
             "an nn.Module; to set options only, use remat(option=...) as a decorator."
         )
     warn_if_later(f)
-    return Rematted(f, replace(options, name=name_of(f)))
+    return Rematted(f, options)
 
 
 def warn_if_later(f: Any) -> None:
     """Warn of a function whose body runs after the call (rule 7)."""
-    if any(runs_later(f) for runs_later in _RUN_LATER):
+    function = getattr(f, "__func__", f)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & _RUNS_LATER:
         warnings.warn(
             f"remat: {name_of(f)} is a generator or coroutine function, whose body runs after the "
             "call, outside of any region: nothing is computed again. Make a region of what it does "
@@ -224,6 +227,8 @@ def warn_if_later(f: Any) -> None:
 
 def name_of(f: Any) -> str:
     """What messages call ``f``."""
+    if isinstance(f, nn.Module):
+        return type(f).__name__
     while isinstance(f, functools.partial):
         f = f.func
     return getattr(f, "__qualname__", None) or type(f).__qualname__

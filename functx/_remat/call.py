@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, levels, plans, traced
+from functx._remat import arguments, cells, departures, distributed, forward, levels, plans, traced
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -62,7 +62,8 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     def again(*ts: Tensor) -> list[Tensor]:
         return _flat(call_again(ts), None)
 
-    results = traced.run(body, again, tensors, options, title, plans.identity_of(f))
+    runner = traced.run if traced.keeping() else forward.run
+    results = runner(body, again, tensors, options, title, plans.identity_of(f))
     return _built(results, result[0])
 
 

@@ -10,6 +10,7 @@ call of a log is "return", which is given the results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +68,42 @@ def is_plain(a: Any) -> bool:
     return type(a) in (list, tuple) and all(type(x) in ATOMS for x in a)
 
 
-def array(a: Any) -> Any:
+def listed(a: Any, given: list[Any], place: Callable[..., Any]) -> Any:
+    """Append to ``given`` what an argument is; returns it, with other tensors where need be.
+
+    ``place`` is asked for the number of each tensor, and for what to put there.
+    """
+    kind = type(a)
+    if kind in ATOMS:
+        given.append((a,))
+        return a
+    if isinstance(a, Tensor):
+        number, a = place(a, given)
+        given.append(number)
+        return a
+    if is_plain(a):
+        given.append((tuple(a),))
+        return a
+    if kind is list or isinstance(a, tuple):
+        given.append((kind.__name__, len(a)))
+        new = [listed(x, given, place) for x in a]
+        if all(x is y for x, y in zip(new, a)):
+            return a
+        return kind(*new) if hasattr(a, "_fields") else kind(new)
+    if kind is dict:
+        given.append(("dict", len(a)))
+        new_dict = {k: listed(x, given, place) for k, x in a.items()}
+        return a if all(new_dict[k] is a[k] for k in a) else new_dict
+    if kind is slice:
+        given.append(("slice",))
+        parts = [listed(x, given, place) for x in (a.start, a.stop, a.step)]
+        return slice(*parts) if any(isinstance(p, Tensor) for p in parts) else a
+    # Of a function, a generator or an object its class alone:
+    given.append(_array(a) if kind.__module__ == "numpy" else (kind,))
+    return a
+
+
+def _array(a: Any) -> Any:
     """An array or number of NumPy's, as far as it is compared."""
     if not hasattr(a, "tobytes"):
         return (type(a),)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch
 from functx._remat import levels, saving
-from functx._remat.calls import ATOMS, RETURN, Call, array, in_a_row, is_plain, same_call
+from functx._remat.calls import ATOMS, RETURN, Call, in_a_row, is_plain, listed, same_call
 from functx._remat.functions import HOOKS, LOOKS, MAKERS
 from functx._remat.names import kept_copy, named
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
@@ -211,13 +211,13 @@ class Listener(TorchFunctionMode):
                 return func(*args, **kwargs)
             if not isinstance(args[0], Tensor) and not kwargs.get("requires_grad"):
                 return self.keep(lambda: func(*args, **kwargs))
-        listed: list[Any] = []
-        new_args = [self._walk(a, listed) for a in args]
+        given: list[Any] = []
+        new_args = [listed(a, given, self._place) for a in args]
         new_kwargs = {}
         for name, a in kwargs.items():
-            listed.append((name,))
-            new_kwargs[name] = self._walk(a, listed)
-        call = Call(func, listed)
+            given.append((name,))
+            new_kwargs[name] = listed(a, given, self._place)
+        call = Call(func, given)
         due = self.log(call)
         out = self.execute(call, func, new_args, new_kwargs)
         return self.returned(call, due, out, (args, kwargs), new_args, new_kwargs)
@@ -234,41 +234,14 @@ class Listener(TorchFunctionMode):
         self.advance(call)
         return due
 
-    def _walk(self, a: Any, listed: list[Any]) -> Any:
-        """Number the tensors in an argument, in containers too, and replace foreign ones."""
-        kind = type(a)
-        if kind in ATOMS:
-            listed.append((a,))
-            return a
-        if isinstance(a, Tensor):
-            number, due = self.number_of(a), self.due
-            expected = None
-            if due is not None and len(listed) < len(due.given):
-                expected = due.given[len(listed)]
-            if number is None or (due is not None and number != expected):
-                number, a = self.meet(a, number, expected)
-            listed.append(number)
-            return a
-        if is_plain(a):
-            listed.append((tuple(a),))
-            return a
-        if isinstance(a, (list, tuple)) and (kind in (list, tuple) or isinstance(a, tuple)):
-            listed.append((kind.__name__, len(a)))
-            new = [self._walk(x, listed) for x in a]
-            if all(x is y for x, y in zip(new, a)):
-                return a
-            return kind(*new) if hasattr(a, "_fields") else kind(new)
-        if kind is dict:
-            listed.append(("dict", len(a)))
-            new_dict = {k: self._walk(x, listed) for k, x in a.items()}
-            return a if all(new_dict[k] is a[k] for k in a) else new_dict
-        if kind is slice:
-            listed.append(("slice",))
-            parts = [self._walk(x, listed) for x in (a.start, a.stop, a.step)]
-            return slice(*parts) if any(isinstance(p, Tensor) for p in parts) else a
-        # Of a function, a generator or an object its class alone:
-        listed.append(array(a) if kind.__module__ == "numpy" else (kind,))
-        return a
+    def _place(self, t: Tensor, given: list[Any]) -> tuple[int, Tensor]:
+        """The number of a tensor that is the next argument, and what to put there."""
+        number, due, expected = self.number_of(t), self.due, None
+        if due is not None and len(given) < len(due.given):
+            expected = due.given[len(given)]
+        if number is None or (due is not None and number != expected):
+            return self.meet(t, number, expected)
+        return number, t
 
     def returned(
         self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
@@ -376,9 +349,9 @@ class Listener(TorchFunctionMode):
     def take(self, title: str, tensors: list[Tensor]) -> list[Tensor]:
         """What a transform or a region inside is given, as stand-ins: a call of that title."""
         asleep, self.asleep = self.asleep, True  # taking duals apart is an operation of torch's
-        listed: list[Any] = []
-        taken = [self._walk(t, listed) for t in tensors]
-        self.log(Call(title, listed))
+        given: list[Any] = []
+        taken = [listed(t, given, self._place) for t in tensors]
+        self.log(Call(title, given))
         self.asleep = asleep
         return taken
 
