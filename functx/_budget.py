@@ -35,6 +35,7 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
                 blocks = program.blocks()
                 return program.finish(walk([*range(len(blocks))], blocks, program.values))
         key = program.signature(), tracked, size
+        assert o.plans is not None  # there is a budget
         plan = o.plans.get(key)
         if plan is None:
             if len(o.plans) >= REMEMBERED:

@@ -61,18 +61,17 @@ class Operation:
         """Its tensors, for such values."""
         leaves = [values[x.number] if isinstance(x, Ref) else x for x in self.leaves]
         args, kwargs = _tree.unflatten(self.spec, leaves)
-        now = None if self.settings is None else Settings()
+        now = Settings()
+        wanted = self.settings or now
         try:
-            if self.settings is not None:
-                self.settings.put(now)
+            wanted.put(now)
             if self.grad == torch.is_grad_enabled():
                 out = self.function(*args, **kwargs)
             else:
                 with torch.set_grad_enabled(self.grad):
                     out = self.function(*args, **kwargs)
         finally:
-            if now is not None:
-                now.put(self.settings)
+            now.put(wanted)
         return [t for t in _tree.leaves(out) if isinstance(t, Tensor)]
 
 
@@ -307,7 +306,7 @@ class _Recorder(TorchFunctionMode):
         inside = {c for a, b in self._written for c in range(a + 1, b)}
         program.cuts = [c for c in range(n + 1) if c not in inside or c in (0, n)]
 
-    def let_go(self) -> list[weakref.ref[Tensor]]:
+    def let_go(self) -> list[Any]:
         """Hold nothing any more; what is alive then, somebody else holds."""
         own = {id(t) for t in self.fakes.values()}
         fakes = [t for t in self._held if isinstance(t, _torch.FakeTensor)]

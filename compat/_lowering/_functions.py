@@ -185,7 +185,7 @@ def _node_of(t: torch.Tensor) -> Node:
 
 def plain_apply(cls: type) -> Callable[..., Any]:
     """``cls.apply`` below what intercepts it."""
-    apply: Callable[..., Any] = super(engine.SingleLevelFunction, cls).apply  # type: ignore[misc]
+    apply: Callable[..., Any] = super(engine.SingleLevelFunction, cls).apply
     return apply
 
 

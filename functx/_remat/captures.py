@@ -27,7 +27,7 @@ from functx._remat.listener import Listener
 from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs
 
-_REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+_REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # Pulls back what it is given, with the closures of that.
 _ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
@@ -339,8 +339,8 @@ class Captures(Listener):
                 "its detach(), or return the value."
             )
 
-    def inner(self) -> tuple[Any, Any]:
-        return (None, None) if self.may_depart else super().inner()
+    def log_inside(self) -> tuple[Any, Any]:
+        return (None, None) if self.may_depart else super().log_inside()
 
 
 # Torch's error: a stand-in is a leaf where what it is for may be none.

@@ -78,7 +78,7 @@ def _run(
     if trace is None:
         record.saver = saving.saver_for(options.policy)
     inputs = Inputs(region.frames)
-    expected, plan = (None, None) if outer is None else outer.inner()
+    expected, plan = (None, None) if outer is None else outer.log_inside()
     captures = (Captures if trace is None else trace.captures)(
         region, inputs, record, outer, expected
     )
@@ -105,13 +105,12 @@ def _run(
     tensors = []
     if trace is not None:
         inputs.lowest = 0
-    if inputs.lowest > len(region.frames):
-        found = results, []  # nobody differentiates it
-    else:
-        found = _finish(region, inputs, captures, writes, results, trace)
+    further: list[tuple[int, Tensor]] = []
+    if inputs.lowest <= len(region.frames):  # else nobody differentiates it
+        results, further = _finish(region, inputs, captures, writes, results, trace)
     if outer is not None:
         call.inner = captures.calls, captures.plan
-    return found
+    return results, further
 
 
 def _finish(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._errors import RematError
-from functx._remat import departures
+from functx._remat import departures, levels
 from functx._remat.calls import DATA
 from functx._remat.captures import Captures, tape_of
 
@@ -30,10 +30,10 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
         if t.grad_fn is not None and not t._is_view() and _torch.level_of(t) == -1:
             t.detach_()  # what lived on its tape alone is gone with that
             found[number] = captures.known[id(t)][0]
-        t = None
+        del t
     for _, t in _alive(captures):
         why = "a leaf" if t.grad_fn is None else "a view"
-        raise _left(captures, t, f"It is {why}, which can't become a further result: ")
+        raise _left(captures, t, f"It is {why}, which can't become a further result. ")
     return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
 
 
@@ -43,7 +43,7 @@ def check_threads(captures: Captures) -> None:
     Modes don't see it, nor do its nodes have numbers in line with those of this thread.
     """
     standins = captures.inputs.leaves
-    if all(leaf._use_count() == 1 for leaf in standins.values()):
+    if all(leaf._use_count() == 1 for leaf in standins.values()):  # type: ignore[attr-defined]
         return  # no tape is left
     for t in captures.held:
         for node in tape_of(t, 0):
@@ -72,9 +72,10 @@ def _alive(captures: Captures) -> Iterator[tuple[int, Tensor]]:
     """
     for ref, number in [*captures.known.values()]:
         t = ref() if number > 0 or -1 - number in captures.made else None
-        if t is None or not t.requires_grad:
+        if t is None or not levels.is_tracked(t):
             continue
-        if t.grad_fn is not None or number < 0 or number in captures.leaves:
+        a_leaf = t.requires_grad and t.grad_fn is None
+        if not a_leaf or number < 0 or number in captures.leaves:
             yield number, t
         t = None
 
@@ -89,7 +90,7 @@ def _left(captures: Captures, t: Tensor, why: str) -> RematError:
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {made_by[0]} made in "
         f"{captures.region.title} leaves it otherwise than by return, and its gradient would be "
-        f"lost. {why}return it, or detach() what you keep."
+        f"lost. {why}Return it, or detach() what you keep."
     )
 
 

@@ -391,7 +391,7 @@ class Listener(TorchFunctionMode):
             self.know(t, number)
             self._seen(t, number)
 
-    def inner(self) -> tuple[Any, Any]:
+    def log_inside(self) -> tuple[Any, Any]:
         """The log that a region inside, which has just been taken in, must make, and its plan."""
         due = self.last[1]
         return (None, None) if due is None or due.inner is None else due.inner
@@ -408,7 +408,7 @@ class Listener(TorchFunctionMode):
         due, as_due = self.due, None
         if due is not None and due.func is RETURN and not self.records:
             as_due = self._as_due(due, results)
-        if as_due is None:
+        if due is None or as_due is None:
             results = self.take(RETURN, results)
             numbers = self.last[0].given
         else:

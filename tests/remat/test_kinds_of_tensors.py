@@ -93,6 +93,7 @@ class TestResults:
         found = [functx.grad(lambda x: f(r, x).sum())(X) for r in (functx.remat, identity)]  # noqa: B023
         assert_same(*found, eps=8)
 
+
 INPUTS = {
     "zero size": numbers(0, 3),
     "scalar": numbers(),

@@ -1,5 +1,7 @@
 """Rule 4: a tensor that requires grad and leaves otherwise than by return."""
 
+import threading
+
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -189,3 +191,51 @@ class TestForwardHooks:
     @pytest.mark.parametrize("nested", [False, True])
     def test_what_they_record_has_its_gradient(self, nested):
         same(lambda remat: self.gradients(remat, nested))
+
+
+@pytest.mark.parametrize("transform", ["vjp", "vmap"])
+def test_a_leaf_that_a_transform_inside_hands_through_has_its_gradient(transform):
+    leaf = numbers(3, start=2.0).requires_grad_()
+
+    def program(remat):
+        def f(x):
+            if transform == "vmap":
+                return functx.vmap(lambda x: (x.sin(), leaf))(x)
+            return functx.vjp(lambda x: (x.sin(), leaf), x)[0]
+
+        x = numbers(2, 3).requires_grad_()
+        out = remat(f)(x)
+        return torch.autograd.grad(out[0].sum() + out[1].sin().sum(), [x, leaf])
+
+    same(program)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_thread_of_the_region_computes_is_refused(captured):
+    w = numbers(3, start=2.0).requires_grad_()
+
+    def f(x):
+        found = []
+        thread = threading.Thread(target=lambda: found.append((x * w if captured else x).sin()))
+        thread.start()
+        thread.join()
+        return found[0] * 2
+
+    with pytest.raises(functx.RematError, match="Start the thread outside"):
+        functx.remat(f)(numbers(3).requires_grad_())
+
+
+def test_what_leaves_below_a_transform_and_requires_grad_in_plain_autograd_is_refused():
+    w = numbers(3, start=2.0).requires_grad_()
+    kept = []
+
+    def f(x):
+        kept.append(w.sin())
+        return x * w
+
+    def outer(x):
+        out = functx.remat(f)(x)
+        return out * kept.pop()
+
+    with pytest.raises(functx.RematError, match="leaves it otherwise than by return"):
+        functx.jacfwd(outer)(numbers(3))

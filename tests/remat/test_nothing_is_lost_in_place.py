@@ -263,3 +263,29 @@ class TestContainers:
         with pytest.raises(functx.RematError, match="return") as caught:
             loss(leaf()) if way == "backward" else functx.grad(loss)(X)
         assert type(container).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda y: y,
+        lambda y: y[:2],
+        lambda y: y.view(3),
+        lambda y: (y.sin(), y.view(3))[1],
+    ],
+)
+def test_a_result_that_shares_its_memory_can_not_be_written_in_place(f):
+    """torch says so; what it shares it with would not know."""
+    x = numbers(3).requires_grad_()
+    y = x * 1
+    shared = functx.remat(lambda y: (f(y), y.view(3)[1:]))(y)[0]
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        shared.mul_(3)
+    functx.remat(lambda y: y.sin())(y).mul_(3)
+
+
+def test_nor_can_two_results_that_share_it():
+    both = functx.remat(lambda y: [z := y * 2, z[:2]])(numbers(3).requires_grad_())
+    for result in both:
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            result.mul_(3)

@@ -1,0 +1,320 @@
+"""Later runs of a region follow the plan of the first one, and are right all the same."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import numbers
+from references import assert_same, count
+from torch import nn
+
+import functx
+from functx import _torch
+from functx._remat import plans
+
+from .programs import X, Y
+
+STACKS = {
+    "backward": lambda f, x: torch.autograd.grad(f(x.requires_grad_()), x),
+    "grad": lambda f, x: functx.grad(f)(x),
+    "vmap(grad)": lambda f, x: functx.vmap(functx.grad(f), randomness="same")(x[None]),
+    "grad(grad)": lambda f, x: functx.grad(lambda x: functx.grad(f)(x).sin().sum())(x),
+    "jvp(grad)": lambda f, x: functx.jvp(functx.grad(f), (x,), (Y,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_of_other_tests():
+    plans._plans.clear()
+
+
+def listens():
+    """Whether a dispatch mode listens to what runs here."""
+    return _torch.dispatch_depth() > 0
+
+
+def again_and_again(program, runs=4, stacks=STACKS):
+    """Each run of ``program(remat, i)``, a loss, has the gradients that it has without remat."""
+    for stack in stacks.values():
+        torch.manual_seed(0)
+        expected = [stack(program(lambda f: f, i), X.clone()) for i in range(runs)]
+        torch.manual_seed(0)
+        region = None
+
+        def one(f):
+            nonlocal region
+            region = region or functx.remat(f)
+            return region
+
+        for i in range(runs):
+            region = None if program.__name__.startswith("new_") else region
+            assert_same(stack(program(one, i), X.clone()), expected[i])
+
+
+class Notes:
+    """What a region appends to. (A closure over a list can't be told from others.)"""
+
+    def __init__(self):
+        self.seen = []
+        self.step = 0
+
+
+def seen_to_listen(f, *args, runs=3):
+    """Of each of some runs of a region, whether it was listened to."""
+    notes = Notes()
+
+    @functx.remat
+    def region(*args):
+        notes.seen.append(listens())
+        return f(*args)
+
+    for _ in range(runs):
+        region(*(a.clone().requires_grad_() for a in args))
+    return notes.seen
+
+
+def test_the_first_run_is_listened_to_and_later_ones_are_not():
+    assert seen_to_listen(lambda x: x.sin().exp(), X) == [True, False, False]
+    weight = Y.diag()
+    assert seen_to_listen(lambda x: F.linear(x, weight, bias=Y), X) == [True, False, False]
+
+
+def test_inputs_of_another_kind_are_listened_to_anew():
+    notes = Notes()
+
+    @functx.remat
+    def region(x):
+        notes.seen.append(listens())
+        return x.sin().exp()
+
+    for x in (X, X, numbers(4), X.float(), X, numbers(4)):
+        region(x.clone().requires_grad_())
+    assert notes.seen == [True, False, True, True, False, False]
+    functx.grad(lambda x: region(x).sum())(X)
+    assert notes.seen[6] is True
+
+
+@pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)"])
+def test_what_is_recomputed_stays_the_same(stack):
+    region = functx.remat(lambda x: x.sin().cos().exp().sum())
+    found = [count(lambda: STACKS[stack](region, X.clone())) for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_weights_of_a_module_may_be_others_each_time():
+    block = nn.Linear(3, 3, dtype=torch.float64)
+
+    def program(remat, i):
+        weights = {name: p.detach() * (i + 1) for name, p in block.named_parameters()}
+        return lambda x: remat(
+            lambda x: functx.functional_call(block, weights, (x,)).tanh().square().sum()
+        )(x)
+
+    program.__name__ = "new_each_time"
+    again_and_again(program)
+
+
+def test_numbers_of_each_run_are_those_of_its_replay():
+    def program(remat, i):
+        k = 1.0 + i
+        return lambda x: remat(lambda x: (x * k).sin().mul(k).sum())(x)
+
+    program.__name__ = "new_each_time"
+    again_and_again(program)
+
+
+@pytest.mark.parametrize("first", ["sin", "exp"])
+@pytest.mark.parametrize("later", ["cos", "square"])
+def test_a_branch_that_is_taken_later_is_right_and_is_listened_to(first, later):
+    notes = Notes()
+
+    def f(x):
+        notes.seen.append(listens())
+        y = getattr(x * 2, first if notes.step < 2 else later)()
+        notes.seen.append(listens())
+        return (y * x).sum()
+
+    region, forwards = functx.remat(f), []
+    for notes.step in range(4):
+        notes.seen.clear()
+        x = X.clone().requires_grad_()
+        out = region(x)
+        forwards.append(tuple(notes.seen))
+        (ours,) = torch.autograd.grad(out, x)
+        x = X.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(f(x), x)
+        assert_same(ours, expected)
+    assert forwards == [(True, True), (False, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_dropout_has_one_mask_a_run_also_where_it_begins_later(inside):
+    """What draws is watched; a probability that is not that of the plan ends it."""
+
+    def program(remat, i):
+        p = 0.0 if i < 2 else 0.5
+
+        def f(x):
+            return (F.dropout(x.sin(), p, training=i != 3) * torch.rand_like(x)).sum()
+
+        return (lambda x: remat(lambda x: functx.remat(f)(x * 2))(x)) if inside else remat(f)
+
+    program.__name__ = "new_each_time"
+    again_and_again(program, runs=5, stacks={k: STACKS[k] for k in ("backward", "grad(grad)")})
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_statistics_advance_once_in_each_run(inside):
+    def train(remat):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        block = remat(nn.Sequential(norm, nn.Dropout(0.5)))
+        if inside:
+            inner = block
+            block = remat(lambda x: inner(x.sin()))
+        found = []
+        for i in range(4):
+            norm.train(i != 2)
+            x = numbers(4, 3, start=float(i)).requires_grad_()
+            found.append(torch.autograd.grad(block(x).square().sum(), [x, *norm.parameters()]))
+            found.append([b.clone() for b in norm.buffers()])
+        return found
+
+    assert_same(train(functx.remat), train(lambda f: f), eps=0)
+
+
+def test_what_is_frozen_or_not_may_change():
+    block = functx.remat(nn.Linear(3, 3, dtype=torch.float64))
+    for wanted in (True, True, False, True):
+        block.weight.requires_grad_(wanted)
+        x = X.clone().requires_grad_()
+        block(x).square().sum().backward()
+        assert (block.weight.grad is not None) == wanted
+        block.weight.grad = block.bias.grad = None
+
+
+def test_what_leaves_in_a_later_run_only_is_attached():
+    kept = {}
+
+    def f(x, i):
+        y = x.sin()
+        if i == 2:
+            kept["y"] = y
+        return y.exp()
+
+    region = functx.remat(f)
+    for i in range(3):
+        x = X.clone().requires_grad_()
+        out = region(x, i)
+    (found,) = torch.autograd.grad((out + kept["y"]).sum(), x)
+    assert_same(found, (X.sin().exp() + 1) * X.cos())
+
+
+def test_another_number_of_a_captured_tensor_at_the_same_place():
+    """The same tensor twice, and then two."""
+
+    def program(remat, i):
+        v, w = Y, (Y if i < 2 else Y * 3)
+        return lambda x: remat(lambda x: ((x * v).sin() * w).sum())(x)
+
+    program.__name__ = "new_each_time"
+    again_and_again(program)
+
+
+def test_regions_inside_follow_plans_of_their_own():
+    notes = Notes()
+
+    def inner(x):
+        notes.seen.append(listens())
+        return x.sin() * Y
+
+    def program(remat, i):
+        return remat(lambda x: functx.remat(inner)(x.exp()).cos().sum())
+
+    again_and_again(program)
+    assert not all(notes.seen)
+
+
+def test_a_region_inside_that_is_new_ends_the_plan_of_the_region_around():
+    blocks = [functx.remat(lambda x: x.sin()), functx.remat(lambda x: F.dropout(x, 0.5).cos())]
+
+    def program(remat, i):
+        block = blocks[i > 1]
+        return lambda x: remat(lambda x: block(x * 2).sum())(x)
+
+    program.__name__ = "new_each_time"
+    again_and_again(program)
+
+
+def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
+    def around(f):
+        return functx.remat(lambda x: f(x * 2).sum())
+
+    for f in (torch.sin, torch.exp, torch.square):
+        found = count(lambda f=f: STACKS["backward"](around(f), X.clone()))
+        plans._plans.clear()
+        assert found == count(lambda f=f: STACKS["backward"](around(f), X.clone()))
+
+
+def test_other_calls_in_a_dispatch_mode_of_the_region_are_refused():
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    notes = Notes()
+
+    def f(x):
+        with Mode():
+            return x.sin() if notes.step < 2 else x.cos()
+
+    region = functx.remat(f)
+    for notes.step in range(2):
+        region(X.clone().requires_grad_())
+    notes.step = 2
+    with pytest.raises(functx.RematError, match="Enter the mode outside"):
+        region(X.clone().requires_grad_())
+
+
+def test_memory_that_python_reads_in_a_region_inside_is_computed():
+    """The region around leaves out what nobody reads, but for ``tolist`` further in."""
+
+    def inner(x, v):
+        return x * len([t for t in v.tolist() if t > 0])
+
+    def program(remat, i):
+        return remat(lambda x: functx.remat(inner)(x.sin(), (-Y).clone()).square().sum())
+
+    again_and_again(program)
+
+
+def test_threads_may_run_one_region_at_once():
+    region, found = functx.remat(lambda x: (x.sin() * Y).exp().sum()), []
+
+    def run():
+        for _ in range(20):
+            x = X.clone().requires_grad_()
+            found.append(torch.autograd.grad(region(x), x)[0])
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    x = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((x.sin() * Y).exp().sum(), x)
+    assert len(found) == 80
+    for gradient in found:
+        assert_same(gradient, expected)
+
+
+def test_plans_hold_no_tensor():
+    weight = Y.clone()
+    storage = weight.untyped_storage()
+    region = functx.remat(lambda x, weight=weight: (x * weight).sin())
+    for _ in range(2):
+        region(X.clone().requires_grad_())
+    assert len(plans._plans) == 1
+    holders = _torch.storage_use_count(storage._cdata)
+    del region, weight
+    assert _torch.storage_use_count(storage._cdata) < holders
