@@ -17,13 +17,9 @@ def agrees(network, cuts):
     return report
 
 
-QUICK = [("MLP", "every 2 steps"), ("GPT", "every step")]
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(("network", "cuts"), QUICK)
-def test_a_network_agrees(network, cuts):
-    report = agrees(network, cuts)
+def test_a_network_agrees():
+    report = agrees("MLP", "every 2 steps")
     assert report.kept_torch.activations > 0
     assert report.runs["grad"].products.torch_recomputed > 0
 
