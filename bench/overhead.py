@@ -1,9 +1,8 @@
 """Claim: a remat region costs little by itself.
 
-20 regions around one ``sin`` of 8 numbers, one thread: CPU time a region above what the same
-program takes without regions is what the machinery costs. "Idle" is what an engine on top of
-autograd alone would be made of, doing nothing: a custom Function that runs the body in two modes,
-which look at nothing, and whose backward has the formula at hand.
+CPU time of a program with regions, in units of the same program under `torch.utils.checkpoint` in
+plain autograd, one thread. The first rows are 20 regions around one ``sin`` of 8 numbers, so nearly
+all of their time is the machinery's; the others do some work in each region.
 """
 
 from __future__ import annotations
@@ -14,62 +13,68 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import functx
 from bench._common import Column, Result, device_argument, environment, least_seconds, one_thread
 
 NAME = "overhead"
-CLAIM = "CPU time of one region around one sin, microseconds (20 regions, one thread)"
-REGIONS, REPEATS = 20, 200
+CLAIM = "CPU time with regions, in units of torch.utils.checkpoint in plain autograd, one thread"
+REGIONS, REPEATS = 20, 150
+Region = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 
 
-class FunctionMode(TorchFunctionMode):
-    """Looks at nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+def checkpointed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return functools.partial(checkpoint, f, use_reentrant=False)
 
 
-class DispatchMode(TorchDispatchMode):
-    """Looks at nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+def plain(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return f
 
 
-class Idle(torch.autograd.Function):
-    """``torch.sin`` in a region that checks and captures nothing."""
+def chain(region: Region) -> Callable[[Tensor], Tensor]:
+    """Regions of one ``sin``, made once."""
+    sin = region(torch.sin)
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        """The sine."""
-        with FunctionMode(), DispatchMode():
-            return torch.sin(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """What the formula reads."""
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The formula."""
-        return gradient * ctx.saved_tensors[0].cos()
-
-
-def chain(region: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def f(x: Tensor) -> Tensor:
         for _ in range(REGIONS):
-            x = region(x)
+            x = sin(x)
         return x.sum()
 
     return f
+
+
+def closures(region: Region) -> Callable[[Tensor], Tensor]:
+    """Regions of closures that are made anew each time."""
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(REGIONS):
+            k = torch.sin
+            x = region(lambda x, k=k: k(x))(x)
+        return x.sum()
+
+    return f
+
+
+def sixteen(region: Region) -> Callable[[Tensor], Tensor]:
+    """One region of 16 operations."""
+
+    def body(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = torch.tanh(x.sin())
+        return x
+
+    inner = region(body)
+    return lambda x: inner(x).sum()
+
+
+def layer(region: Region) -> Callable[[Tensor], Tensor]:
+    """One region around a small transformer layer."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+    inner = region(block)
+    return lambda x: inner(x).sum()
 
 
 def base(f: Callable[..., Tensor], x: Tensor) -> Any:
@@ -77,49 +82,49 @@ def base(f: Callable[..., Tensor], x: Tensor) -> Any:
     return torch.autograd.grad(f(leaf), leaf)
 
 
-def programs(library: Any) -> dict[str, Callable[..., Any]]:
-    return {
-        "autograd.grad": base,
-        "grad": lambda f, x: library.grad(f)(x),
-        "vmap(grad)": lambda f, x: library.vmap(library.grad(f))(x[None]),
-    }
+X = torch.linspace(0, 1, 8)
+# The row, what makes the function, its input, and the transform.
+PROGRAMS: dict[str, tuple[Any, Tensor, Callable[..., Any]]] = {
+    "one sin: autograd.grad": (chain, X, base),
+    "one sin, a closure made anew": (closures, X, base),
+    "one sin: grad": (chain, X, lambda f, x: functx.grad(f)(x)),
+    "one sin: vmap(grad)": (chain, X[None], lambda f, x: functx.vmap(functx.grad(f))(x)),
+    "one sin: jvp(grad)": (chain, X, lambda f, x: functx.jvp(functx.grad(f), (x,), (x,))),
+    "one sin: vmap(hessian)": (chain, X[None], lambda f, x: functx.vmap(functx.hessian(f))(x)),
+    "16 operations: autograd.grad": (sixteen, X, base),
+    "a transformer layer: autograd.grad": (layer, torch.ones(2, 4, 16), base),
+}
 
 
 @one_thread()
 def run(device: torch.device) -> Result:
-    x = torch.linspace(0, 1, 8, device=device)
-    regions: dict[str, tuple[Any, Any]] = {
-        "none": (torch.func, torch.sin),
-        "torch.utils.checkpoint": (
-            torch.func,
-            lambda x: checkpoint(torch.sin, x, use_reentrant=False),
-        ),
-        "idle: a Function and two modes": (torch.func, Idle.apply),
-        "functx.remat": (functx, functx.remat(torch.sin)),
-    }
-    rows: dict[str, dict[str, Any]] = {name: {"region": name} for name in regions}
-    errors = set()
-    runs = {}
-    for name, (library, region) in regions.items():
-        for program, transform in programs(library).items():
-            call = functools.partial(transform, chain(region), x)
-            try:
-                call()
-            except RuntimeError as error:
-                rows[name]["error"] = str(error).partition(". ")[0]
-                errors.add(rows[name]["error"])
-            else:
-                runs[name, program] = call
-    seconds = least_seconds(list(runs.values()), REPEATS, time.process_time)
-    for (name, program), one in zip(runs, seconds):
-        rows[name][program] = one / REGIONS * 1e6
-    columns = [Column("region", "region")]
-    columns += [Column(program, program, ".0f") for program in programs(functx)]
-    result = Result(
-        NAME, CLAIM + ".", columns, list(rows.values()), environment=environment(device)
-    )
-    result.notes = [f'error: "{error}".' for error in sorted(errors)]
-    return result
+    runs, unit = {}, {}
+    for name, (make, x, transform) in PROGRAMS.items():
+        x = x.to(device)
+        runs[name, "without"] = functools.partial(transform, make(plain), x)
+        runs[name, "functx"] = functools.partial(transform, make(functx.remat), x)
+        unit[name] = (name if transform is base else "one sin: autograd.grad"), "checkpoint"
+        if transform is base:
+            runs[name, "checkpoint"] = functools.partial(base, make(checkpointed), x)
+    for call in runs.values():
+        call()
+    seconds = dict(zip(runs, least_seconds([*runs.values()], REPEATS, time.process_time)))
+    rows = [
+        {
+            "program": name,
+            "without": seconds[name, "without"] / seconds[unit[name]],
+            "functx": seconds[name, "functx"] / seconds[unit[name]],
+            "microseconds": seconds[unit[name]] * 1e6,
+        }
+        for name in PROGRAMS
+    ]
+    columns = [
+        Column("program", "program"),
+        Column("without", "without regions", ".2f"),
+        Column("functx", "functx.remat", ".2f"),
+        Column("microseconds", "the unit, microseconds", ".0f"),
+    ]
+    return Result(NAME, CLAIM + ".", columns, rows, environment=environment(device))
 
 
 if __name__ == "__main__":
