@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar, overload
 from torch import nn
 
 from functx import _policies
+from functx._remat.arguments import check_static, checked_static
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
 from functx._remat.region import Options, Plans
-from functx._remat.statics import check_static, checked_static
 from functx._validate import checked_budget
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,7 +145,7 @@ def checked_options(
         if policy is not None:
             raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
         budget = checked_budget(budget, "remat")
-    policy = None if policy is None else _policies.as_policy(policy)
+    policy = _policies.as_policy(policy)
     if policy == _policies.Everything(False):
         policy = None
     return Options(
@@ -165,21 +165,14 @@ class Rematted(Wrapper):
     """A function that is a region at each call; pickles where the function does."""
 
     def __init__(self, function: Any, options: Options) -> None:
-        try:
-            functools.update_wrapper(self, function)
-        except AttributeError:  # a callable object without a name
-            self.__wrapped__ = function
-        self.function, self.options = function, options
+        functools.update_wrapper(self, function)
+        super().__init__(function, options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function, as a region."""
         if self.options.static is not None:
             check_static(self.options.static, args, kwargs)
         return run(self.function, args, kwargs, self.options)
-
-    def with_function(self, function: Any) -> Rematted:
-        """The same, of another function."""
-        return Rematted(function, self.options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)

@@ -1,19 +1,24 @@
-"""Arguments of a call that a region can't have, or has changed (rule 4)."""
+"""Arguments of a call: what a region can't have, or has changed (rule 4); static ones.
+
+An argument that is no tensor is static in any case. ``static_argnums`` and ``static_argnames`` are
+checked as JAX checks them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from functx import _tree
 from functx._errors import RematError
 
+Static = tuple[tuple[int, ...], tuple[str, ...]]
+
 
 def check(args: Any, kwargs: Any, name: str) -> None:
-    """Refuse what a replay would read as the forward left it.
-
-    Raises:
-        RematError: an argument is a key-value cache.
-    """
+    """Refuse key-value caches, which a replay would read as the forward left them."""
     for a in (*args, *kwargs.values()):
         if hasattr(type(a), "get_seq_length") and hasattr(type(a), "update"):
             raise RematError(
@@ -35,11 +40,7 @@ class Containers:
         self._before = [_tree.flatten(a) for a in self._given]
 
     def check(self, result: Any, name: str) -> None:
-        """Compare them with what they were.
-
-        Raises:
-            RematError: one has changed, and is no part of the result.
-        """
+        """Refuse a change of one that is no part of the result."""
         for container, (leaves, spec) in zip(self._given, self._before):
             now, spec_now = _tree.flatten(container)
             same = spec_now == spec and all(a is b for a, b in zip(now, leaves))
@@ -52,6 +53,34 @@ class Containers:
 
 
 def _holds(tree: Any, container: Any) -> bool:
-    found = []
-    _tree.flatten(tree, lambda x: found.append(x is container) or x is container)
-    return any(found)
+    leaves, _ = _tree.flatten(tree, lambda x: x is container)
+    return any(leaf is container for leaf in leaves)
+
+
+def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
+    """Positions and names, or ``None`` if there are none."""
+    nums = (nums,) if type(nums) is int else nums
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
+        raise TypeError(
+            f"remat: static_argnums must be an int or a sequence of ints, got {nums!r}."
+        )
+    if not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"remat: static_argnames must be a string or a sequence of strings, got {names!r}."
+        )
+    return (tuple(nums), tuple(names)) if nums or names else None
+
+
+def check_static(static: Static, args: Any, kwargs: Any) -> None:
+    """Refuse a call with a position out of range, or with a static argument that is a tensor."""
+    nums, names = static
+    for n in nums:
+        if not -len(args) <= n < len(args):
+            raise ValueError(
+                f"remat: static_argnums has {n}, which is out of range for {len(args)} positional "
+                "arguments."
+            )
+    given = [args[n] for n in nums] + [kwargs[n] for n in names if n in kwargs]
+    if any(isinstance(a, Tensor) for a in given):
+        raise TypeError("remat: a static argument is a tensor, which can't be static.")

@@ -15,17 +15,10 @@ from typing import Any
 
 
 class Wrapper:
-    """What calls a ``function`` of the user's, whose cells are its own.
+    """What calls a ``function`` of the user's, whose cells are its own, with ``options``."""
 
-    Attributes:
-        function: the user's.
-    """
-
-    function: Any
-
-    def with_function(self, function: Any) -> Any:
-        """The same, of another function."""
-        raise NotImplementedError
+    def __init__(self, function: Any, options: Any) -> None:
+        self.function, self.options = function, options
 
 
 def frozen(f: Any, copies: dict[int, Any] | None = None) -> Any:
@@ -41,7 +34,7 @@ def frozen(f: Any, copies: dict[int, Any] | None = None) -> Any:
         return f if inner is f.__func__ else types.MethodType(inner, f.__self__)
     if isinstance(f, Wrapper):
         inner = frozen(f.function, copies)
-        return f if inner is f.function else f.with_function(inner)
+        return f if inner is f.function else type(f)(inner, f.options)
     return f
 
 
@@ -60,8 +53,7 @@ def _copied(f: types.FunctionType, copies: dict[int, Any]) -> types.FunctionType
     copy.__dict__.update(f.__dict__)
     for cell in new:
         try:
-            contents = cell.cell_contents
+            copies[id(cell)].cell_contents = frozen(cell.cell_contents, copies)
         except ValueError:  # not bound yet
             continue
-        copies[id(cell)].cell_contents = frozen(contents, copies)
     return copy

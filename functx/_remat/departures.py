@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -12,11 +13,8 @@ import torch
 from functx._errors import RematError, ReplayError
 from functx._remat.calls import INSIDE, RETURN, Call
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-
-_NOT_THE_USERS = (_HERE, _TORCH, "<frozen")
+_HERE, _TORCH = Path(__file__).absolute().parents[1], Path(torch.__file__).absolute().parent
+_NOT_THE_USERS = (f"{_HERE}{os.sep}", f"{_TORCH}{os.sep}", "<frozen")
 
 
 def line_now() -> str:
@@ -60,32 +58,24 @@ def differently(
     region: Any, call: Call | None, expected: Call | None, hint: str = ""
 ) -> ReplayError:
     """The replay's call is not the forward's."""
-    what = f"{described(call)} where the forward called {described(expected)}"
-    if (
-        call is not None
-        and expected is not None
-        and call.results != expected.results
-        and described(call) == described(expected)
-    ):
-        what = (
-            f"{described(call)} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
-        )
+    called, due = described(call), described(expected)
+    what = f"{called} where the forward called {due}"
+    if called == due and call is not None and expected is not None:
+        what = f"{called} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
     at = line_now()
     if call is None or call.func == RETURN:
         code = region.identity and region.identity[0]
         at = "the end"
         if isinstance(code, CodeType):
             at += f" of {code.co_filename}:{code.co_firstlineno}"
+    hint = hint or (
+        "What they depend on (globals, counters, Python's random, files) must be the same: pass it "
+        "as an argument, or draw with torch."
+    )
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the "
-        f"calls that the forward made (rule 3). {hint or _HINT}"
+        f"calls that the forward made (rule 3). {hint}"
     )
-
-
-_HINT = (
-    "What they depend on (globals, counters, Python's random, files) must be the same: pass it as "
-    "an argument, or draw with torch."
-)
 
 
 def _shapes(call: Call) -> str:
@@ -103,11 +93,11 @@ def cached(shape: Any) -> str:
 
 def modified(region: Any, error: BaseException | None, shape: Any = None) -> ReplayError:
     """An input is not what it was."""
-    which = f"a tensor of shape {tuple(shape)}" if shape is not None else "a tensor"
+    of_shape = "" if shape is None else f" of shape {tuple(shape)}"
     return ReplayError(
-        f"remat: {which} that {region.title} reads has been modified by an in-place operation "
-        "since the forward, so that a replay would compute something else. Make a copy before you "
-        "write to it, or write after the backward." + ("" if error is None else f" ({error})")
+        f"remat: a tensor{of_shape} that {region.title} reads has been modified by an in-place "
+        "operation since the forward, so that a replay would compute something else. Make a copy "
+        f"before you write to it, or write after the backward.{f' ({error})' if error else ''}"
     )
 
 
@@ -118,10 +108,9 @@ def refused(message: str) -> RematError:
 
 def written(title: str, operands: Any) -> RematError:
     """An input with history is written in place."""
-    tensors = [t for t in operands if isinstance(t, torch.Tensor)]
-    shape = f" of shape {tuple(tensors[0].shape)}" if tensors else ""
+    shapes = [f" of shape {tuple(t.shape)}" for t in operands if isinstance(t, torch.Tensor)]
     return refused(
-        f"{title} writes in place to an argument or captured tensor{shape} that is "
+        f"{title} writes in place to an argument or captured tensor{''.join(shapes[:1])} that is "
         "differentiated. Work on a copy, x.clone(), and return it."
     )
 
@@ -130,9 +119,8 @@ def drawn_by_others(region: Any, generator: torch.Generator) -> ReplayError:
     """A generator was not left as in the forward."""
     return ReplayError(
         f"remat: the replay of {region.title} leaves the generator of {generator.device} in "
-        "another state than the forward: somebody else drew from it in between, in another "
-        "thread perhaps. "
-        "Give each thread a torch.Generator of its own."
+        "another state than the forward: somebody else drew from it in between, in another thread "
+        "perhaps. Give each thread a torch.Generator of its own."
     )
 
 

@@ -20,15 +20,7 @@ _LABELS = {
 
 
 def check(label: str, title: str) -> None:
-    """Refuse a region around a module that communicates when it is called.
-
-    Args:
-        label: of what begins, in profiles.
-        title: what messages call the region.
-
-    Raises:
-        RematError: it is the forward of such a module.
-    """
+    """Refuse a region around the forward of such a module, which begins with ``label``."""
     for prefix, kind in _LABELS.items():
         if label.startswith(prefix):
             raise RematError(

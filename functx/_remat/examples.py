@@ -9,29 +9,31 @@ depends on it, never a value.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _tree
 from functx._policies import Value
 from functx._policy_kinds import is_dot
 from functx._remat import levels
 from functx._remat.operators import tensors_in
 
+Operation = tuple[Any, tuple[Any, ...], dict[str, Any], Any]  # function, arguments, results
+
 
 def expect(savers: Sequence[Any], func: Any, args: Any, kwargs: Any) -> None:
     """A call is about to be made: tell what it runs for one example, if it is batched."""
-    examples = None
+    ran = None
     if any(frame.kind is levels.VMAP for frame in levels.frames()):
-        examples = _example(func, args, kwargs)
+        with suppress(RuntimeError, TypeError, ValueError):  # only values tell
+            ran = levels.at_depth(0, partial(_run_one, func, args, kwargs))
     for saver in savers:
-        saver.examples = None if examples is None else [copy.copy(v) for v in examples]
-        for value in saver.examples or ():
-            value.memo = {}
+        saver.examples = None if ran is None else [Value(*operation) for operation in ran]
 
 
 class _Example(_torch.TorchDispatchMode):
@@ -39,7 +41,7 @@ class _Example(_torch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran: list[Value] = []
+        self.ran: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -47,32 +49,21 @@ class _Example(_torch.TorchDispatchMode):
             if any(a.name == name for a in func._schema.arguments):
                 kwargs[name] = value  # nothing is computed, and no number drawn
         out = func(*args, **kwargs)
-        self.ran.append(Value(func, args, kwargs, out))
+        self.ran.append((func, args, kwargs, out))
         return out
 
 
-def _example(func: Any, args: Any, kwargs: Any) -> list[Value] | None:
-    """What a call runs on one example; ``None`` where only values tell."""
-
-    def run() -> list[Value]:
-        with _torch.without_dispatch_modes(), torch.no_grad(), _Example() as example:
-            func(*_meta(list(args)), **_meta(kwargs))
-        return example.ran
-
-    try:
-        return levels.at_depth(0, run)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None
+def _run_one(func: Any, args: Any, kwargs: Any) -> list[Operation]:
+    """What a call runs on one example."""
+    with _torch.without_dispatch_modes(), torch.no_grad(), _Example() as example:
+        args, kwargs = _tree.map_(_meta, (args, kwargs))
+        func(*args, **kwargs)
+    return example.ran
 
 
-def _meta(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
-    if isinstance(tree, dict):
-        return {key: _meta(x) for key, x in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)([_meta(x) for x in tree])
-    return tree
+def _meta(x: Any) -> Any:
+    is_tensor = isinstance(x, Tensor)
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if is_tensor else x
 
 
 def same(value: Value, overload: Any, out: Any) -> bool:

@@ -8,27 +8,14 @@ from torch import Tensor
 from functx import _torch
 
 # Looks at a tensor, which need no stand-in: a pullback looks at the results of its own tape.
+_GETTERS = "requires_grad grad_fn is_leaf shape dtype device ndim layout grad _base output_nr"
 LOOKS = {
-    getattr(Tensor, name).__get__
-    for name in [
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "grad",
-        "_base",
-    ]
-} | {
+    *(getattr(Tensor, name).__get__ for name in [*_GETTERS.split(), "_version"]),
     *(Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
-    *(_torch.set_grad_enabled, torch.is_grad_enabled, Tensor.output_nr.__get__),
-    Tensor._version.__get__,
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),
+    *(_torch.set_grad_enabled, torch.is_grad_enabled),
 }
 # Hangs something on a tensor, where it requires grad, say; nothing is computed.
 HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}

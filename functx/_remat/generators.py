@@ -28,10 +28,11 @@ from functx import _torch
 
 def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generator:
     """The generator that a random operation draws from."""
-    for a in (*args, *(kwargs or {}).values()):
+    kwargs = kwargs or {}
+    for a in (*args, *kwargs.values()):
         if isinstance(a, torch.Generator):
             return a
-    device = (kwargs or {}).get("device")
+    device = kwargs.get("device")
     device = tensors[0].device if tensors else torch.device(device or "cpu")
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -43,18 +44,8 @@ _lock = threading.Lock()
 _PATIENCE = 5.0  # seconds
 
 
-def _lock_taken() -> bool:
-    """Whether this replay has the generators to itself now; see NOTE [one replay at a time]."""
-    for i in range(_torch.dispatch_depth()):
-        if getattr(_torch.dispatch_mode_at(i), "draws_again", False):
-            return False
-    return _lock.acquire(timeout=_PATIENCE)
-
-
 class Draws:
     """The generators that a region draws from: their states before the first draw, and after."""
-
-    __slots__ = ("after", "before", "python")
 
     def __init__(self, *, python: bool) -> None:
         self.before: dict[torch.Generator, Tensor] = {}
@@ -81,11 +72,12 @@ class Draws:
 class Restored:
     """The states that a replay found, to be put back after it."""
 
-    __slots__ = ("draws", "found", "legacy", "locked", "python")
-
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self.locked = _lock_taken()
+        # See NOTE [one replay at a time].
+        modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+        within_another = any(getattr(mode, "draws_again", False) for mode in modes)
+        self.locked = not within_another and _lock.acquire(timeout=_PATIENCE)
         # The older vmap of ``is_grads_batched`` refuses draws; what is replayed has no batch.
         self.legacy = _torch.leave_legacy_vmap()
         self.found = {g: g.get_state() for g in draws.before}
@@ -101,9 +93,8 @@ class Restored:
     def differ(self) -> torch.Generator | None:
         """A generator that the replay has not left as the forward did."""
         for g, after in self.draws.after.items():
-            state = g.get_state()
-            untouched = _same(state, self.draws.before[g])  # one that the region makes itself
-            if not untouched and not _same(state, after):
+            # (One that the region makes itself is as before.)
+            if _bytes(g.get_state()) not in (_bytes(self.draws.before[g]), _bytes(after)):
                 return g
         return None
 
@@ -119,11 +110,9 @@ class Restored:
             _lock.release()
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two states are equal, without an operation that modes would see."""
-    return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(
-        other.data_ptr(), other.numel()
-    )
+def _bytes(state: Tensor) -> bytes:
+    """What is in a state, without an operation that modes would see."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _python_states() -> tuple[Any, Any]:

@@ -6,7 +6,8 @@ So functx's transforms ask the region around them for stand-ins first.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -20,13 +21,7 @@ from functx._remat.listener import listening
 def taken_in(title: str, tree: Any) -> Any:
     """The arguments of a transform, foreign tensors as stand-ins."""
     listener = listening()
-    if listener is None:
-        return tree
-    leaves, spec = _tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for i, t in zip(places, listener.take(title, [leaves[i] for i in places])):
-        leaves[i] = t
-    return _tree.unflatten(spec, leaves)
+    return tree if listener is None else _exchanged(tree, partial(listener.take, title))
 
 
 def made_inside(tree: Any) -> Any:
@@ -34,43 +29,42 @@ def made_inside(tree: Any) -> Any:
     listener = listening()
     if listener is None:
         return tree
+    listener.log(Call("the results of a transform", []))
+    return _exchanged(tree, listener.give)
+
+
+def _exchanged(tree: Any, exchange: Callable[[list[Tensor]], list[Tensor]]) -> Any:
+    """``tree`` with others for its tensors."""
     leaves, spec = _tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    listener.log(Call("the results of a transform", []))
-    for i, t in zip(places, listener.give([leaves[i] for i in places])):
+    for i, t in zip(places, exchange([leaves[i] for i in places])):
         leaves[i] = t
     return _tree.unflatten(spec, leaves)
 
 
 def by_arguments(transform: Any) -> Any:
     """A transform of functions that tells the region around what the function it makes is given."""
-    name = transform.__name__
 
-    @functools.wraps(transform)
-    def told(func: Any, *options: Any, **named: Any) -> Any:
-        own = transform(func, *options, **named)
-
-        @functools.wraps(own)
-        def transformed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return own(*args, **kwargs)
-            args, kwargs = taken_in(name, (args, kwargs))
-            return made_inside(own(*args, **kwargs))
-
-        return transformed
+    @wraps(transform)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return _telling(transform.__name__, transform(*args, **kwargs))
 
     return told
 
 
 def by_primals(transform: Any) -> Any:
     """A transform that is given a function and its arguments at once, likewise."""
-    name = transform.__name__
+    return _telling(transform.__name__, transform)
 
-    @functools.wraps(transform)
-    def told(func: Any, *args: Any, **named: Any) -> Any:
+
+def _telling(title: str, f: Any) -> Any:
+    """``f``, which tells the region around it what it is given and what it returns."""
+
+    @wraps(f)
+    def telling(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return transform(func, *args, **named)
-        args, named = taken_in(name, (args, named))
-        return made_inside(transform(func, *args, **named))
+            return f(*args, **kwargs)
+        args, kwargs = taken_in(title, (args, kwargs))
+        return made_inside(f(*args, **kwargs))
 
-    return told
+    return telling

@@ -20,38 +20,15 @@ from functx._remat.operators import storage_of
 
 
 class Kept:
-    """The results of one operation that a policy keeps.
-
-    Attributes:
-        layout: of all results, nested as they are.
-        tensors: the results; ``None`` where nobody reads one.
-        memory: where they were when the operation had run.
-        read: the memory of those that are read; set when the region has run.
-        decision: whether they go to host memory; ``None`` where only regions around want them.
-        is_written: whether that memory was written to later; a replay must hand out copies.
-    """
-
-    __slots__ = ("decision", "is_written", "layout", "memory", "read", "tensors")
+    """The results of one operation that a policy keeps."""
 
     def __init__(self, tensors: Iterable[Tensor], layout: Any, decision: Decision | None) -> None:
-        self.layout, self.decision = layout, decision
-        self.tensors: list[Any] = [*tensors]
-        self.memory = [*map(storage_of, self.tensors)]
-        self.read = {*self.memory}
-        self.is_written = False
-
-    def about_to_write(self, storage: int) -> None:
-        """Keep what is there now."""
-        self.is_written = True
-        for i, t in enumerate(self.tensors):
-            if self.memory[i] == storage and t is not None:
-                self.tensors[i] = t.clone()
-
-    def drop_unread(self) -> None:
-        """Keep what is read only."""
-        for i, storage in enumerate(self.memory):
-            if storage not in self.read:
-                self.tensors[i] = None
+        self.layout = layout  # of all results, nested as they are
+        self.decision = decision  # ``None`` where only regions around want them
+        self.tensors = [*tensors]  # until a node keeps them
+        self.memory = [*map(storage_of, self.tensors)]  # when the operation had run
+        self.read = {*self.memory}  # the memory of those that the pullback reads
+        self.is_written = False  # later, to that memory: a replay hands out copies
 
 
 class Keeping:
@@ -66,14 +43,12 @@ class Keeping:
         taken: list[Tensor] = []
         hosts, devices = {}, {}
         for kept in self.kept.values():
-            for place, t in enumerate(kept.tensors):
-                if t is None:
-                    continue
+            for t in kept.tensors:
                 if kept.decision is Decision.OFFLOAD:
                     devices[len(taken)] = t.device
                     t = hosts[len(taken)] = levels.at_depth(0, partial(_offload.to_host, t))
                 taken.append(t)
-                kept.tensors[place] = None
+            kept.tensors = []
         if hosts:
             self._fetcher = _offload.Fetcher(hosts, devices)
         return taken

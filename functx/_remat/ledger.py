@@ -42,24 +42,15 @@ Entry = tuple[Any, str, list[int], list[int], Layout]
 
 
 class Ledger(_torch.TorchDispatchMode):
-    """A dispatch mode that knows which of the user's calls runs.
-
-    Attributes:
-        busy: whether an operation is in here: what it calls is the engine's, not the user's.
-        saver: what keeps values that a policy wants; ``None`` for nothing.
-        count: how many operations have run.
-    """
+    """A dispatch mode that knows which of the user's calls runs."""
 
     supports_higher_order_operators = True
-    saver: Any = None
+    _should_skip_dynamo = _torch.never_skip_dynamo
+    saver: Any = None  # keeps values that a policy wants
 
     def __init__(self) -> None:
-        self.busy = False
-        self.count = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each operation pays for a wrapper that hides it from the compiler
+        self.busy = False  # an operation is in here: what it calls is the engine's, not the user's
+        self.count = 0  # of operations that have run
 
     @compiler.uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,23 +72,13 @@ class Ledger(_torch.TorchDispatchMode):
 
     def next_call(self) -> None:
         """A call of the user's begins."""
-        raise NotImplementedError
 
     def need(self, t: Tensor) -> None:
-        """The memory of ``t`` is about to be read, perhaps outside of torch: ``numpy()``, say.
+        """The memory of ``t`` is about to be read, perhaps outside of torch: ``numpy()``, say."""
 
-        Raises:
-            BeginAgain: it was not computed.
-        """
-        raise NotImplementedError
-
-    def is_keeping(self) -> bool:
-        """Whether it keeps any values."""
-        raise NotImplementedError
-
-    def keeps(self, storage: int) -> bool:
-        """Whether a value in this memory is kept."""
-        raise NotImplementedError
+    def keeping(self) -> Any:
+        """What has the memory of kept values in it; ``None`` if nothing is kept."""
+        return self.saver
 
 
 class Record(Ledger):
@@ -117,24 +98,12 @@ class Record(Ledger):
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
 
-    def is_keeping(self) -> bool:
-        return self.saver is not None
-
-    def keeps(self, storage: int) -> bool:
-        return self.saver is not None and self.saver.keeps(storage)
-
     def has_made(self, storage: int) -> bool:
         """Whether memory was made by the region."""
         made = self.made.get(storage)
         return made is not None and made[1]() is not None
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        if operator.kind is NEW and self.saver is None and not kwargs:  # the usual case, for less
-            reads = [storage_of(a) for a in args if isinstance(a, Tensor)]
-            if len(reads) == len(args) or not any(type(a) in (list, tuple) for a in args):
-                out = operator.call(*args)
-                self._note(operator, reads if operator.reads else [], out, reads)
-                return out
         tensors = tensors_in(args, kwargs)
         touched = [storage_of(t) for t in tensors]
         kind = operator.kind
@@ -144,70 +113,44 @@ class Record(Ledger):
             self.touched = True
             self.draws.note(generator_of(tensors, args, kwargs))
         written = written_by(operator, args, kwargs) if operator.writes else []
-        always = operator.kind is ALWAYS
         for storage in written:
             if not self.has_made(storage):
-                self.writes.about_to_write(storage, operator.overload)
+                self.writes.about_to_write(storage)
                 self.written.append(storage)
                 self.touched = True
-                always = True
+                kind = ALWAYS
         if written and self.saver is not None:
             self.saver.about_to_write(written)
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
-        if written:
-            kind = ALWAYS if always else WRITE
-            self.entries.append((operator.overload, kind, touched, written, None))
-            if always:
-                self._made_by_last(out, touched)
+        if kind is VIEW:
+            self.entries.append((operator.overload, VIEW, [], [], None))
             return out
-        if operator.kind is VIEW:
-            self.entries.append((operator.overload, VIEW, touched, [], None))
-            return out
-        number = len(self.entries)
-        self._note(operator, touched if operator.reads else [], out, touched, kind)
+        self._note(operator, kind, touched, written, out)
         if self.saver is not None:
-            self.saver.judge(number, self.entries[number], args, kwargs or {}, out)
+            self.saver.judge(len(self.entries) - 1, self.entries[-1], args, kwargs or {}, out)
         return out
 
     def _note(
-        self, operator: Operator, reads: list[int], out: Any, touched: list[int], kind: str = NEW
+        self, operator: Operator, kind: str, touched: list[int], writes: list[int], out: Any
     ) -> None:
-        overload = operator.overload
-        if kind is NEW and _is_plain(out) and type(out) is Tensor:
-            storage = out.untyped_storage()
-            key = storage._cdata
-            if key in touched:  # it gave a view after all
-                self.entries.append((overload, VIEW, touched, [], None))
-                return
-            self.made[key] = len(self.entries), weakref.ref(storage)
-            layout = out.size(), out.stride(), out.dtype, out.device
-            self.entries.append((overload, NEW, reads, [key], layout))
-            return
-        if kind is NEW and _is_plain(out):
-            self.entries.append((overload, NEW, reads, [], layout_of(out)))
-        else:
-            self.entries.append((overload, ALWAYS, reads, [], None))
-        self._made_by_last(out, touched)
-
-    def _made_by_last(self, out: Any, touched: list[int]) -> None:
-        """Note the memory that the last entry has made."""
-        writes = self.entries[-1][3]
-        made = tensors_in((out,), None)
-        for t in made:
+        """Write down an operation that has run, and the memory that it has made."""
+        reads = touched if operator.reads else []
+        for t in [out] if type(out) is Tensor else tensors_in((out,), None):
             if (key := storage_of(t)) not in touched:
                 if key != -1:
-                    self.made[key] = len(self.entries) - 1, weakref.ref(t.untyped_storage())
+                    self.made[key] = len(self.entries), weakref.ref(t.untyped_storage())
                 writes.append(key)
-        overload, kind, _, _, _ = self.entries[-1]
-        if kind is NEW and not writes:  # views, after all
-            self.entries[-1] = overload, VIEW, touched, [], None
+        layout = None
+        if kind is NEW and not _is_plain(out):
+            kind = ALWAYS
+        elif kind is NEW and not writes:  # views, after all
+            kind = VIEW
+        elif kind is NEW:
+            layout = layout_of(out)
+        self.entries.append((operator.overload, kind, reads, writes, layout))
 
     def need(self, t: Tensor) -> None:
         self.entries.append((None, ALWAYS, [storage_of(t)], [], None))
-
-    def alive(self) -> set[int]:
-        """The memory made inside that is alive."""
-        return {key for key, (_, storage) in self.made.items() if storage() is not None}
 
     def live(self, needed: set[int], kept: Any) -> bytearray:
         """Which operations a replay must run, for the memory in ``needed`` to be there."""
@@ -217,18 +160,13 @@ class Record(Ledger):
             if kind is VIEW:
                 live[i] = 1
                 continue
-            hit = kind is ALWAYS
-            for storage in writes:
-                if storage in needed or storage == -1:
-                    hit = True
-            if hit and i in kept:
+            live[i] = kind is ALWAYS or not needed.isdisjoint(writes)
+            if live[i] and i in kept:
                 kept[i].read = needed.intersection(writes)
             if kind is NEW:
                 needed.difference_update(writes)
-            if hit:
-                live[i] = 1
-                if i not in kept:
-                    needed.update(reads)
+            if live[i] and i not in kept:
+                needed.update(reads)
         return live
 
 
@@ -263,32 +201,22 @@ class BeginAgain(BaseException):
 
 
 class Rerun(Ledger):
-    """The ledger of a replay: runs what is live, and hands out kept values and unwritten memory.
-
-    Args:
-        entries: of the forward.
-        starts: where each call begins.
-        live: which entries to run; ``None`` runs all.
-        kept: values that a policy kept, by entry.
-    """
+    """The ledger of a replay: runs what is live, and hands out kept values and unwritten memory."""
 
     def __init__(self, entries: list[Entry], starts: list[int], live: Any, kept: Any) -> None:
         super().__init__()
-        self.entries, self.starts, self.live, self.kept = entries, starts, live, kept
+        self.entries, self.starts, self.kept = entries, starts, kept
+        self.live = live  # which entries to run; ``None`` runs all
         self.given: set[int] = set()  # memory of kept values that were handed out
-        self.call, self.i = 0, 0
-        self.end = starts[1] if len(starts) > 1 else len(entries)
+        self.call = -1
+        self.next_call()
         self.draws_again = False  # whether the replay has put generators back
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
 
     def next_call(self) -> None:
         self.call = n = self.call + 1
-        starts = self.starts
-        if n < len(starts):
-            self.i = starts[n]
-            self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
-        else:
-            self.i = self.end = len(self.entries)
+        bounds = *self.starts[n : n + 2], len(self.entries), len(self.entries)
+        self.i, self.end = bounds[:2]
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         i = self._matching(operator)
@@ -296,10 +224,7 @@ class Rerun(Ledger):
             if i in self.kept and (self.live is not None or self.kept[i].is_whole()):
                 return self.kept[i].value(self)
             if self.live is not None and not self.live[i]:
-                if operator.kind is WRITE:
-                    self.leave_out(args[0])
-                    return args[0]
-                out = unwritten(self.entries[i][4])
+                out = args[0] if operator.kind is WRITE else unwritten(self.entries[i][4])
                 for t in tensors_in((out,), None):
                     self.leave_out(t)
                 return out
@@ -325,11 +250,8 @@ class Rerun(Ledger):
         storage = t.untyped_storage()
         self.hollow[storage._cdata] = weakref.ref(storage)
 
-    def is_keeping(self) -> bool:
-        return bool(self.kept)
-
-    def keeps(self, storage: int) -> bool:
-        return storage in self.given
+    def keeping(self) -> Any:
+        return self.given if self.kept else None
 
     def need(self, t: Tensor) -> None:
         hollow = self.hollow.get(storage_of(t))

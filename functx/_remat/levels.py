@@ -14,22 +14,19 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
-from functx._errors import RematError
 from functx._torch import level_of
 
-GRAD, VMAP, JVP, FUNCTIONALIZE = "grad", "vmap", "jvp", "functionalize"
-_KINDS = {
-    _torch.TransformType.Grad: GRAD,
-    _torch.TransformType.Vmap: VMAP,
-    _torch.TransformType.Jvp: JVP,
-    _torch.TransformType.Functionalize: FUNCTIONALIZE,
-}
-_RANDOMNESS = {
-    _torch.RandomnessType.Error: "error",
-    _torch.RandomnessType.Same: "same",
-    _torch.RandomnessType.Different: "different",
+GRAD, VMAP, JVP, FUNCTIONALIZE = "Grad", "Vmap", "Jvp", "Functionalize"
+_KINDS = {getattr(_torch.TransformType, kind): kind for kind in (GRAD, VMAP, JVP, FUNCTIONALIZE)}
+_RANDOMNESS = {getattr(_torch.RandomnessType, s.title()): s for s in ("error", "same", "different")}
+_LEAVE = {
+    GRAD: _torch.leave_grad,
+    VMAP: _torch.leave_vmap,
+    JVP: _torch.exit_jvp_nesting,
+    FUNCTIONALIZE: _torch.leave_functionalize,
 }
 T = TypeVar("T")
+alive = _torch.alive
 
 
 class Frame:
@@ -43,9 +40,8 @@ class Frame:
     __slots__ = ("kind", "randomness", "reapply_views", "size")
 
     def __init__(self, interpreter: Any) -> None:
-        self.kind = _KINDS.get(interpreter.key())
-        if self.kind is None:
-            raise RematError(f"remat: there is no rule for the transform {interpreter.key()}.")
+        self.kind = _KINDS[interpreter.key()]
+        self.size, self.randomness = 0, ""
         if self.kind is VMAP:
             vmap = _torch.vmap_interpreter(interpreter)
             self.size, self.randomness = vmap.batchSize(), _RANDOMNESS[vmap.randomness()]
@@ -55,7 +51,7 @@ class Frame:
 
     def kind_and_size(self) -> tuple[Any, ...]:
         """What a level like it has in common with it."""
-        return self.kind, getattr(self, "size", 0), getattr(self, "randomness", "")
+        return self.kind, self.size, self.randomness
 
     def enter(self) -> int:
         """Enter such a level; returns its number."""
@@ -133,63 +129,26 @@ def at_depth(n: int, body: Callable[[], T]) -> T:
     try:
         # (In one call of C: an interrupt in between would lose a level.)
         popped.extend(starmap(_torch.pop_layer, repeat((), depth - n)))
-        result = body()
-    except BaseException:
+        return body()
+    finally:
         leave_to(depth - len(popped))
-        _push(popped)
-        raise
-    _push(popped)
-    return result
-
-
-def _push(popped: list[Any]) -> None:
-    popped.reverse()
-    [*map(_torch.push_layer, popped)]
+        [*map(_torch.push_layer, reversed(popped))]
 
 
 def leave_to(n: int) -> None:
     """End the levels above ``n``."""
-    while (depth := _torch.functorch_depth()) > n:
-        _LEAVE[_torch.peek_interpreter().key()]()
-        if _torch.functorch_depth() != depth - 1:
-            raise AssertionError("functx: a functorch level did not end")
-
-
-def _leave_jvp() -> None:
-    _torch.exit_jvp_nesting()
-
-
-_LEAVE = {
-    _torch.TransformType.Grad: _torch.leave_grad,
-    _torch.TransformType.Vmap: _torch.leave_vmap,
-    _torch.TransformType.Jvp: _leave_jvp,
-    _torch.TransformType.Functionalize: _torch.leave_functionalize,
-}
+    while _torch.functorch_depth() > n:
+        _LEAVE[_KINDS[_torch.peek_interpreter().key()]]()
 
 
 def require_grad(t: Tensor) -> Tensor:
     """Make a stand-in a leaf, inside of transforms as well."""
-    if _torch.peek_interpreter() is None:
-        return t.requires_grad_()
-    allowed = _torch.inplace_requires_grad_allowed()
-    _torch.allow_inplace_requires_grad(True)
-    try:
-        t.requires_grad = True
-    finally:
-        _torch.allow_inplace_requires_grad(allowed)
-    return t
+    return t.requires_grad_() if _torch.peek_interpreter() is None else _torch.require_grad(t)
 
 
 def detached(t: Tensor) -> Tensor:
     """A plain tensor without its tape, made below all levels."""
     return t.detach() if _torch.peek_interpreter() is None else at_depth(0, t.detach)
-
-
-def alive(t: Tensor) -> Tensor:
-    """The value inside of wrappers whose levels have ended."""
-    while (value := _torch.unwrap_if_dead(t)) is not t:
-        t = value
-    return t
 
 
 def base_of(t: Tensor) -> Tensor:

@@ -18,40 +18,28 @@ from functx._remat.operators import storage_of
 def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int]:
     """The memory made by the region that its tape reads.
 
-    Args:
-        record: the region's.
-        results: the body's, and what they are made of at the lowest level that differentiates.
-        kept: what a policy keeps.
+    Results are given as the body's, and as what they are made of at the lowest level.
     """
-    alive = record.alive()
-    ours = [*results, *kept]
-    if not alive or not ours:
-        return alive
-    holders: dict[int, tuple[Tensor, int]] = {}  # by id: how many of the family hold it
-    todo = [(t, 0) for t in {id(t): t for t in ours}.values()]
-    while todo:
-        t, n = todo.pop()
-        seen = holders.get(id(t))
-        if seen is not None:
-            holders[id(t)] = t, seen[1] + n
-            continue
-        holders[id(t)] = t, n
-        if t._is_view() and t._base is not None:
-            todo.append((t._base, 1))
+    alive = set(filter(record.has_made, record.made))
+    family = [*{id(t): t for t in (*results, *kept)}.values()]
+    holders = dict.fromkeys(map(id, family), 0)  # by id: how many of the family hold it
+    for t in family:  # which grows
+        held = [t._base] if t._is_view() and t._base is not None else []
         if _torch.level_of(t) > 0:
-            todo.append((_torch.inner_of(t), 1))
-    del todo
-    held: dict[int, int] = {}
-    on_tape = set()
-    for t, n in holders.values():
+            held.append(_torch.inner_of(t))
+        for inside in held:
+            if id(inside) not in holders:
+                family.append(inside)
+            holders[id(inside)] = holders.get(id(inside), 0) + 1
+    users: dict[int, int] = {}
+    on_tape = {-1}
+    for t in family:
         storage = storage_of(levels.base_of(t))
         if _torch.level_of(t) <= 0:
-            held[storage] = held.get(storage, 1) + 1  # one is the storage's Python object
-        if t._use_count() > 1 + n:
+            users[storage] = users.get(storage, 1) + 1  # one is the storage's Python object
+        if t._use_count() > 1 + holders[id(t)]:
             on_tape.add(storage)
-    for storage, n in held.items():
-        if storage == -1 or storage in on_tape:
-            continue
-        if _torch.storage_use_count(storage) <= n:
+    for storage, n in users.items():
+        if storage not in on_tape and _torch.storage_use_count(storage) <= n:
             alive.discard(storage)
     return alive

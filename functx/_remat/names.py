@@ -43,14 +43,10 @@ def checkpoint_name(x: Any, name: str) -> Any:
         raise TypeError(f"checkpoint_name: expected a name, a string, got {name!r}.")
     if torch.compiler.is_dynamo_compiling():
         return x
-    if isinstance(x, Tensor):
-        return _named(x, name)
-    if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
-        return backend.checkpoint_name(x, name)
-    return _tree.map_(lambda leaf: _named(leaf, name) if isinstance(leaf, Tensor) else leaf, x)
-
-
-def _named(x: Tensor, name: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
+            return backend.checkpoint_name(x, name)
+        return _tree.map_(lambda t: checkpoint_name(t, name) if isinstance(t, Tensor) else t, x)
     x = named(x, name)
     for callback in observers.of_names:
         callback(levels.base_of(x), name)

@@ -11,7 +11,7 @@ pullback would else compute again what the policy around it asks for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -19,35 +19,31 @@ from torch import Tensor
 
 from functx import _torch
 from functx._policies import Decision, Everything, Policy, Value
-from functx._remat import examples, levels
-from functx._remat.kept import NOTHING, Keeping, Kept
+from functx._remat import departures, examples, levels
+from functx._remat.kept import NOTHING as NOTHING
+from functx._remat.kept import Keeping, Kept
 from functx._remat.ledger import Entry, Ledger, Record
 from functx._remat.operators import NEW, storage_of, tensors_in
 
 
 class Saver:
-    """Asks a policy about each value of a region, and holds what it keeps until the region has run.
+    """Asks a policy about each value of a region, and holds what it keeps until the region ends."""
 
-    Attributes:
-        asks: whether the policy looks at operations.
-        naming: while a value is copied for its name, what the policy is asked about.
-        examples: what the call at hand runs for one example; ``None`` where it is not batched.
-    """
-
-    def __init__(self, policy: Policy, around: list[Ledger]) -> None:
+    def __init__(self, policy: Policy, around: list[Container[int]]) -> None:
         self.policy, self._around = policy, around
-        self.asks = policy.reads_operations and type(policy) is not Everything
+        self.asks = asks_of_operations(policy)
+        # What the policy is asked about while a value is copied for its name, ...
         self.naming: Value | None = None
+        # ... and in a batched call: what the call runs for one example.
         self.examples: list[Value] | None = None
-        self._kept: dict[int, Kept] = {}
+        self.kept: dict[int, Kept] = {}  # by entry
         self._at: dict[int, int] = {}  # by memory, the entry whose result it holds
-        self._free: set[int] = set()  # entries that only regions around want
         self._written: set[int] = set()  # memory that no longer holds what its operation returned
         self._values: dict[int, Value] = {}  # by memory, what was judged, where names matter
 
-    def keeps(self, storage: int) -> bool:
-        """Whether this memory is kept."""
-        return self._at.get(storage) in self._kept
+    def __contains__(self, storage: int) -> bool:
+        """Whether what is in this memory is kept."""
+        return self._at.get(storage) in self.kept
 
     def judge(self, number: int, entry: Entry, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run."""
@@ -62,18 +58,16 @@ class Saver:
             return
         kept = Kept(map(_torch.detached_below_autograd, tensors_in((out,), None)), layout, decision)
         if kept.memory == memory:  # no view is among them
-            self._keep(number, kept, memory)
+            self._keep(number, kept)
 
     def _decide(
         self, overload: Any, args: Any, kwargs: Any, out: Any, memory: list[int]
     ) -> Decision:
         value = self.naming
-        if value is None:
-            if not self.policy.reads_operations:
-                return Decision.RECOMPUTE
+        if value is None and self.policy.reads_operations:
             value = self._value(overload, args, kwargs, out)
-            if value is None:
-                return Decision.RECOMPUTE
+        if value is None:
+            return Decision.RECOMPUTE
         decision = self._asked(value)
         value.forget()
         if self.policy.reads_names:
@@ -95,8 +89,6 @@ class Saver:
         try:
             return self.policy.decide(value)
         except Exception as error:
-            from functx._remat import departures  # which imports the listener, and that this
-
             raise departures.refused(
                 f"the policy {self.policy!r} raised for {value.func}: {error}. It is called as "
                 "policy(ctx, op, *args, **kwargs), and returns a bool or a CheckpointPolicy."
@@ -119,16 +111,16 @@ class Saver:
                 self._values[storage] = value
             self.naming = value
             decision = self._asked(value)
-        number = self._at.get(storage, -1)
-        if number in self._kept and number not in self._free:
+        kept = self.kept.get(self._at.get(storage, -1))
+        if kept is not None and kept.decision is not None:
             if is_whole and decision:
-                self._kept[number].decision = decision
-            elif is_whole and self.policy.reads_names and len(self._kept[number].memory) == 1:
-                del self._kept[number]
+                kept.decision = decision
+            elif is_whole and self.policy.reads_names and len(kept.memory) == 1:
+                del self.kept[self._at[storage]]
             return False
         if decision:
             return not (is_whole and self._keep_result(t, record, decision))
-        if number not in self._kept and self._is_kept_around([storage]):
+        if kept is None and self._is_kept_around([storage]):
             self._keep_result(t, record, None)
         return False
 
@@ -136,77 +128,67 @@ class Saver:
         """Keep the result that ``t`` is in the memory of, if it is one; for others if ``None``."""
         storage = storage_of(t)
         number = record.made[storage][0]
-        _, kind, _, memory, layout = record.entries[number]
+        _, kind, _, _, layout = record.entries[number]
         if kind is not NEW or type(layout) is not tuple or storage in self._written:
             return False
         with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
             out = levels.at_depth(0, lambda: t.detach().as_strided(layout[0], layout[1], 0))
-        self._keep(number, Kept([out], layout, decision), memory)
+        self._keep(number, Kept([out], layout, decision))
         return True
 
     def _is_kept_around(self, memory: list[int]) -> bool:
-        return any(mode.keeps(storage) for mode in self._around for storage in memory)
+        return any(storage in kept for kept in self._around for storage in memory)
 
-    def _keep(self, number: int, kept: Kept, memory: list[int]) -> None:
-        self._free.discard(number)
-        if kept.decision is None:
-            kept.decision = Decision.SAVE
-            self._free.add(number)
-        self._kept[number] = kept
-        self._at.update(dict.fromkeys(memory, number))
+    def _keep(self, number: int, kept: Kept) -> None:
+        self.kept[number] = kept
+        self._at.update(dict.fromkeys(kept.memory, number))
 
     def about_to_write(self, written: list[int]) -> None:
         """An operation is about to write to memory: what is kept is what was there before."""
         self._written.update(written)
         for storage in written:
             self._values.pop(storage, None)
-            kept = self._kept.get(self._at.pop(storage, -1))
+            kept = self.kept.get(self._at.pop(storage, -1))
             if kept is not None:
-                kept.about_to_write(storage)
+                kept.is_written = True
+                old = zip(kept.tensors, kept.memory)
+                kept.tensors = [t.clone() if m == storage else t for t, m in old]
 
     def held(self) -> list[Tensor]:
         """All that is kept here and around: who holds it is no tape."""
-        for number in self._free:
-            kept = self._kept.get(number)
-            if kept is not None and not kept.is_written and not self._is_kept_around(kept.memory):
-                del self._kept[number]
-        around = [mode.saver.held() for mode in self._around if mode.saver is not None]
-        own = [t for kept in self._kept.values() for t in kept.tensors if t is not None]
-        return own + [t for tensors in around for t in tensors]
+        for number, kept in [*self.kept.items()]:
+            only_around = kept.decision is None and not kept.is_written
+            if only_around and not self._is_kept_around(kept.memory):
+                del self.kept[number]
+        around = [t for saver in self._around if isinstance(saver, Saver) for t in saver.held()]
+        return around + [t for kept in self.kept.values() for t in kept.tensors]
 
     def settled(self, live: Any) -> Keeping:
         """What is kept in the end: what the pullback reads."""
-        kept, self._kept = self._kept, {}
+        kept, self.kept = self.kept, {}
         if live is not None:
             kept = {i: k for i, k in kept.items() if live[i]}
             for k in kept.values():
-                k.drop_unread()
+                k.tensors = [t for t, m in zip(k.tensors, k.memory) if m in k.read]
         return Keeping(kept)
 
-    @property
-    def kept(self) -> dict[int, Kept]:
-        """By entry, what is kept."""
-        return self._kept
+
+def asks_of_operations(policy: Policy | None) -> bool:
+    """Whether a policy looks at operations."""
+    return policy is not None and policy.reads_operations and type(policy) is not Everything
 
 
 def saver_for(policy: Policy | None) -> Saver | None:
     """What keeps values of a region that begins now; ``None`` if nothing can be kept."""
-    around = [mode for mode in _ledgers() if mode.is_keeping()]
+    around = [kept for mode in _ledgers() if (kept := mode.keeping()) is not None]
     if policy is None and not around:
         return None
     return Saver(policy or Everything(False), around)
 
 
-def settled(saver: Saver | None, live: Any) -> Keeping:
-    """What a region keeps in the end, which has run."""
-    return NOTHING if saver is None else saver.settled(live)
-
-
-def _ledgers() -> Iterator[Ledger]:
-    for i in range(_torch.dispatch_depth()):
-        mode = _torch.dispatch_mode_at(i)
-        if isinstance(mode, Ledger):
-            yield mode
+def _ledgers() -> list[Ledger]:
+    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+    return [mode for mode in modes if isinstance(mode, Ledger)]
 
 
 def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:

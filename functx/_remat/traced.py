@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.fx.traceback import has_preserved_node_meta
 
 from functx import _torch
-from functx._policies import Everything
 from functx._remat import captures, departures, forward, levels, writes
 from functx._remat.ledger import Rerun
 from functx._remat.listener import Body, listening
 from functx._remat.region import Inputs, Options, Region
 from functx._remat.replay import replay
+from functx._remat.saving import asks_of_operations
 
 
 class _Keeping(threading.local):
@@ -67,21 +67,12 @@ def batch_being_traced() -> int:
 
 @dataclass(frozen=True)
 class RegionInfo:
-    """What a node of a graph says about its region.
+    """What a node of a graph says about its region."""
 
-    Attributes:
-        name: of the function.
-        policy: what to save; ``None`` for nothing.
-        replay: whether it is a pullback, "replay, then pull back": a compiler must not merge its
-            recompute with the forward.
-        per_example: whether its operations are batched, and the policy is to be asked about one
-            example.
-    """
-
-    name: str
-    policy: Any
-    replay: bool
-    per_example: bool = False
+    name: str  # of the function
+    policy: Any  # what to save; ``None`` for nothing
+    replay: bool  # a pullback: a compiler must not merge its recompute with the forward
+    per_example: bool  # its operations are batched, and the policy is asked about one example
 
 
 def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -89,15 +80,15 @@ def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tenso
     body = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
     if not torch.is_grad_enabled() and not keeping():
         return tuple(body(*operands))
-    numbers: dict[int, int] = {}
-    places = [numbers.setdefault(id(t), len(numbers)) for t in operands]
-    different = [*{id(t): t for t in operands}.values()]
+    different = {id(t): t for t in operands}
+    numbers = {key: number for number, key in enumerate(different)}
+    places = [numbers[id(t)] for t in operands]
 
     def again(*ts: Tensor) -> list[Tensor]:
         return list(body(*[ts[i] for i in places]))
 
     options = Options(name="a region")
-    return tuple(run(again, again, different, options, "a region of a graph"))
+    return tuple(run(again, again, [*different.values()], options, "a region of a graph"))
 
 
 def run(
@@ -146,10 +137,6 @@ class Trace:
         with self.mode:
             return f(*args)
 
-    def knows(self, t: Tensor) -> bool:
-        """Whether ``t`` is a value of the graph, or a constant: nothing else is made outside."""
-        return not isinstance(t, _torch.FakeTensor) or self.mode.tracer.unwrap_proxy(t) is not t
-
     def captures(self, *args: Any) -> captures.Captures:
         """The listener of the first run."""
         return _Captures(self, *args)
@@ -159,14 +146,7 @@ class Trace:
         return _Writes(self, inputs, made, title)
 
     def emit(self, region: Region, inputs: Inputs, noted: _Writes, results: list[Tensor]) -> None:
-        """Make the node; from now on ``results``, at the base level, are what it gives.
-
-        Args:
-            region: the region, which has run.
-            inputs: of it, as they were before it wrote to them.
-            noted: its writes.
-            results: what it gave.
-        """
+        """Make the node; from now on ``results``, at the base level, are what it gives."""
         operands, requires = inputs.values[0], inputs.requires(0)
         tracer = self.mode.tracer
         given = [noted.given[i] for i in region.written_outside()]
@@ -177,8 +157,7 @@ class Trace:
 
         sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
         policy = region.options.policy
-        per_example = bool(sizes) and policy is not None and policy.reads_operations
-        per_example = per_example and type(policy) is not Everything
+        per_example = bool(sizes) and asks_of_operations(policy)
         before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
         try:
             trace = partial(_torch.trace_subgraph, explicit, *operands)
@@ -198,7 +177,7 @@ class Trace:
 
 
 def _drop_aliases(module: torch.fx.GraphModule) -> None:
-    """Let a graph do without the stand-ins that a replay makes."""
+    """Let a graph do without the stand-ins that a replay makes: reports would name them."""
     for node in list(module.graph.nodes):
         named = "functx_names" in node.meta.get("custom", {})
         if node.target is torch.ops.aten.alias.default and not named:
@@ -218,7 +197,13 @@ class _Captures(captures.Captures):
         return self.trace.traced(super().admit, t)
 
     def _is_inside(self, t: Tensor) -> bool:
-        return super()._is_inside(t) or not self.trace.knows(levels.base_of(t))
+        base = levels.base_of(t)
+        if (
+            isinstance(base, _torch.FakeTensor)
+            and self.trace.mode.tracer.unwrap_proxy(base) is base
+        ):
+            return True  # neither a value of the graph nor a constant, as what is made outside
+        return super()._is_inside(t)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         return self.trace.traced(super().keep, make)
@@ -232,17 +217,12 @@ class _Writes(writes.Writes):
         self.trace = trace
         self.given: dict[int, Tensor] = {}  # inputs that are written, at the base level
 
-    def about_to_write(self, storage: int, overload: Any) -> None:
-        lying = [i for i, memory in enumerate(self.inputs.memory) if storage in memory]
-        if any(i not in self.made and levels.is_tracked(self.inputs.standins[i]) for i in lying):
-            super().about_to_write(storage, overload)
-        if len(lying) > 1:
+    def copy(self, inputs: list[int]) -> None:
+        if len(inputs) > 1:
             raise departures.refused(
-                f"{self.title} is traced, and writes to memory that {len(lying)} of its arguments "
+                f"{self.title} is traced, and writes to memory that {len(inputs)} of its arguments "
                 "and captured tensors share. Give it copies, x.clone()."
             )
-        if lying:
-            self.before[storage] = None
 
     def value_before(self, i: int, storage: int) -> Tensor:
         given = self.given[i] = self.inputs.values[0][self.inputs.position(i, 0)]

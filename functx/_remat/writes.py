@@ -20,41 +20,42 @@ from functx._remat.region import Inputs
 class Writes:
     """The inputs' memory as it was before the region first wrote to it.
 
-    Args:
-        inputs: of the region.
-        made: the inputs that are made of data inside, whose memory is the region's own.
-        title: of the region.
+    The memory of those in ``made``, which are made of data inside, is the region's own.
     """
 
     def __init__(self, inputs: Inputs, made: set[int], title: str) -> None:
         self.inputs, self.made, self.title = inputs, made, title
         self.before: dict[int, Any] = {}  # by storage: its copy
 
-    def about_to_write(self, storage: int, overload: Any) -> None:
+    def about_to_write(self, storage: int) -> None:
         """An operation is about to write to memory that the region did not make."""
-        inputs = self.inputs
-        for number, standin in enumerate(inputs.standins):
-            if storage not in inputs.memory[number]:
-                continue
-            if number not in self.made and levels.is_tracked(standin):
+        inputs = self._lying_in(storage)
+        for i in inputs:
+            if i not in self.made and levels.is_tracked(standin := self.inputs.standins[i]):
                 raise departures.written(self.title, [standin])
-            if storage not in self.before:
-                self.before[storage] = _copy_of_memory(levels.base_of(standin))
+        if inputs and storage not in self.before:
+            self.before[storage] = self.copy(inputs)
+
+    def copy(self, inputs: list[int]) -> Any:
+        """A copy of the memory that these inputs share."""
+        return _copy_of_memory(levels.base_of(self.inputs.standins[inputs[0]]))
+
+    def _lying_in(self, storage: int) -> list[int]:
+        return [i for i, memory in enumerate(self.inputs.memory) if storage in memory]
 
     def inputs_written(self) -> list[list[int]]:
         """The inputs that lie in written memory, storage by storage."""
-        memory = self.inputs.memory
-        return [[i for i, m in enumerate(memory) if storage in m] for storage in self.before]
+        return [*map(self._lying_in, self.before)]
 
     def put_before(self) -> None:
         """Let the inputs' values be those before the first write."""
         inputs = self.inputs
-        for numbers, storage in zip(self.inputs_written(), self.before):
-            for i in numbers:
+        for storage in self.before:
+            for i in self._lying_in(storage):
                 base = self.value_before(i, storage)
-                for k in range(len(inputs.values)):
+                for k, values in enumerate(inputs.values):
                     at = inputs.position(i, k)
-                    inputs.values[k][at] = levels.rebased(inputs.values[k][at], base)
+                    values[at] = levels.rebased(values[at], base)
 
     def value_before(self, i: int, storage: int) -> Tensor:
         """An input, at the base level, as it was."""
@@ -63,19 +64,16 @@ class Writes:
 
 def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
     """The stand-ins of a replay, with memory of their own where the forward wrote."""
-    if not written:
-        return standins
     standins = list(standins)
-    if tracing():  # each lies in memory of its own (see `traced`)
-        for (i,) in written:
-            base = levels.base_of(standins[i])
-            standins[i] = levels.rebased(standins[i], levels.at_depth(0, base.clone))
-        return standins
     for numbers in written:
-        memory = _copy_of_memory(levels.base_of(standins[numbers[0]]))
-        for i in numbers:
-            base = _view(levels.base_of(standins[i]), memory)
-            standins[i] = levels.rebased(standins[i], base)
+        bases = [levels.base_of(standins[i]) for i in numbers]
+        if tracing():  # each lies in memory of its own (see `traced`)
+            copies = [levels.at_depth(0, bases[0].clone)]
+        else:
+            memory = _copy_of_memory(bases[0])
+            copies = [_view(base, memory) for base in bases]
+        for i, copy in zip(numbers, copies):
+            standins[i] = levels.rebased(standins[i], copy)
     return standins
 
 
