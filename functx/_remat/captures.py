@@ -108,7 +108,8 @@ class Captures(Listener):
 
     def departs(self, call: Call, due: Call | None) -> None:
         if not self.may_depart:
-            raise departures.differently(self.region, call, due)
+            self.region.calls = self.expected
+            raise departures.differently(self.region, self.calls, call, due)
         self._depart()
 
     def _depart(self) -> None:

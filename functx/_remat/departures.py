@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -55,15 +56,15 @@ def _argument(number: Any) -> str:
 
 
 def differently(
-    region: Any, call: Call | None, expected: Call | None, hint: str = ""
+    region: Any, made: list[Call], call: Call, expected: Call | None, hint: str = ""
 ) -> ReplayError:
-    """The replay's call is not the forward's."""
+    """The replay, which has made some calls, makes one that is not the forward's."""
     called, due = described(call), described(expected)
     what = f"{called} where the forward called {due}"
-    if called == due and call is not None and expected is not None:
+    if called == due and expected is not None:
         what = f"{called} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
     at = line_now()
-    if call is None or call.func == RETURN:
+    if call.func == RETURN:
         code = region.identity and region.identity[0]
         at = "the end"
         if isinstance(code, CodeType):
@@ -74,8 +75,19 @@ def differently(
     )
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the "
-        f"calls that the forward made (rule 3). {hint}"
+        f"calls that the forward made (rule 3). {hint}{_logs(region, made, call)}"
     )
+
+
+def _logs(region: Any, made: list[Call], call: Call) -> str:
+    """With ``debug=True``, what the forward and the replay called, side by side."""
+    if not region.options.debug:
+        return ""
+    made = [c for c in made if c is not call] + [call]
+    forward, replay = ([*map(described, calls)] for calls in (region.calls, made))
+    width = max(map(len, [*forward, "the forward"]))
+    rows = zip_longest(["the forward", *forward], ["the replay", *replay], fillvalue="")
+    return "\n" + "\n".join(f"  {one:{width}}  {other}".rstrip() for one, other in rows)
 
 
 def _shapes(call: Call) -> str:

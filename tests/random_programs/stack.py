@@ -93,4 +93,4 @@ def finish(end: str, f: Callable[..., Any], world: dict[str, Any]) -> dict[str, 
 
 
 def _entries(t: Any) -> Any:
-    return t.detach().numpy(force=True).copy() if isinstance(t, torch.Tensor) else t
+    return t.detach().clone().numpy(force=True).copy() if isinstance(t, torch.Tensor) else t

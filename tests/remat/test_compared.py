@@ -243,3 +243,22 @@ class TestDeterminismCheckNone:
     def test_other_values_are_refused(self):
         with pytest.raises(ValueError, match="determinism_check"):
             functx.remat(torch.sin, determinism_check="strict")
+
+
+def test_debug_shows_the_calls_of_both_side_by_side():
+    runs = iter(range(2))
+
+    def f(x):
+        y = x.sin() * 2
+        return y.cos() if next(runs) == 0 else y.exp()
+
+    out = functx.remat(f, debug=True)(numbers(3).requires_grad_())
+    with pytest.raises(functx.ReplayError) as caught:
+        out.sum().backward()
+    head, forward, *calls = str(caught.value).splitlines()
+    assert "exp" in head and "cos" in head
+    assert forward.split("  ")[-1] == "the replay"
+    assert [line.split() for line in calls[:1]] == [
+        ["TensorBase.sin(input", "0)", "TensorBase.sin(input", "0)"]
+    ]
+    assert "cos(result 2)" in calls[2] and "exp(result 2)" in calls[2]
