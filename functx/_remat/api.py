@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch import nn
 
@@ -25,12 +25,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-@overload
-def remat(f: F, **options: Any) -> F: ...
+class _Said(TypedDict, total=False):
+    """The keyword arguments of `remat`."""
+
+    policy: Any
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    preserve_rng_state: bool | Literal["all"]
+    determinism_check: Literal["default", "none"]
+    debug: bool
+    budget: Any
+    prevent_cse: bool
 
 
 @overload
-def remat(f: None = None, **options: Any) -> Callable[[F], F]: ...
+def remat(f: F, **said: Unpack[_Said]) -> F: ...
+
+
+@overload
+def remat(f: None = None, **said: Unpack[_Said]) -> Callable[[F], F]: ...
 
 
 def remat(

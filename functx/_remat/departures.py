@@ -34,7 +34,7 @@ def name_of(func: Any) -> str:
     if isinstance(func, str):
         return func
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
-    owner = getattr(func, "__self__", None)  # the getter of an attribute
+    owner: Any = getattr(func, "__self__", None)  # the getter of an attribute
     return f"{owner.__name__}.{name}" if hasattr(owner, "__name__") else name
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,10 @@ from functx import _torch
 
 # Looks at a tensor, which need no stand-in: a pullback looks at the results of its own tape.
 _GETTERS = "requires_grad grad_fn is_leaf shape dtype device ndim layout grad _base output_nr"
+_GRAD: Any = Tensor.grad
 LOOKS = {
     *(getattr(Tensor, name).__get__ for name in [*_GETTERS.split(), "_version"]),
-    *(Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
+    *(_GRAD.__set__, _GRAD.__delete__, Tensor.size, Tensor.dim, Tensor.numel),
     *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
     *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),

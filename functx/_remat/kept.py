@@ -56,7 +56,7 @@ class Keeping:
     def given(self, tensors: Sequence[Tensor]) -> dict[int, Given]:
         """The same with what the node has kept, for a replay that begins now."""
         if self._fetcher is not None:
-            levels.at_depth(0, lambda: self._fetcher.begin(dict(enumerate(tensors))))
+            levels.at_depth(0, partial(self._fetcher.begin, dict(enumerate(tensors))))
         numbered = iter(enumerate(tensors))
         return {i: Given(kept, numbered, self._fetcher) for i, kept in self.kept.items()}
 

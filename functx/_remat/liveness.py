@@ -37,7 +37,7 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
         storage = storage_of(levels.base_of(t))
         if _torch.level_of(t) <= 0:
             users[storage] = users.get(storage, 1) + 1  # one is the storage's Python object
-        if t._use_count() > 1 + holders[id(t)]:
+        if t._use_count() > 1 + holders[id(t)]:  # type: ignore[attr-defined]
             on_tape.add(storage)
     for storage, n in users.items():
         if storage not in on_tape and _torch.storage_use_count(storage) <= n:

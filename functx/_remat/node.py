@@ -31,7 +31,12 @@ class Payload:
         versions: shape and version of each value: autograd's own check sees wrappers only.
     """
 
-    __slots__ = ("level", "n_leaves", "region", "requires", "versions", "wanted")
+    region: Region
+    level: int
+    requires: list[bool]
+    n_leaves: int
+    wanted: list[int]
+    versions: list[Any]
 
 
 class RegionNode(_torch.SingleLevelFunction):
