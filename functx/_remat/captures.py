@@ -254,6 +254,7 @@ class Captures(Listener):
             examples.expect(self.asked, func, args, kwargs)
         self.count = self.record.count
         alone = [] if self.records or not call.watched else self._not_recording()
+        depth = _torch.dispatch_depth()
         try:
             for record in alone:
                 _torch.push_dispatch_mode(record)
@@ -263,7 +264,7 @@ class Captures(Listener):
                 raise
             raise departures.written(self.region.title, args) from error
         finally:
-            for _ in alone:
+            while alone and _torch.dispatch_depth() > depth:  # (see NOTE [guard])
                 _torch.pop_dispatch_mode(None)
         if self.record.written:
             self.record.written.clear()
