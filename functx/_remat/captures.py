@@ -83,10 +83,11 @@ class Captures(Listener):
         return self.outer if isinstance(self.outer, Captures) else None
 
     def _record(self) -> None:
-        if (outer := self._around()) is not None and not outer.records:
-            outer._depart()
-            self.ledgers = outer.ledgers
+        around = self._around()
+        if around is not None and not around.records:
+            around._depart()
         self.records = True
+        self.ledgers = (self.record, *(() if self.outer is None else self.outer.ledgers))
         _torch.push_dispatch_mode(self.record)
 
     def end(self) -> None:
@@ -126,7 +127,6 @@ class Captures(Listener):
         if self.calls:  # else nothing has been missed
             self.departed = self.unseen = True
         self._record()
-        self.ledgers = (self.record, *self.ledgers)
 
     def differs(self, call: Call, due: Call) -> None:
         if self.may_depart or self.strict:

@@ -65,7 +65,9 @@ def differently(
         what = f"{called} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
     at = line_now()
     if call.func == RETURN:
-        code = region.identity and region.identity[0]
+        code = region.identity
+        while isinstance(code, tuple):
+            code = code[0]
         at = "the end"
         if isinstance(code, CodeType):
             at += f" of {code.co_filename}:{code.co_firstlineno}"

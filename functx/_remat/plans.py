@@ -11,6 +11,7 @@ leaves out is checked in the replay (NOTE [leaving out]): a wrong plan costs tim
 
 from __future__ import annotations
 
+import functools
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat.calls import ATOMS, DATA, INSIDE, RETURN, Call, same_call
+from functx._remat.cells import Wrapper
 from functx._remat.operators import tracing
 from functx._remat.region import Inputs, Region
 
@@ -62,19 +64,26 @@ def identity_of(f: Any, around: tuple[Any, ...] = ()) -> Any:
     """
     kind = type(f)
     if kind is FunctionType:
-        parts = [f.__code__]
         if f in around:  # it closes over itself
-            return tuple(parts)
-        for cell in f.__closure__ or ():
-            try:
-                parts.append(_in_cell(cell.cell_contents, (*around, f)))
-            except ValueError:  # not bound yet
-                return None
-        return None if None in parts else tuple(parts)
+            return (f.__code__,)
+        try:
+            contents = [cell.cell_contents for cell in f.__closure__ or ()]
+        except ValueError:  # not bound yet
+            return None
+        contents += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+        return _all([f.__code__, *(_in_cell(c, (*around, f)) for c in contents)])
     if kind is MethodType:
-        function = identity_of(f.__func__, around)
-        return function and (*function, _reference(f.__self__))
-    return (f,) if kind is BuiltinFunctionType else None
+        return _all([identity_of(f.__func__, around), _reference(f.__self__)])
+    if kind is functools.partial:
+        given = [*f.args, *f.keywords.values()]
+        return _all([identity_of(f.func, around), *(_in_cell(c, around) for c in given)])
+    if isinstance(f, Wrapper):
+        return identity_of(f.function, around)
+    return _all([f if kind is BuiltinFunctionType else _reference(f)])
+
+
+def _all(parts: list[Any]) -> Any:
+    return None if None in parts else tuple(parts)
 
 
 def _in_cell(content: Any, around: tuple[Any, ...]) -> Any:
@@ -82,9 +91,7 @@ def _in_cell(content: Any, around: tuple[Any, ...]) -> Any:
         return Tensor
     if type(content) is float:
         return float
-    if type(content) in ATOMS:
-        return (content,)
-    return identity_of(content, around) or _reference(content)
+    return (content,) if type(content) in ATOMS else identity_of(content, around)
 
 
 def _reference(x: Any) -> Any:

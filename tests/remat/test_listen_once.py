@@ -1,5 +1,6 @@
 """Later runs of a region follow the plan of the first one, and are right all the same."""
 
+import functools
 import threading
 
 import pytest
@@ -78,6 +79,23 @@ def test_the_first_run_is_listened_to_and_later_ones_are_not():
     assert seen_to_listen(lambda x: x.sin().exp(), X) == [True, False, False]
     weight = Y.diag()
     assert seen_to_listen(lambda x: F.linear(x, weight, bias=Y), X) == [True, False, False]
+
+
+def test_partials_modules_and_regions_of_regions_have_plans():
+    block = nn.Linear(3, 3, dtype=torch.float64)
+    for f in (
+        functools.partial(torch.nn.functional.linear, weight=block.weight),
+        lambda x: functx.checkpoint(block, x),
+        lambda x, inner=torch.sin: functx.remat(lambda x: inner(x))(x),
+    ):
+        plans._plans.clear()
+        for _ in range(3):
+            functx.remat(f)(X.clone().requires_grad_())
+        assert None not in plans._plans.values()
+        before = dict(plans._plans)
+        functx.remat(f)(X.clone().requires_grad_())
+        assert plans._plans == before
+        assert before
 
 
 def test_inputs_of_another_kind_are_listened_to_anew():
@@ -251,10 +269,14 @@ def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
     def around(f):
         return functx.remat(lambda x: f(x * 2).sum())
 
-    for f in (torch.sin, torch.exp, torch.square):
-        found = count(lambda f=f: STACKS["backward"](around(f), X.clone()))
-        plans._plans.clear()
-        assert found == count(lambda f=f: STACKS["backward"](around(f), X.clone()))
+    def with_a_default(f):
+        return functx.remat(lambda x, f=f: f(x * 2).sum())
+
+    for make in (around, with_a_default):
+        for f in (torch.sin, torch.exp, torch.square):
+            found = count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
+            plans._plans.clear()
+            assert found == count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
 
 
 def test_other_calls_in_a_dispatch_mode_of_the_region_are_refused():
