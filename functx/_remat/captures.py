@@ -133,7 +133,7 @@ class Captures(Listener):
             self.departs(call, due)
 
     def log(self, call: Call) -> Call | None:
-        if self.records:
+        if self.records and call.func is not plans.CAPTURE:  # (a region inside has run meanwhile)
             self._look_for_unseen()
         due = super().log(call)
         if due is not None:
@@ -168,9 +168,7 @@ class Captures(Listener):
     def admit(self, t: Tensor) -> int:
         """A further input; returns its number."""
         number = len(self.standins)
-        before = self.record.count
         standin = self.inputs.admit(t)
-        self.count += self.record.count - before  # that was the engine
         if standin is not t or self.number_of(standin) is None:
             self.know(standin, -1 - number)
         if not (standin.requires_grad or levels.is_tracked(standin)):
@@ -211,11 +209,13 @@ class Captures(Listener):
 
     def _capture(self, t: Tensor) -> int:
         value = levels.alive(t)
+        before = self.record.count
         self.held.append(t)
         self.tapes_met = self.tapes_met or value.grad_fn is not None
         if self.outer is not None:
             (value,) = self.outer.take(plans.CAPTURE, [value])
         number = self.captured[id(t)] = self.admit(levels.alive(value))
+        self.count += self.record.count - before  # that was the engine
         if self.may_depart and not self.plan.has_input(number, self.inputs):  # type: ignore[union-attr]
             self._depart()
         return number
@@ -317,7 +317,9 @@ class Captures(Listener):
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
+        before = self.record.count
         t = make() if self.outer is None else self.outer.keep(make)
+        self.count += self.record.count - before
         while _torch.level_of(t) > self.depth():
             t = _torch.inner_of(t)
         call = Call(DATA, [])
