@@ -159,7 +159,7 @@ class Inputs:
     def holds(self, t: Tensor) -> bool:
         """Whether a tensor is in the memory of an input."""
         storage = storage_of(levels.base_of(t))
-        return any(storage in memory for memory in self.memory)
+        return storage != -1 and any(storage in memory for memory in self.memory)
 
     def requires(self, k: int) -> list[bool]:
         """Which of the values at level k require grad there."""

@@ -13,7 +13,11 @@ from .sweep import Verdict, entries, judge, table
 
 # (entry, transform) -> why remat of it is not what it is without; none may be silently wrong.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("nn.functional.embedding", "value"): "max_norm writes to weights that require grad: rule 4",
+    (f"nn.functional.{name}", transform): "max_norm writes to weights that require grad: rule 4"
+    for name in ("embedding", "embedding_bag")
+    for transform in ("value", "backward", "grad", "vmap(grad)", "grad(grad)")
+} | {
+    ("linspace.tensor_overload", "vmap(grad)"): "of no steps torch refuses it in dispatch modes",
 }
 
 SAMPLE = """
