@@ -39,7 +39,6 @@ class Captures(Listener):
         captured: by the id of a foreign tensor, the number of the input that it became.
         asked: savers, of regions around too, whose policies look at operations.
         tapes_met: whether something foreign has a tape of its own.
-        unseen: whether something may have passed by unseen, so that the tape must be looked at.
         plan: of an earlier run, followed where its calls are the same; see `plans`.
     """
 
@@ -55,7 +54,7 @@ class Captures(Listener):
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
-        self.unseen = self.departed = self.may_depart = self.tapes_met = False
+        self.departed = self.may_depart = self.tapes_met = False
         self.plan: plans.Plan | None = None
         self.nodes = 0  # of autograd's, that the region has made
         self.key: Any = None

@@ -110,6 +110,7 @@ def _run(
         results, further = _finish(region, inputs, captures, writes, results, trace)
     if outer is not None:
         call.inner = captures.calls, captures.plan
+        outer.unseen = outer.unseen or captures.unseen  # its nodes may lead to leaves
     return results, further
 
 

@@ -38,6 +38,7 @@ class Listener(TorchFunctionMode):
         expected: the log to compare with; ``None`` in a first run.
         at, due: how many calls have been made, and which is expected next.
         last: the call at hand, and what was expected.
+        unseen: whether something may have passed by unseen, so that the tape must be looked at.
         ledgers: those that listen, of this region and of the regions around.
         strict: whether shapes, dtypes and numbers are compared.
         wanted: results that are to be held, by number.
@@ -50,7 +51,7 @@ class Listener(TorchFunctionMode):
         self, outer: Listener | None, ledgers: tuple[Any, ...], expected: Any, strict: bool
     ) -> None:
         self.outer, self.ledgers, self.strict = outer, ledgers, strict
-        self.asleep = self.records = False
+        self.asleep = self.records = self.unseen = False
         self.n_args = self.serial = 0
         self.stop = -1
         self.standins: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Private torch API, in one place; each name with the reason that no public one serves.
 
-``tests/project/test_canary.py`` asserts that each still means what it is used for, so that a torch release
-which moves one fails there, by name. What torch computes with is in `flags`; what is about
+``tests/project/test_canary.py`` asserts that each still means what it is used for, so that a torch
+release which moves one fails there, by name. What torch computes with is in `flags`; what is about
 ``torch.compile`` and ``torch.utils.checkpoint``, in `compiler`.
 """
 

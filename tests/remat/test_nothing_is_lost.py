@@ -239,3 +239,33 @@ def test_what_leaves_below_a_transform_and_requires_grad_in_plain_autograd_is_re
 
     with pytest.raises(functx.RematError, match="leaves it otherwise than by return"):
         functx.jacfwd(outer)(numbers(3))
+
+
+class Times(torch.autograd.Function):
+    """``x * w``, as a fused layer: what it is given no function mode is shown."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, w = ctx.saved_tensors
+        return cotangent * w, cotangent * x
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_weight_that_only_a_custom_function_is_given_has_its_gradient_at_any_depth(depth):
+    w = numbers(4, start=2.0).requires_grad_()
+
+    def program(remat):
+        def f(x):
+            return Times.apply(x.sin(), w)
+
+        for _ in range(depth):
+            f = remat(lambda x, inner=f: inner(x))
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(f(x).sum(), [x, w])
+
+    same(program)
