@@ -108,8 +108,7 @@ class Captures(Listener):
 
     def departs(self, call: Call, due: Call | None) -> None:
         if not self.may_depart:
-            self.region.calls = self.expected
-            raise departures.differently(self.region, self.calls, call, due)
+            raise departures.differently(self.region, self, call, due)
         self._depart()
 
     def _depart(self) -> None:

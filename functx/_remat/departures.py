@@ -56,9 +56,9 @@ def _argument(number: Any) -> str:
 
 
 def differently(
-    region: Any, made: list[Call], call: Call, expected: Call | None, hint: str = ""
+    region: Any, listener: Any, call: Call, expected: Call | None, hint: str = ""
 ) -> ReplayError:
-    """The replay, which has made some calls, makes one that is not the forward's."""
+    """What a replay's listener has heard is not what the forward called."""
     called, due = described(call), described(expected)
     what = f"{called} where the forward called {due}"
     if called == due and expected is not None:
@@ -77,16 +77,16 @@ def differently(
     )
     return ReplayError(
         f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the "
-        f"calls that the forward made (rule 3). {hint}{_logs(region, made, call)}"
+        f"calls that the forward made (rule 3). {hint}{_logs(region, listener, call)}"
     )
 
 
-def _logs(region: Any, made: list[Call], call: Call) -> str:
+def _logs(region: Any, listener: Any, call: Call) -> str:
     """With ``debug=True``, what the forward and the replay called, side by side."""
     if not region.options.debug:
         return ""
-    made = [c for c in made if c is not call] + [call]
-    forward, replay = ([*map(described, calls)] for calls in (region.calls, made))
+    made = [c for c in listener.calls if c is not call] + [call]
+    forward, replay = ([*map(described, calls)] for calls in (listener.expected, made))
     width = max(map(len, [*forward, "the forward"]))
     rows = zip_longest(["the forward", *forward], ["the replay", *replay], fillvalue="")
     return "\n" + "\n".join(f"  {one:{width}}  {other}".rstrip() for one, other in rows)

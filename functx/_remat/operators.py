@@ -9,7 +9,6 @@ from torch import Tensor
 
 from functx import _torch
 
-tracing = _torch.tracing
 # What an operation is to the ledger. New memory can be left out, and a write to memory that the
 # region made; views make nothing; the rest always runs.
 NEW, VIEW, WRITE, ALWAYS, SILENT = "new", "view", "write", "always", "silent"

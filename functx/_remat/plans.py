@@ -21,7 +21,6 @@ from torch import Tensor
 from functx import _torch
 from functx._remat.calls import ATOMS, DATA, INSIDE, RETURN, Call, same_call
 from functx._remat.cells import Wrapper
-from functx._remat.operators import tracing
 from functx._remat.region import Inputs, Region
 
 CAPTURE = "a capture of a region inside"
@@ -106,7 +105,7 @@ def _reference(x: Any) -> Any:
 
 def key_of(region: Region, inputs: Inputs) -> Any:
     """What a plan is found by: the function and the kinds of its arguments; ``None`` for none."""
-    if _torch.dispatch_depth() and tracing():
+    if _torch.dispatch_depth() and _torch.tracing():
         return None
     options = region.options
     return (

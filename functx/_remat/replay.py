@@ -96,7 +96,7 @@ class Replayer(Listener):
             if t is not None and number > 0 and not t.requires_grad:
                 hint = departures.cached(t.shape)
                 break
-        raise departures.differently(self.region, self.calls, call, due, hint)
+        raise departures.differently(self.region, self, call, due, hint)
 
 
 def _here() -> tuple[int, int]:

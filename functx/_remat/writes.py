@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functx import _torch
 from functx._remat import departures, levels
-from functx._remat.operators import tracing
 from functx._remat.region import Inputs
 
 
@@ -67,7 +67,7 @@ def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
     standins = list(standins)
     for numbers in written:
         bases = [levels.base_of(standins[i]) for i in numbers]
-        if tracing():  # each lies in memory of its own (see `traced`)
+        if _torch.tracing():  # each lies in memory of its own (see `traced`)
             copies = [levels.at_depth(0, bases[0].clone)]
         else:
             memory = _copy_of_memory(bases[0])

@@ -1,6 +1,5 @@
 """`functx.checkpoint` and `checkpoint_sequential` take what torch's take, and compose."""
 
-import contextlib
 import functools
 import inspect
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from cases import DTYPE, numbers
-from references import assert_same, count
+from references import assert_same, contexts_that_log, count
 from torch import nn
 
 import functx
@@ -131,22 +130,13 @@ class TestEarlyStop:
 
 
 class TestContexts:
-    @staticmethod
-    def contexts(log):
-        @contextlib.contextmanager
-        def context(name):
-            log.append(name)
-            yield
-
-        return lambda: (context("forward"), context("replay"))
-
     @pytest.mark.parametrize("way", ["backward", "vmap(grad)"])
     def test_one_is_entered_around_the_forward_and_one_around_the_replay(self, way):
         log = []
 
         def loss(x):
             return functx.checkpoint(
-                body, x, context_fn=self.contexts(log), use_reentrant=False
+                body, x, context_fn=contexts_that_log(log), use_reentrant=False
             ).sum()
 
         if way == "backward":

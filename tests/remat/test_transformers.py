@@ -18,16 +18,6 @@ pytestmark = pytest.mark.filterwarnings(
 ways = pytest.mark.parametrize("way", ["patch", "apply"])
 
 
-def checkpointed(model, way):
-    """``model``, checkpointed, and the context to use it in."""
-    if way == "patch":
-        with functx.patch_checkpoint():
-            model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
-        return model, functx.patch_checkpoint()
-    return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()
-
-
 def inputs_of(name, **options):
     return {key: value[0] for key, value in hf.batch(name, **options).items()}
 
@@ -48,7 +38,7 @@ def test_recorded_hidden_states_and_router_logits_are_on_the_tape(name, way):
         )
         return [t.detach() for t in recorded], gradients
 
-    model, context = checkpointed(hf.build(name), way)
+    model, context = hf.checkpointed(hf.build(name), way)
     with context:
         ours = run(model)
     assert_same(ours, run(hf.build(name)), eps=512)

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import functx
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -158,3 +160,13 @@ def build_unet():
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
     return model.double().train()
+
+
+def checkpointed(model, way):
+    """``model``, checkpointed, and the context to use it in."""
+    if way == "patch":
+        with functx.patch_checkpoint():
+            model.gradient_checkpointing_enable()
+        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
+        return model, functx.patch_checkpoint()
+    return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from cases import numbers
-from references import assert_same
+from references import assert_same, contexts_that_log
 
 import functx
 
@@ -54,19 +54,10 @@ def test_it_is_a_decorator_too():
 
 
 class TestContexts:
-    @staticmethod
-    def contexts(log):
-        @contextlib.contextmanager
-        def context(name):
-            log.append(name)
-            yield
-
-        return lambda: (context("forward"), context("replay"))
-
     def test_they_are_not_entered_where_nothing_is_differentiated(self):
         log = []
         with torch.no_grad():
-            functx.checkpoint(body, X, context_fn=self.contexts(log))
+            functx.checkpoint(body, X, context_fn=contexts_that_log(log))
         assert not log
 
     def test_they_must_let_exceptions_pass(self):

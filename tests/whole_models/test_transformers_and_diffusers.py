@@ -26,16 +26,6 @@ WAYS = ("patch", "apply")
 RECORDING = ("mixtral", "qwen2_moe")
 
 
-def checkpointed(model, way):
-    """``model``, checkpointed, and the context to use it in."""
-    if way == "patch":
-        with functx.patch_checkpoint():
-            model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # for the reentrant checkpoint; no transform allows it
-        return model, functx.patch_checkpoint()
-    return functx.apply_remat(model, "gradient_checkpointing"), torch.enable_grad()
-
-
 def per_sample(model, inputs):
     def loss(parameters, inputs):
         return functx.functional_call(model, parameters, (), inputs).loss
@@ -51,7 +41,7 @@ def test_per_sample_gradients_are_those_of_the_model_in_less_memory(name):
     expected, plain_peak = per_sample(plain, inputs), peak(per_sample, plain, inputs)
     assert all(g.shape[0] == 3 for g in expected.values())
     assert sum(g.abs().max() > 1e-6 for g in expected.values()) > len(expected) / 2
-    model, context = checkpointed(plain, WAYS[[*hf.CASES].index(name) % 2])
+    model, context = hf.checkpointed(plain, WAYS[[*hf.CASES].index(name) % 2])
     with context:
         assert_same(per_sample(model, inputs), expected, eps=64)
         assert peak(per_sample, model, inputs) < 0.8 * plain_peak
@@ -62,7 +52,7 @@ def test_per_sample_gradients_are_those_of_the_model_in_less_memory(name):
 @pytest.mark.parametrize("name", [*hf.MORE, *(name for name in hf.CASES if name not in RECORDING)])
 def test_per_sample_gradients_of_more_models(name, way):
     inputs = hf.batch(name)
-    model, context = checkpointed(hf.build(name), way)
+    model, context = hf.checkpointed(hf.build(name), way)
     with context:
         assert_same(per_sample(model, inputs), per_sample(hf.build(name), inputs), eps=1024)
 
@@ -112,7 +102,7 @@ def train(model, inputs, steps=3):
 def test_training_with_dropout_is_that_of_the_model(name, way, attention):
     inputs = {k: v.flatten(0, 1) for k, v in hf.batch(name).items()}
     build = {"dropout": 0.2, "attention": attention}
-    model, context = checkpointed(hf.build(name, **build), way)
+    model, context = hf.checkpointed(hf.build(name, **build), way)
     with context:
         ours = train(model, inputs)
     assert_same(ours, train(hf.build(name, **build), inputs), eps=256)
@@ -153,7 +143,7 @@ def test_a_checkpointed_model_can_be_compiled():
         run(**inputs, use_cache=False).loss.backward()
         return [p.grad for p in model.parameters()]
 
-    model, context = checkpointed(hf.build("llama"), "apply")
+    model, context = hf.checkpointed(hf.build("llama"), "apply")
     with context:
         assert_same(gradients(model, True), gradients(hf.build("llama"), False), eps=1e4)
     torch._dynamo.reset()
