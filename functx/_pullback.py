@@ -72,9 +72,11 @@ class Pullback:
 
     def __init__(self, inputs: Any, outputs: Any, spec: _tree.TreeSpec) -> None:
         self._inputs, self._inputs_spec = _tree.flatten(inputs)
+        level = {*map(_torch.level_of, self._inputs)}  # what is of another depends on none of them
         # Edges, not the outputs: their memory is the caller's to keep.
         self._edges: list[Any] | None = [
-            gradient_edge(out) if out.requires_grad else None for out in outputs
+            gradient_edge(out) if out.requires_grad and _torch.level_of(out) in level else None
+            for out in outputs
         ]
         self._outputs_spec = spec
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, forward, levels, plans, traced
+from functx._remat import arguments, cells, departures, distributed, forward, levels, traced
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -53,8 +53,10 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return f(*args, **kwargs)
     title = f"the region {options.name} ({departures.line_now()})"
     result: list[Any] = []  # how the forward's result is put together
-    frozen = distributed.guarded(cells.frozen(f))
-    tensors, call, call_again = _prepared(f, frozen, args, kwargs, options.name)
+    frozen, identity = cells.frozen(f)
+    tensors, call, call_again = _prepared(
+        f, distributed.guarded(frozen), args, kwargs, options.name
+    )
 
     def body(*ts: Tensor) -> list[Tensor]:
         return _flat(call(ts), result)
@@ -63,7 +65,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return _flat(call_again(ts), None)
 
     runner = traced.run if traced.keeping() else forward.run
-    results = runner(body, again, tensors, options, title, plans.identity_of(f))
+    results = runner(body, again, tensors, options, title, identity)
     return _built(results, result[0])
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 INSIDE = 1 << 40
-RETURN, DATA = "return", "a tensor of data"
+RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
 ATOMS = frozenset(
     {
         *(int, float, bool, str, bytes, complex, type(None), type(Ellipsis)),
@@ -28,29 +28,25 @@ _SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape an
 
 
 class Call:
-    """One entry of the log.
-
-    Attributes:
-        func: what was called; of a region or a transform, its title.
-        given: for each argument, those in containers too, the number of a tensor, or a tuple that
-            says what else it is.
-        results: of each tensor that it returned, its number, shape and dtype.
-        inner: of a region inside, its own log, and the plan that belongs to it.
-        further: of a region inside, by its number for a further result, the number here.
-        kept: of a call that makes a tensor of data, the number of the input that it became.
-        quick: whether it is given but tensors and plain values, and makes one tensor of them.
-        watched: whether it draws, or writes to memory that the region did not make.
-    """
+    """One entry of the log."""
 
     __slots__ = ("func", "further", "given", "inner", "kept", "quick", "results", "watched")
 
     def __init__(self, func: Any, given: list[Any]) -> None:
-        self.func, self.given = func, given
+        self.func = func  # what was called; of a region or a transform, its title
+        # For each argument, those in containers too, the number of a tensor, or a tuple that says
+        # what else it is:
+        self.given = given
+        # Of each tensor that it returned, its number, shape and dtype:
         self.results: list[tuple[int, torch.Size, torch.dtype]] = []
+        # Of a region inside, its own log, and the plan that belongs to it; and by its number for a
+        # further result, the number here:
         self.inner: tuple[list[Call], Any] | None = None
         self.further: dict[int, int] = {}
+        # Of a call that makes a tensor of data, the number of the input that it became:
         self.kept: int | None = None
-        self.quick = self.watched = False
+        self.quick = False  # it is given but tensors and plain values, and makes one tensor of them
+        self.watched = False  # it draws, or writes to memory that the region did not make
 
 
 def in_a_row(args: Any, kwargs: Any) -> list[Any]:

@@ -21,7 +21,6 @@ from torch import Tensor
 from functx import _torch
 from functx._remat import departures, distributed, examples, levels, plans
 from functx._remat.calls import DATA, INSIDE, Call, is_simple
-from functx._remat.functions import READERS
 from functx._remat.ledger import Ledger, Record
 from functx._remat.listener import Listener
 from functx._remat.operators import storage_of, tensors_in
@@ -33,36 +32,28 @@ _ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 class Captures(Listener):
-    """Listens to a forward.
-
-    Attributes:
-        captured: by the id of a foreign tensor, the number of the input that it became.
-        asked: savers, of regions around too, whose policies look at operations.
-        tapes_met: whether something foreign has a tape of its own.
-        plan: of an earlier run, followed where its calls are the same; see `plans`.
-    """
+    """Listens to a forward."""
 
     def __init__(
         self, region: Any, inputs: Inputs, record: Record, outer: Listener | None, expected: Any
     ) -> None:
         ledgers = (record, *(outer.ledgers if outer is not None else ()))
-        super().__init__(outer, ledgers, expected, region.options.determinism_check != "none")
-        self.region, self.inputs, self.record = region, inputs, record
-        self.standins = inputs.standins
+        super().__init__(region, inputs.standins, ledgers, expected)
+        self.outer, self.inputs, self.record = outer, inputs, record
+        # Savers, of regions around too, whose policies look at operations:
         self.asked = [x.saver for x in ledgers if x.saver is not None and x.saver.asks]
-        self.captured: dict[int, int] = {}
+        self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
-        self.departed = self.may_depart = self.tapes_met = False
-        self.plan: plans.Plan | None = None
+        self.tapes_met = False  # something foreign has a tape of its own
+        self.plan: plans.Plan | None = None  # of an earlier run, which is followed; see `plans`
+        self.key: Any = None  # what it is found by
+        self.may_depart = False  # the log that is expected is the plan's
+        self.departed = False  # from the plan
+        self.hides = False  # something ran, drew or wrote beside its calls: no plan tells that
+        self.first_node = _torch.next_sequence_number()
         self.nodes = 0  # of autograd's, that the region has made
-        self.key: Any = None
-        self.first_node = self.sequence = _torch.next_sequence_number()
-        self.count = 0  # of operations, when the last call had returned
-
-    def depth(self) -> int:
-        return len(self.inputs.frames)
 
     # -- recording, or following a plan
 
@@ -94,12 +85,10 @@ class Captures(Listener):
         if self.records:
             _torch.pop_dispatch_mode(None)
         self.nodes = _torch.next_sequence_number() - self.first_node
-        if self.plan is not None and self.nodes != self.plan.nodes:
-            self.unseen = True
 
-    def _look_for_unseen(self) -> None:
-        if self.sequence != _torch.next_sequence_number() or self.count != self.record.count:
-            self.unseen = True
+    def may_hide(self) -> bool:
+        """Whether the tape may hold what no mode has seen: it is not the one of a plan."""
+        return self.plan is None or self.nodes != self.plan.nodes
 
     def matches(self, call: Call, due: Call) -> bool:
         if self.may_depart:
@@ -108,7 +97,7 @@ class Captures(Listener):
 
     def departs(self, call: Call, due: Call | None) -> None:
         if not self.may_depart:
-            raise departures.differently(self.region, self, call, due)
+            super().departs(call, due)
         self._depart()
 
     def _depart(self) -> None:
@@ -123,7 +112,7 @@ class Captures(Listener):
             plans.forget(self.key)
         self.plan = None
         if self.calls:  # else nothing has been missed
-            self.departed = self.unseen = True
+            self.departed = True
         self._record()
 
     def differs(self, call: Call, due: Call) -> None:
@@ -131,8 +120,7 @@ class Captures(Listener):
             self.departs(call, due)
 
     def log(self, call: Call) -> Call | None:
-        if self.records and call.func is not plans.CAPTURE:  # (a region inside has run meanwhile)
-            self._look_for_unseen()
+        self.hides = self.hides or self.record.touched
         due = super().log(call)
         if due is not None:
             call.quick, call.watched, call.kept = due.quick, due.watched, due.kept
@@ -142,9 +130,9 @@ class Captures(Listener):
         self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
     ) -> Any:
         out = super().returned(call, due, out, given, args, kwargs)
+        touched, self.record.touched = self.record.touched, False
         if self.records:
-            record = self.record
-            call.watched, record.touched = record.touched, False
+            call.watched = touched
             call.quick = (
                 type(out) is Tensor
                 and call.results[0][0] not in call.given
@@ -152,14 +140,11 @@ class Captures(Listener):
                 and len(call.given) == len(args) + 2 * len(kwargs)
                 and all(map(is_simple, (*args, *kwargs.values())))
             )
-            self.count = record.count
-            self.sequence = _torch.next_sequence_number()
         return out
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        given = super().give(tensors)
-        self.count, self.sequence = self.record.count, _torch.next_sequence_number()
-        return given
+        self.record.touched = False
+        return super().give(tensors)
 
     # -- inputs
 
@@ -192,7 +177,7 @@ class Captures(Listener):
         value = levels.alive(t)
         if due == INSIDE or (due is None and self._is_inside(value)):
             return INSIDE, t
-        if _torch.level_of(value) > self.depth():
+        if _torch.level_of(value) > self.depth:
             if not levels.is_tracked(value):
                 return INSIDE, t  # a constant: nothing is lost
             raise departures.refused(
@@ -207,20 +192,18 @@ class Captures(Listener):
 
     def _capture(self, t: Tensor) -> int:
         value = levels.alive(t)
-        before = self.record.count
         self.held.append(t)
         self.tapes_met = self.tapes_met or value.grad_fn is not None
         if self.outer is not None:
             (value,) = self.outer.take(plans.CAPTURE, [value])
         number = self.captured[id(t)] = self.admit(levels.alive(value))
-        self.count += self.record.count - before  # that was the engine
         if self.may_depart and not self.plan.has_input(number, self.inputs):  # type: ignore[union-attr]
             self._depart()
         return number
 
     def is_foreign(self, t: Tensor) -> bool:
         t = levels.alive(t)
-        foreign = levels.is_tracked(t) and _torch.level_of(t) <= self.depth()
+        foreign = levels.is_tracked(t) and _torch.level_of(t) <= self.depth
         return foreign and not self._is_inside(t)
 
     def _is_inside(self, t: Tensor) -> bool:
@@ -239,9 +222,7 @@ class Captures(Listener):
 
     def is_operand(self, t: Tensor, args: Any) -> bool:
         operand = args[0] if args else None
-        if not isinstance(operand, Tensor) or self.record.count != self.count:
-            return False
-        return storage_of(levels.base_of(t)) == storage_of(levels.base_of(operand))
+        return isinstance(operand, Tensor) and levels.base_of(t) is levels.base_of(operand)
 
     # -- calls
 
@@ -250,13 +231,12 @@ class Captures(Listener):
             self._special(call, func, args, kwargs)
         if self.asked:
             examples.expect(self.asked, func, args, kwargs)
-        self.count = self.record.count
         alone = [] if self.records or not call.watched else self._not_recording()
         depth = _torch.dispatch_depth()
         try:
             for record in alone:
                 _torch.push_dispatch_mode(record)
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = super().execute(call, func, args, kwargs)
         except RuntimeError as error:
             if _WRITES_A_LEAF not in str(error):
                 raise
@@ -276,11 +256,8 @@ class Captures(Listener):
         return [*records, self.record]
 
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
-        if func in READERS:
-            for ledger in self.ledgers:
-                ledger.need(levels.base_of(args[0]))
-        elif func in _ENGINE:
-            self.unseen = True
+        if func in _ENGINE:
+            self.hides = True
             if any(map(self._is_given, tensors_in(args[:1], None))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
@@ -311,15 +288,16 @@ class Captures(Listener):
     def _is_given(self, t: Tensor) -> bool:
         """Whether it is an input itself, no wrapper of it, and not made of data inside."""
         number = self.number_of(t)
-        return number is not None and number < 0 and -1 - number not in self.made
+        if number is None or number >= 0 or -1 - number in self.made:
+            return False
+        return t is self.standins[-1 - number]
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor made of data, here or in a region inside: kept, as an input (rule 3)."""
-        before = self.record.count
         t = make() if self.outer is None else self.outer.keep(make)
-        self.count += self.record.count - before
-        while _torch.level_of(t) > self.depth():
+        while _torch.level_of(t) > self.depth:
             t = _torch.inner_of(t)
+        self.record.made.pop(storage_of(t), None)
         call = Call(DATA, [])
         self.log(call)
         number = call.kept = self.admit(t)
@@ -348,7 +326,7 @@ class Captures(Listener):
 # Torch's error: a stand-in is a leaf where what it is for may be none.
 _WRITES_A_LEAF = "is being used in an in-place operation"
 _LABEL = torch.ops.profiler._record_function_enter_new
-_SPECIAL = {*READERS, *_ENGINE, *_REQUIRES, _LABEL}
+_SPECIAL = {*_ENGINE, *_REQUIRES, _LABEL}
 
 
 def _modes_entered() -> int:

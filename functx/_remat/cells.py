@@ -5,6 +5,10 @@ the caller's cells, which may come to hold the region's results: ``x = remat(lam
 would be a cycle through C++ that nothing collects. Copied are the function, what it closes over
 that is a function itself, partials and bound methods; nothing else of Python's is looked into (rule
 5).
+
+On the way it is noted what tells the function from others that make other calls, which plans are
+found by (NOTE [listen once]): its code, and what it closes over or is a method of, but for tensors
+and floating point numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +16,11 @@ from __future__ import annotations
 import functools
 import types
 from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from functx._remat.calls import ATOMS
 
 
 class Wrapper:
@@ -21,39 +30,68 @@ class Wrapper:
         self.function, self.options = function, options
 
 
-def frozen(f: Any, copies: dict[int, Any] | None = None) -> Any:
-    """A copy of ``f`` whose cells nobody can bind anew; ``f`` itself if it has none."""
-    kind = type(f)
+def frozen(f: Any) -> tuple[Any, Any]:
+    """A copy of ``f`` whose cells nobody can bind anew, and its identity, or ``None``."""
+    key: list[Any] = []
+    copy = _frozen(f, key, {})
+    return copy, None if None in key else tuple(key)
+
+
+def _frozen(x: Any, key: list[Any], copies: dict[int, Any]) -> Any:
+    """A copy of a function; anything else itself. ``copies`` are by the id of what they are of."""
+    kind = type(x)
     if kind is types.FunctionType:
-        return f if f.__closure__ is None else _copied(f, {} if copies is None else copies)
+        return _copied(x, key, copies)
     if kind is functools.partial:
-        inner = frozen(f.func, copies)
-        return f if inner is f.func else functools.partial(inner, *f.args, **f.keywords)
+        inner = _frozen(x.func, key, copies)
+        for given in (*x.args, *x.keywords.values()):
+            _frozen(given, key, copies)
+        return x if inner is x.func else functools.partial(inner, *x.args, **x.keywords)
     if kind is types.MethodType:
-        inner = frozen(f.__func__, copies)
-        return f if inner is f.__func__ else types.MethodType(inner, f.__self__)
-    if isinstance(f, Wrapper):
-        inner = frozen(f.function, copies)
-        return f if inner is f.function else type(f)(inner, f.options)
-    return f
+        inner = _frozen(x.__func__, key, copies)
+        key.append(_reference(x.__self__))
+        return x if inner is x.__func__ else types.MethodType(inner, x.__self__)
+    if isinstance(x, Wrapper):
+        inner = _frozen(x.function, key, copies)
+        return x if inner is x.function else type(x)(inner, x.options)
+    if kind is float or isinstance(x, Tensor):
+        key.append(kind)
+    elif kind in ATOMS:
+        key.append((kind, x))
+    else:
+        key.append(x if kind is types.BuiltinFunctionType else _reference(x))
+    return x
 
 
-def _copied(f: types.FunctionType, copies: dict[int, Any]) -> types.FunctionType:
-    """A copy of a function, and of its cells; ``copies`` are by the id of what they are of."""
+def _copied(f: types.FunctionType, key: list[Any], copies: dict[int, Any]) -> Any:
+    """A function with cells of its own; itself if it has none."""
+    key.append(f.__code__)
     if id(f) in copies:
         return copies[id(f)]
-    cells = f.__closure__ or ()
-    new = [c for c in cells if id(c) not in copies]
+    for given in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
+        _frozen(given, key, copies)
+    if f.__closure__ is None:
+        return f
+    new = [c for c in f.__closure__ if id(c) not in copies]
     for cell in new:
         copies[id(cell)] = types.CellType()
-    closure = tuple(copies[id(cell)] for cell in cells)
+    closure = tuple(copies[id(cell)] for cell in f.__closure__)
     copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
     copies[id(f)] = copy
     copy.__kwdefaults__, copy.__qualname__ = f.__kwdefaults__, f.__qualname__
     copy.__dict__.update(f.__dict__)
     for cell in new:
         try:
-            copies[id(cell)].cell_contents = frozen(cell.cell_contents, copies)
+            copies[id(cell)].cell_contents = _frozen(cell.cell_contents, key, copies)
         except ValueError:  # not bound yet
-            continue
+            key.append(None)
     return copy
+
+
+def _reference(x: Any) -> Any:
+    """An object as a part of a key, not held; ``None`` for a list, say."""
+    try:
+        hash(x)
+        return ref(x)
+    except TypeError:
+        return None

@@ -55,9 +55,7 @@ def _argument(number: Any) -> str:
     return "a tensor made inside" if number == INSIDE else f"result {number}"
 
 
-def differently(
-    region: Any, listener: Any, call: Call, expected: Call | None, hint: str = ""
-) -> ReplayError:
+def differently(region: Any, listener: Any, call: Call, expected: Call | None) -> ReplayError:
     """What a replay's listener has heard is not what the forward called."""
     called, due = described(call), described(expected)
     what = f"{called} where the forward called {due}"
@@ -65,13 +63,9 @@ def differently(
         what = f"{called} and gets {_shapes(call)} where the forward got {_shapes(expected)}"
     at = line_now()
     if call.func == RETURN:
-        code = region.identity
-        while isinstance(code, tuple):
-            code = code[0]
-        at = "the end"
-        if isinstance(code, CodeType):
-            at += f" of {code.co_filename}:{code.co_firstlineno}"
-    hint = hint or (
+        codes = [x for x in region.identity or () if isinstance(x, CodeType)]
+        at = f"the end of {codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else "the end"
+    hint = _of_cache(region) or (
         "What they depend on (globals, counters, Python's random, files) must be the same: pass it "
         "as an argument, or draw with torch."
     )
@@ -96,10 +90,14 @@ def _shapes(call: Call) -> str:
     return str([(shape, dtype) for _, shape, dtype in call.results]).replace("torch.Size", "")
 
 
-def cached(shape: Any) -> str:
-    """The hint where the forward left a tensor behind."""
+def _of_cache(region: Any) -> str:
+    """The hint where the forward has left a tensor behind."""
+    left = [reference() for reference, number in region.left_behind.values() if number > 0]
+    shapes = [tuple(t.shape) for t in left if t is not None and not t.requires_grad]
+    if not shapes:
+        return ""
     return (
-        f"A tensor of shape {tuple(shape)} without gradient was made at the first call and kept "
+        f"A tensor of shape {shapes[0]} without gradient was made at the first call and kept "
         "(a cache that is filled lazily?): call the function once before, outside of regions, or "
         "build it in __init__."
     )

@@ -71,7 +71,7 @@ def _run(
 ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
     options = region.options
     region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
-    region.draws = None
+    region.n_args, region.draws = len(tensors), None
     if options.preserve_rng_state or trace is not None:
         region.draws = Draws(python=options.preserve_rng_state == "all")
     record = Record(region.draws)
@@ -86,7 +86,6 @@ def _run(
         captures.wanted, call = outer.wanted_inside(), outer.last[0]
     for t in tensors:
         captures.admit(levels.alive(t))
-    region.n_args = captures.n_args = len(tensors)
     if trace is None and record.saver is None and region.identity is not None:
         captures.key = plans.key_of(region, inputs)
         if expected is None:
@@ -110,7 +109,6 @@ def _run(
         results, further = _finish(region, inputs, captures, writes, results, trace)
     if outer is not None:
         call.inner = captures.calls, captures.plan
-        outer.unseen = outer.unseen or captures.unseen  # its nodes may lead to leaves
     return results, further
 
 
@@ -128,7 +126,7 @@ def _finish(
     region.made, region.written = captures.made, writes.inputs_written() if writes.before else []
     region.left_behind = captures.known
     region.n_results = len(results)
-    leaves = leaving.leaves_unseen(captures, results) if captures.unseen else []
+    leaves = leaving.leaves_unseen(captures, results) if captures.may_hide() else []
     # Level by level down to the lowest one that needs a node, ...
     parts, slots = _taken_apart(results, frames, lowest)
     _leave_out(region, captures, results, parts[lowest])
@@ -153,10 +151,12 @@ def _finish(
         required[0] += [True] * len(further)
     if trace is not None:
         trace.emit(region, inputs, writes, fresh)
-    lift = _put_together if trace is None else partial(trace.traced, _put_together)
     for k in range(lowest, n + 1):
         if k > lowest:
-            fresh = lift(fresh, frames[k - 1], slots[k], k)
+            lift = frames[k - 1].lift_all
+            if trace is not None:
+                lift = partial(trace.traced, lift)
+            fresh = lift(fresh, slots[k], k)
         if True in inputs.requires(k) and True in required[k]:
             extra = leaves if k == 0 else []
             fresh = node.attach(
@@ -169,7 +169,7 @@ def _finish(
     if n:
         leaving.check_nothing_left(captures, fresh)
     if captures.plan is None:
-        captures.plan = plans.make(captures, region)
+        captures.plan = plans.make(captures, region, leaves)
     return fresh[: region.n_results], further
 
 
@@ -205,17 +205,8 @@ def _taken_apart(
     """The results at each level down to ``lowest``, and how they are made of those one below."""
     parts, slots = {len(frames): results}, {}
     for k in range(len(frames), lowest, -1):
-        lowered = [frames[k - 1].lower(t, k) for t in parts[k]]
-        slots[k] = [slot for _, slot in lowered]
-        parts[k - 1] = [value for values, _ in lowered for value in values]
+        parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
     return parts, slots
-
-
-def _put_together(
-    values: list[Tensor], frame: levels.Frame, slots: list[Any], k: int
-) -> list[Tensor]:
-    it = iter(values)
-    return [frame.lift([next(it) for _ in range(frame.width(s))], s, k) for s in slots]
 
 
 def _required(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:

@@ -8,7 +8,8 @@ operation that is about to read such memory, or a tape that holds it in the end,
 begin again and run everything. So a wrong record costs time, and never a wrong number.
 
 Operations are matched within the call of the user's that ran them: how many run there may depend on
-which tapes live. From the first one that does not match to the end of its call, everything runs.
+which tapes live. From the first one that does not match, or is given what other operations made, to
+the end of its call, everything runs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from functx._remat.operators import (
 from functx._torch import compiler
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
-# (overload, kind, memory read, memory written, layout of the results)
-Entry = tuple[Any, str, list[int], list[int], Layout]
+# (overload, kind, memory read, memory written, layout of the results, by which entries each operand
+# was made, -1 for none)
+Entry = tuple[Any, str, list[int], list[int], Layout, list[int]]
 
 
 class Ledger(_torch.TorchDispatchMode):
@@ -50,14 +52,24 @@ class Ledger(_torch.TorchDispatchMode):
 
     def __init__(self) -> None:
         self.busy = False  # an operation is in here: what it calls is the engine's, not the user's
-        self.count = 0  # of operations that have run
+        # What was made inside: number of the entry, the storage (weakly: addresses come again).
+        self.made: dict[int, tuple[int, Any]] = {}
+
+    def maker_of(self, storage: int) -> int:
+        """The entry that made this memory; -1 if none did."""
+        number, reference = self.made.get(storage, (-1, None))
+        return number if reference is None or reference() is not None else -1
+
+    def note_made(self, t: Tensor, number: int) -> None:
+        """The memory of ``t`` was made by an entry."""
+        storage = t.untyped_storage()
+        self.made[storage._cdata] = number, weakref.ref(storage)
 
     @compiler.uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = operator_of(func)
         if operator.takes_number:
             args = real_zeros(args)
-        self.count += 1
         self.busy = True
         try:
             if operator.kind is SILENT:
@@ -89,8 +101,6 @@ class Record(Ledger):
         self.draws = draws
         self.entries: list[Entry] = []
         self.starts = [0]  # where in `entries` each call begins
-        # What was made inside: number of the entry, the storage (weakly: addresses come again).
-        self.made: dict[int, tuple[int, Any]] = {}
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
         self.touched = False  # this call draws, or writes to memory that is not the region's
@@ -100,8 +110,7 @@ class Record(Ledger):
 
     def has_made(self, storage: int) -> bool:
         """Whether memory was made by the region."""
-        made = self.made.get(storage)
-        return made is not None and made[1]() is not None
+        return self.maker_of(storage) >= 0
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in(args, kwargs)
@@ -123,7 +132,7 @@ class Record(Ledger):
             self.saver.about_to_write(written)
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if kind is VIEW:
-            self.entries.append((operator.overload, VIEW, [], [], None))
+            self.entries.append((operator.overload, VIEW, [], [], None, []))
             return out
         self._note(operator, kind, touched, written, out)
         if self.saver is not None:
@@ -134,11 +143,11 @@ class Record(Ledger):
         self, operator: Operator, kind: str, touched: list[int], writes: list[int], out: Any
     ) -> None:
         """Write down an operation that has run, and the memory that it has made."""
-        reads = touched if operator.reads else []
+        reads, makers = touched if operator.reads else [], [*map(self.maker_of, touched)]
         for t in [out] if type(out) is Tensor else tensors_in((out,), None):
             if (key := storage_of(t)) not in touched:
                 if key != -1:
-                    self.made[key] = len(self.entries), weakref.ref(t.untyped_storage())
+                    self.note_made(t, len(self.entries))
                 writes.append(key)
         layout = None
         if kind is NEW and not _is_plain(out):
@@ -147,16 +156,16 @@ class Record(Ledger):
             kind = VIEW
         elif kind is NEW:
             layout = layout_of(out)
-        self.entries.append((operator.overload, kind, reads, writes, layout))
+        self.entries.append((operator.overload, kind, reads, writes, layout, makers))
 
     def need(self, t: Tensor) -> None:
-        self.entries.append((None, ALWAYS, [storage_of(t)], [], None))
+        self.entries.append((None, ALWAYS, [storage_of(t)], [], None, []))
 
     def live(self, needed: set[int], kept: Any) -> bytearray:
         """Which operations a replay must run, for the memory in ``needed`` to be there."""
         live = bytearray(len(self.entries))
         for i in range(len(self.entries) - 1, -1, -1):
-            _, kind, reads, writes, _ = self.entries[i]
+            _, kind, reads, writes, _, _ = self.entries[i]
             if kind is VIEW:
                 live[i] = 1
                 continue
@@ -208,10 +217,16 @@ class Rerun(Ledger):
         self.entries, self.starts, self.kept = entries, starts, kept
         self.live = live  # which entries to run; ``None`` runs all
         self.given: set[int] = set()  # memory of kept values that were handed out
-        self.call = -1
-        self.next_call()
+        self.begin(0)
+        self.in_line = True  # whether all operations so far are entries
         self.draws_again = False  # whether the replay has put generators back
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
+
+    def begin(self, call: int) -> None:
+        """Listen when so many calls have run."""
+        self.call = call - 1
+        self.next_call()
+        self.first = self.end if call else 0  # the first entry that is seen
 
     def next_call(self) -> None:
         self.call = n = self.call + 1
@@ -219,7 +234,17 @@ class Rerun(Ledger):
         self.i, self.end = bounds[:2]
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        i = self._matching(operator)
+        touched = [storage_of(t) for t in tensors_in(args, kwargs)]
+        i = self._matching(operator, touched)
+        out = self._run(i, operator, touched, args, kwargs)
+        if i >= 0 and self.entries[i][1] is not VIEW:
+            for t in [out] if type(out) is Tensor else tensors_in((out,), None):
+                if (key := storage_of(t)) not in touched and key != -1:
+                    self.note_made(t, i)
+        return out
+
+    def _run(self, i: int, operator: Operator, touched: list[int], args: Any, kwargs: Any) -> Any:
+        """What entry ``i`` returns, or an operation that is none."""
         if i >= 0:
             if i in self.kept and (self.live is not None or self.kept[i].is_whole()):
                 return self.kept[i].value(self)
@@ -230,20 +255,30 @@ class Rerun(Ledger):
                 return out
         reads = self.hollow and operator.reads and operator.kind is not VIEW
         if reads and (i < 0 or self.entries[i][1] is not VIEW):
-            for t in tensors_in(args, kwargs):
-                self.need(t)
+            for storage in touched:
+                self._need(storage)
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
 
-    def _matching(self, operator: Operator) -> int:
+    def _matching(self, operator: Operator, touched: list[int]) -> int:
         """The entry that this operation is; -1 if there is none."""
         i, entries = self.i, self.entries
         while i < self.end and entries[i][0] is None:
             i += 1
         if i < self.end and entries[i][0] is operator.overload:
-            self.i = i + 1
-            return i
-        self.i = self.end
+            makers = entries[i][5]
+            if not makers or self._have_made(makers, touched):
+                self.i = i + 1
+                return i
+        self.i, self.in_line = self.end, False
         return -1
+
+    def _have_made(self, makers: list[int], touched: list[int]) -> bool:
+        """Whether these entries made the operands, as far as it is known."""
+        for maker, storage in zip(makers, touched):
+            found = self.maker_of(storage)
+            if found != maker and (found >= 0 or (self.in_line and maker >= self.first)):
+                return False
+        return True
 
     def leave_out(self, t: Tensor) -> None:
         """``t`` is not computed."""
@@ -254,7 +289,10 @@ class Rerun(Ledger):
         return self.given if self.kept else None
 
     def need(self, t: Tensor) -> None:
-        hollow = self.hollow.get(storage_of(t))
+        self._need(storage_of(t))
+
+    def _need(self, storage: int) -> None:
+        hollow = self.hollow.get(storage)
         if hollow is not None and hollow() is not None:
             raise BeginAgain
 

@@ -103,6 +103,16 @@ class Frame:
         """How many values below make one with this slot."""
         return 2 if slot and self.kind is JVP else 1
 
+    def lower_all(self, values: list[Tensor], level: int) -> tuple[list[Tensor], list[Any]]:
+        """Values one level down, and the slots of those that they make."""
+        lowered = [self.lower(t, level) for t in values]
+        return [t for below, _ in lowered for t in below], [slot for _, slot in lowered]
+
+    def lift_all(self, values: Sequence[Tensor], slots: list[Any], level: int) -> list[Tensor]:
+        """The values that these make, one level up."""
+        it = iter(values)
+        return [self.lift([next(it) for _ in range(self.width(s))], s, level) for s in slots]
+
 
 def _dual(t: Tensor, tangent: Tensor) -> Tensor:
     if 0 in t.stride() and t.numel() > 1:  # torch refuses duals of expanded memory

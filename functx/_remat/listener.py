@@ -17,10 +17,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch
-from functx._remat import levels, saving
-from functx._remat.calls import ATOMS, RETURN, Call, in_a_row, is_plain, listed, same_call
-from functx._remat.functions import HOOKS, LOOKS, MAKERS
+from functx._remat import departures, levels, saving
+from functx._remat.calls import (
+    ATOMS,
+    DATA,
+    INSIDE,
+    NAMED,
+    RETURN,
+    Call,
+    in_a_row,
+    is_plain,
+    listed,
+    same_call,
+)
+from functx._remat.functions import HOOKS, LOOKS, MAKERS, READERS
 from functx._remat.names import kept_copy, named
+from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
 
 _NO_CALLS = {*MAKERS, *HOOKS, named}
@@ -30,38 +42,31 @@ Body = Callable[..., list[Tensor]]
 class Listener(TorchFunctionMode):
     """Numbers the tensors of a region as its code runs, and compares its calls with a log.
 
-    Attributes:
-        asleep: whether the engine, or a region inside, runs: their calls are not this region's.
-        known: by id, a weak reference to a tensor and its number. (An id alone says nothing: one
-            that lives in C++ gets a Python object, and with it an id, when it is first looked at.)
-        calls: the log of this run.
-        expected: the log to compare with; ``None`` in a first run.
-        at, due: how many calls have been made, and which is expected next.
-        last: the call at hand, and what was expected.
-        unseen: whether something may have passed by unseen, so that the tape must be looked at.
-        ledgers: those that listen, of this region and of the regions around.
-        strict: whether shapes, dtypes and numbers are compared.
-        wanted: results that are to be held, by number.
-        leaves: numbers of results that are leaves.
-        records: whether each call is written down, since there is no log or plan to follow.
-        stop: the number of the call at which a ledger begins to listen; -1 for none.
+    A call or an operand that is not as expected is treated as in a replay; `captures.Captures` says
+    how a forward differs.
     """
 
     def __init__(
-        self, outer: Listener | None, ledgers: tuple[Any, ...], expected: Any, strict: bool
+        self, region: Region, standins: list[Tensor], ledgers: tuple[Any, ...], expected: Any
     ) -> None:
-        self.outer, self.ledgers, self.strict = outer, ledgers, strict
-        self.asleep = self.records = self.unseen = False
-        self.n_args = self.serial = 0
-        self.stop = -1
-        self.standins: list[Tensor] = []
-        self.wanted: dict[int, Tensor | None] = {}
-        self.leaves: set[int] = set()
-        self.known: dict[int, tuple[Any, int]] = {}
-        self.last: tuple[Call, Call | None]
-        self.calls: list[Call] = []
-        self.expected, self.at = expected, 0
-        self.due: Call | None = expected[0] if expected else None
+        self.region, self.standins, self.ledgers = region, standins, ledgers
+        self.n_args, self.depth = region.n_args, _torch.functorch_depth()
+        self.strict = region.options.determinism_check != "none"
+        self.outer: Listener | None = None  # of the region around
+        self.asleep = False  # the engine, or a region inside, runs: its calls are not this region's
+        self.records = False  # each call is written down, since there is no log or plan to follow
+        # By id, a weak reference to a tensor and its number. (An id alone says nothing: one that
+        # lives in C++ gets a Python object, and with it an id, when it is first looked at.)
+        self.known = {id(t): (ref(t), -1 - number) for number, t in enumerate(standins)}
+        self.serial = 0  # the last number that a result has
+        self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
+        self.leaves: set[int] = set()  # numbers of results that are leaves
+        self.calls: list[Call] = []  # the log of this run
+        self.expected = expected  # the log to compare with; ``None`` in a first run
+        self.at = 0  # how many calls have been made
+        self.due: Call | None = expected[0] if expected else None  # what is expected next
+        self.last: tuple[Call, Call | None]  # the call at hand, and what was expected
+        self.stop = -1  # the call at which a ledger begins to listen
 
     # -- numbers
 
@@ -80,15 +85,10 @@ class Listener(TorchFunctionMode):
         """The number of ``t``, or of what it wraps at levels that have ended, or are new."""
         value = levels.alive(t)
         number = self.number_of(value)
-        depth = self.depth()
-        while number is None and _torch.level_of(value) > depth:
+        while number is None and _torch.level_of(value) > self.depth:
             value = levels.alive(_torch.inner_of(value))
             number = self.number_of(value)
         return number
-
-    def depth(self) -> int:
-        """How many levels the region was called in."""
-        raise NotImplementedError
 
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         """The number of a tensor that is not known, or not as expected, and what to put there.
@@ -98,11 +98,17 @@ class Listener(TorchFunctionMode):
             number: its number, if it is known.
             due: what the expected log has here; ``None`` in a first run.
         """
-        raise NotImplementedError
+        if (placed := self.placed(t, number, due)) is not None:
+            return placed
+        if number is None:
+            number = self.number_within(t)
+        return (INSIDE if number is None else number), t
 
     def standin_for(self, t: Tensor, number: int) -> Tensor | None:
         """The stand-in to put for an unknown ``t`` where input ``number`` is expected, if any."""
-        raise NotImplementedError
+        if -1 - number < self.n_args or _torch.level_of(t) > 0:
+            return None
+        return self.standins[-1 - number]
 
     def placed(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor] | None:
         """The input that the forward met here, whatever lies here now (see NOTE [by place]).
@@ -117,7 +123,7 @@ class Listener(TorchFunctionMode):
             return due, t
         if number is not None and (number >= 0 or max(-1 - number, -1 - due) < self.n_args):
             return None
-        if _torch.level_of(levels.alive(t)) > self.depth() or -1 - due >= len(self.standins):
+        if _torch.level_of(levels.alive(t)) > self.depth or -1 - due >= len(self.standins):
             return None
         return due, self.standins[-1 - due]
 
@@ -297,6 +303,7 @@ class Listener(TorchFunctionMode):
 
     def name(self, x: Tensor, name: str) -> Tensor:
         """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
+        (x,) = self.take(NAMED, [x])
         told, copied = saving.named(levels.base_of(levels.alive(x)), name)
         if self.expected is not None:
             due, number = self.due, self.number_of(x)
@@ -308,7 +315,7 @@ class Listener(TorchFunctionMode):
             saver.naming = None
         return x
 
-    # -- what forward and replay do differently
+    # -- what a forward does differently
 
     def matches(self, call: Call, due: Call) -> bool:
         """Whether a call is the one that is expected."""
@@ -316,7 +323,7 @@ class Listener(TorchFunctionMode):
 
     def departs(self, call: Call, due: Call | None) -> None:
         """A call is not the one that is expected."""
-        raise NotImplementedError
+        raise departures.differently(self.region, self, call, due)
 
     def differs(self, call: Call, due: Call) -> None:
         """A call has not returned what is expected."""
@@ -325,7 +332,10 @@ class Listener(TorchFunctionMode):
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a call."""
-        raise NotImplementedError
+        if func in READERS:
+            for ledger in self.ledgers:
+                ledger.need(levels.base_of(args[0]))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def is_operand(self, t: Tensor, args: Any) -> bool:
         """Whether an unknown result is the first operand: ``x.to(x.dtype)``, at a level."""
@@ -342,8 +352,9 @@ class Listener(TorchFunctionMode):
         """A hook is about to be hung on a tensor."""
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made of data, here or in a region inside (rule 3)."""
-        raise NotImplementedError
+        """A tensor made of data, here or in a region inside: as in the forward (rule 3)."""
+        due = self.log(Call(DATA, []))
+        return self.standins[due.kept]  # type: ignore[union-attr, index]
 
     # -- what the engine, a transform or a region inside tells
 

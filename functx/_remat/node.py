@@ -20,22 +20,14 @@ from functx._remat.region import Inputs, Region
 
 
 class Payload:
-    """What a node knows beside what it saves.
+    """What a node knows beside what it saves."""
 
-    Attributes:
-        region: what to replay.
-        level: the level that the node belongs to.
-        requires: which of its values require grad.
-        n_leaves: how many leaves that no mode saw it keeps after its values.
-        wanted: which results of the level require grad, in the order of the node's outputs.
-        versions: shape and version of each value: autograd's own check sees wrappers only.
-    """
-
-    region: Region
-    level: int
-    requires: list[bool]
-    n_leaves: int
-    wanted: list[int]
+    region: Region  # what to replay
+    level: int  # that the node belongs to
+    requires: list[bool]  # which of its values require grad
+    n_leaves: int  # how many leaves that no mode saw it keeps after its values
+    wanted: list[int]  # which results of the level require grad, in the order of its outputs
+    # Shape and version of each value: autograd's own check sees wrappers only.
     versions: list[Any]
 
 

@@ -25,6 +25,8 @@ _SHAPE_ONLY = _overloads(
     "zeros_like ones_like empty_like full_like rand_like randn_like "
     "new_empty new_zeros new_ones new_full new_empty_strided"
 )
+# Unwritten memory: what a replay inside has left out, which another one may not.
+_UNWRITTEN = _overloads("empty_strided")
 # A zero without memory is of a kind of its own, which decides what runs next.
 _WITHOUT_MEMORY = _overloads("_efficientzerotensor")
 # Schemas that do not say what they write: running means and variances, in training.
@@ -68,7 +70,11 @@ class Operator:
         if self.writes:
             plain = self.writes == (0,) and len(schema.returns) == 1 and not self.draws
             return WRITE if plain and overload not in _HIDDEN_WRITES else ALWAYS
-        if self.draws or not any("Tensor" in str(r.type) for r in schema.returns):
+        if (
+            self.draws
+            or overload in _UNWRITTEN
+            or not any("Tensor" in str(r.type) for r in schema.returns)
+        ):
             return ALWAYS
         return VIEW if any(r.alias_info is not None for r in schema.returns) else NEW
 

@@ -11,16 +11,12 @@ leaves out is checked in the replay (NOTE [leaving out]): a wrong plan costs tim
 
 from __future__ import annotations
 
-import functools
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 
 from functx import _torch
-from functx._remat.calls import ATOMS, DATA, INSIDE, RETURN, Call, same_call
-from functx._remat.cells import Wrapper
+from functx._remat.calls import DATA, INSIDE, NAMED, RETURN, Call, same_call
 from functx._remat.region import Inputs, Region
 
 CAPTURE = "a capture of a region inside"
@@ -30,15 +26,7 @@ _METHODS = (type(Tensor.add), type(Tensor.__add__))
 
 
 class Plan:
-    """What one run has told.
-
-    Attributes:
-        calls: the log.
-        entries, starts, live, left_out: of the ledger, see `Region`.
-        inputs: their kinds.
-        nodes: how many nodes of autograd's the run has made.
-        serial: the last number that a result has.
-    """
+    """What one run has told."""
 
     __slots__ = ("calls", "entries", "inputs", "left_out", "live", "nodes", "serial", "starts")
 
@@ -54,53 +42,6 @@ class Plan:
 
 
 _plans: dict[Any, Plan | None] = {}
-
-
-def identity_of(f: Any, around: tuple[Any, ...] = ()) -> Any:
-    """What tells a function from others that make other calls; ``None`` if it can't be told.
-
-    Its code, and what it closes over or is a method of, but for tensors and floating point numbers.
-    """
-    kind = type(f)
-    if kind is FunctionType:
-        if f in around:  # it closes over itself
-            return (f.__code__,)
-        try:
-            contents = [cell.cell_contents for cell in f.__closure__ or ()]
-        except ValueError:  # not bound yet
-            return None
-        contents += [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-        return _all([f.__code__, *(_in_cell(c, (*around, f)) for c in contents)])
-    if kind is MethodType:
-        return _all([identity_of(f.__func__, around), _reference(f.__self__)])
-    if kind is functools.partial:
-        given = [*f.args, *f.keywords.values()]
-        return _all([identity_of(f.func, around), *(_in_cell(c, around) for c in given)])
-    if isinstance(f, Wrapper):
-        return identity_of(f.function, around)
-    return _all([f if kind is BuiltinFunctionType else _reference(f)])
-
-
-def _all(parts: list[Any]) -> Any:
-    return None if None in parts else tuple(parts)
-
-
-def _in_cell(content: Any, around: tuple[Any, ...]) -> Any:
-    if isinstance(content, Tensor):
-        return Tensor
-    if type(content) is float:
-        return float
-    return (content,) if type(content) in ATOMS else identity_of(content, around)
-
-
-def _reference(x: Any) -> Any:
-    """An object as a part of a key, not held; ``None`` for a list, say."""
-    try:
-        x = ref(x)
-        hash(x)
-    except TypeError:
-        return None
-    return x
 
 
 def key_of(region: Region, inputs: Inputs) -> Any:
@@ -119,13 +60,13 @@ def find(key: Any) -> Plan | None:
     return _plans.get(key)
 
 
-def make(captures: Any, region: Region) -> Plan | None:
+def make(captures: Any, region: Region, leaves: list[Tensor]) -> Plan | None:
     """The plan that a recorded run leaves, if its calls tell all."""
     key = captures.key
-    if key is None or key in _plans or captures.unseen or region.further:
+    if key is None or key in _plans or captures.hides or leaves or region.further:
         return None
     for call in captures.calls:
-        unknown = isinstance(call.func, str) and call.func not in (RETURN, DATA, CAPTURE)
+        unknown = isinstance(call.func, str) and call.func not in (RETURN, DATA, NAMED, CAPTURE)
         if INSIDE in call.given or call.further or (unknown and not (call.inner and call.inner[1])):
             return None
     if len(_plans) >= _MANY:

@@ -5,6 +5,7 @@ The seven rules are in the package's docstring.
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,78 +28,46 @@ NEVER = 1 << 60  # the number of a call that is not made
 
 @dataclass(frozen=True)
 class Options:
-    """What a user can say about a region.
+    """What a user can say about a region."""
 
-    Attributes:
-        policy: what to keep beside the inputs; ``None`` for nothing.
-        preserve_rng_state: ``True``, ``False`` or ``"all"``.
-        determinism_check: ``"default"`` or ``"none"``.
-        debug: whether departures show both logs with lines.
-        name: what messages call it.
-        early_stop: whether a replay leaves out what no pullback reads.
-        is_pullback: whether it is the pullback of another region.
-        budget: bytes, a share of the peak without remat, or a plan.
-        plans: those made for the budget so far.
-        contexts: the policy as ``torch.compile`` takes it; ``None`` if there is none that it can.
-        static: positions and names of arguments that are no tensors.
-    """
-
-    policy: Any = None
-    preserve_rng_state: bool | str = True
-    determinism_check: str = "default"
-    debug: bool = False
-    name: str = "a function"
-    early_stop: bool = True
-    is_pullback: bool = False
-    budget: Any = None
-    contexts: Any = None
-    static: Any = None
-    plans: Plans | None = field(default=None, compare=False, repr=False)
+    policy: Any = None  # what to keep beside the inputs; ``None`` for nothing
+    preserve_rng_state: bool | str = True  # or "all"
+    determinism_check: str = "default"  # or "none"
+    debug: bool = False  # whether departures show both logs
+    name: str = "a function"  # what messages call it
+    early_stop: bool = True  # whether a replay leaves out what no pullback reads
+    is_pullback: bool = False  # whether it is the pullback of another region
+    budget: Any = None  # bytes, a share of the peak without remat, or a plan
+    contexts: Any = None  # the policy as ``torch.compile`` takes it; ``None`` if there is none
+    static: Any = None  # positions and names of arguments that are no tensors
+    plans: Plans | None = field(default=None, compare=False, repr=False)  # for the budget so far
 
 
 class Region:
-    """What a replay needs to know; it holds no tensor of the program's.
+    """What a replay needs to know; it holds no tensor of the program's."""
 
-    Attributes:
-        body: tensors to tensors.
-        title: what messages call it: the function, and the line that called it.
-        identity: the code of the function, for messages, and whose method it is; or ``None``.
-        options: what the user said.
-        frames: the levels around, outermost first.
-        slots: for each level above 0, how each of its values is made of those below.
-        n_args: how many inputs are the body's arguments; the others are captured.
-        calls: the log of the forward.
-        entries, starts, live: the forward's ledger, and which of it a replay runs.
-        kept: which entries' values the policy kept.
-        draws: the generators.
-        settings: what torch had set.
-        written: by the memory that the region wrote of its inputs, which inputs lie there.
-        made: the inputs that were made of data, inside: their memory is the region's own.
-        further: numbers of results that left otherwise than by return, and became results.
-        left_out: the first call in which a replay leaves something out, or hands out what is kept.
-        left_behind: tensors without gradient, weakly, that the forward made.
-    """
-
-    body: Any
-    calls: list[Any]
-    draws: Any
-    entries: list[Any]
-    frames: list[levels.Frame]
-    further: list[int]
-    identity: Any
-    kept: Any
-    left_behind: Any
-    left_out: int
-    live: Any
-    made: Any
-    n_args: int
-    n_results: int
+    title: str  # what messages call it: the function, and the line that called it
     options: Options
-    settings: Any
-    slots: list[Any]
-    starts: list[int]
-    title: str
-    written: Any
+    body: Any  # tensors to tensors
+    identity: Any  # what tells its function from others; ``None`` if nothing does
+    n_args: int  # how many inputs are the body's arguments; the others are captured
+    n_results: int
+    # What it was called in, and given:
+    settings: Any  # what torch had set
+    frames: list[levels.Frame]  # the levels around, outermost first
+    slots: list[Any]  # for each level above 0, how each of its values is made of those below
+    draws: Any  # the generators that it drew from
+    made: Any  # the inputs that were made of data, inside: their memory is the region's own
+    written: Any  # by the memory that it wrote of its inputs, which inputs lie there
+    # What ran:
+    calls: list[Any]  # the log
+    entries: list[Any]  # the ledger
+    starts: list[int]  # where in it each call begins
+    live: Any  # which of it a replay runs
+    left_out: int  # the first call in which a replay leaves out, or hands out kept values
+    kept: Any  # which entries' values the policy kept
+    further: list[int]  # numbers of results that left otherwise than by return
+    left_behind: Any = types.MappingProxyType({})  # what it made, weakly
 
     def written_outside(self) -> list[int]:
         """The inputs that the region writes, but those made of data inside."""

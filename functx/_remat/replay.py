@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from torch import Tensor
 from functx import _torch
 from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
-from functx._remat.calls import DATA, INSIDE, RETURN, Call
-from functx._remat.functions import READERS
+from functx._remat.calls import DATA, RETURN, Call
 from functx._remat.guard import Entry
 from functx._remat.ledger import BeginAgain, Record, Rerun
 from functx._remat.listener import Listener, listening
@@ -30,38 +28,19 @@ from functx._remat.writes import copied
 
 
 class Replayer(Listener):
-    """Listens to a replay: compares, and puts inputs where the forward met foreign tensors."""
+    """Listens to a replay, whose ledger begins to listen at the first call that leaves out."""
 
     def __init__(self, region: Region, rerun: Rerun, standins: list[Tensor]) -> None:
-        super().__init__(None, (), region.calls, region.options.determinism_check != "none")
-        self.region, self.standins, self.rerun = region, standins, rerun
+        super().__init__(region, standins, (), region.calls)
+        self.rerun, self.watching, self._here = rerun, False, _here()
         self.wanted = dict.fromkeys(region.further)
-        self.n_args = region.n_args
         self.stop = region.left_out - 1
-        self._depth, self._here = _torch.functorch_depth(), _here()
-        self.watching = False
-        self.known = {id(t): (ref(t), -1 - number) for number, t in enumerate(standins)}
-
-    def depth(self) -> int:
-        return self._depth
-
-    def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
-        if (placed := self.placed(t, number, due)) is not None:
-            return placed
-        if number is None:
-            number = self.number_within(t)
-        return (INSIDE if number is None else number), t
-
-    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
-        if -1 - number < self.n_args or _torch.level_of(t) > 0:
-            return None
-        return self.standins[-1 - number]
 
     def watch(self) -> None:
         # (Where the program has entered no mode; what an engine runs has modes of its own.)
         if not self.watching and _here() == self._here:
             self.watching, self.ledgers = True, (self.rerun,)
-            self.rerun.call = self.at
+            self.rerun.begin(self.at)
             _torch.push_dispatch_mode(self.rerun)
 
     def log(self, call: Call) -> Call | None:
@@ -72,31 +51,12 @@ class Replayer(Listener):
                 self.watch()
         return super().log(call)
 
-    def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in READERS:
-            self.rerun.need(levels.base_of(args[0]))
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        """Data that became a tensor in the forward: as it was then."""
-        due = self.log(Call(DATA, []))
-        return self.standins[due.kept]  # type: ignore[union-attr, index]
-
     def left(self, number: int) -> Tensor:
         """A result that left the forward otherwise than by return."""
         t = self.wanted[number]
         if t is None:
             raise departures.not_left(self.region)
         return t
-
-    def departs(self, call: Call, due: Call | None) -> None:
-        hint = ""
-        for reference, number in self.region.left_behind.values():
-            t = reference()
-            if t is not None and number > 0 and not t.requires_grad:
-                hint = departures.cached(t.shape)
-                break
-        raise departures.differently(self.region, self, call, due, hint)
 
 
 def _here() -> tuple[int, int]:
@@ -202,9 +162,7 @@ def _attempt(
         written = [levels.base_of(standins[i]) for i in region.written_outside()]
     del standins
     for k in range(len(frames), level, -1):
-        lowered = [frames[k - 1].lower(t, numbers[k - level]) for t in results]
-        results = [value for pair, _ in lowered for value in pair]
-        del lowered
+        results = frames[k - 1].lower_all(results, numbers[k - level])[0]
     if wanted is None:
         edges: list[Any] = results + written
     else:
@@ -221,12 +179,10 @@ def _attempt(
 
 def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int) -> list[Tensor]:
     """Values one level up; those that were differentiated there as leaves."""
-    it = iter(values)
-    lifted = []
-    for slot in slots:
-        t = frame.lift([next(it) for _ in range(frame.width(slot))], slot, number)
-        lifted.append(levels.require_grad(t) if slot and frame.kind is levels.GRAD else t)
-    return lifted
+    lifted = frame.lift_all(values, slots, number)
+    if frame.kind is not levels.GRAD:
+        return lifted
+    return [levels.require_grad(t) if slot else t for t, slot in zip(lifted, slots)]
 
 
 def _leaf(value: Tensor, connected: bool) -> Tensor:
@@ -234,11 +190,6 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
     if connected and value.requires_grad:
         return torch.ops.aten.alias.default(value)
     return value.detach().requires_grad_()
-
-
-def _own(t: Tensor) -> Tensor:
-    """An input as an object of its own: names bound again may lead to a constant."""
-    return t if t.requires_grad or _torch.level_of(t) > 0 else levels.detached(t)
 
 
 def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
@@ -255,7 +206,6 @@ def _body(
 ) -> tuple[list[Tensor], Rerun]:
     rerun = Rerun(region.entries, region.starts, live, region.kept.given(kept))
     rerun.draws_again = bool(region.draws)
-    standins = [*map(_own, standins)]
     replayer = Replayer(region, rerun, standins)
     # (What another mode calls is no call of the region: only where this one is seen to be busy.)
     if region.draws or region.left_out == 0 or _torch.dispatch_depth():

@@ -47,7 +47,7 @@ class Saver:
 
     def judge(self, number: int, entry: Entry, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run."""
-        overload, kind, _, memory, layout = entry
+        overload, kind, _, memory, layout, _ = entry
         if kind is not NEW:
             return
         for storage in memory:
@@ -128,7 +128,7 @@ class Saver:
         """Keep the result that ``t`` is in the memory of, if it is one; for others if ``None``."""
         storage = storage_of(t)
         number = record.made[storage][0]
-        _, kind, _, _, layout = record.entries[number]
+        _, kind, _, _, layout, _ = record.entries[number]
         if kind is not NEW or type(layout) is not tuple or storage in self._written:
             return False
         with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():

@@ -126,7 +126,7 @@ GROUPS = {
         m: torch.linalg.inv({m} @ {m}.t() + 2 * torch.eye(3))
         m: F.scaled_dot_product_attention({m}[None], {m2}[None], {m}[None])[0]
         v: torch.linalg.solve({m} @ {m}.t() + 3 * torch.eye(3), {v})
-        s: torch.det({m} + 3 * torch.eye(3))""",
+        s: torch.trace(torch.linalg.inv({m} @ {m}.t() + 3 * torch.eye(3)))""",
 }
 
 # Results that have no memory of their own, which could be written to.

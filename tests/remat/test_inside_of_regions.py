@@ -1,0 +1,93 @@
+"""Transforms, names and regions inside of a region give what they give without one."""
+
+import pytest
+import torch
+from cases import numbers
+from torch.nn.functional import linear
+
+import functx
+from functx import checkpoint_policies as cp
+
+X, Y = numbers(3), numbers(3, 3)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        a, b = ctx.saved_tensors
+        return cotangent * b, cotangent * a
+
+
+def gradients(f, *inputs):
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    out = f(*leaves)
+    total = sum(t.sin().sum() for t in ([out] if isinstance(out, torch.Tensor) else out))
+    return [out, torch.autograd.grad(total, leaves, allow_unused=True)]
+
+
+@pytest.mark.parametrize("policy", [None, cp.dots_saveable, cp.everything_saveable])
+@pytest.mark.parametrize("transform", [functx.jacrev, functx.jacfwd, functx.hessian])
+def test_what_a_function_hands_through_is_pulled_back(transform, policy):
+    """The identity in one argument, nothing in the other."""
+
+    def f(x, y):
+        return transform(lambda a: a, 0)(x) + 1, transform(lambda a: y, 0)(x), y.sin()
+
+    torch.testing.assert_close(
+        gradients(functx.remat(f, policy=policy), X, Y), gradients(f, X, Y), rtol=0, atol=0
+    )
+
+
+def test_a_captured_tensor_that_is_named_and_given_to_a_custom_function_keeps_its_gradient():
+    def f(x):
+        m = x.t()
+
+        def region(k):
+            return Product.apply(functx.checkpoint_name(m, "m"), k)
+
+        return wrapped(region)(x * 2)
+
+    wrapped = functx.remat
+    found = gradients(f, Y)
+    wrapped = lambda region: region  # noqa: E731
+    torch.testing.assert_close(found, gradients(f, Y))
+
+
+def test_a_constant_that_is_an_argument_twice_and_an_attribute_is_one_operand():
+    class Box:
+        t = X
+
+    def f(x, constant):
+        inner = functx.remat(lambda a, b, c: a * b + c.sin())
+        return inner(constant, Box.t, x) + inner(Box.t, constant, x * constant)
+
+    leaf = X.clone().requires_grad_()
+    (found,) = torch.autograd.grad(functx.remat(f)(leaf, Box.t).sum(), leaf)
+    (expected,) = torch.autograd.grad(f(leaf, Box.t).sum(), leaf)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_a_region_around_keeps_is_handed_to_the_operation_that_made_it():
+    """A region inside leaves out more in one run than in another: entries are told by operands."""
+    weight, bias = numbers(3, 3).requires_grad_(), numbers(3).requires_grad_()
+
+    def f(wrap, m):
+        def cast(k, m):
+            return linear(m.float(), weight.float(), bias.float()).double() * k, m
+
+        made, same = wrap(cast, policy=[torch.ops.aten.mul.Tensor])(2.0, m)
+        return made, same, torch.sin(made @ weight)
+
+    def jacobian(wrap):
+        whole = wrap(functx.jacrev(lambda m: f(wrap, m)), policy=cp.dots_saveable)
+        leaf = Y.clone().requires_grad_()
+        out = whole(leaf)
+        total = sum(t.sin().sum() for t in out)
+        return out, torch.autograd.grad(total, [leaf, weight, bias])
+
+    torch.testing.assert_close(jacobian(functx.remat), jacobian(lambda f, policy: f))
