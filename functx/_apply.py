@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from functx import _transformers, _where
-from functx._remat import Options, RematModule, checked_options, differentiating, run
+from functx._remat import Options, RematModule, checked_options, run
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,7 +69,7 @@ class RegionForward:
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
-        if self._names is not None and differentiating():
+        if self._names is not None and torch.is_grad_enabled():
             layer = type(module).__name__
             args, kwargs = _transformers.without_cache(layer, self._names, args, kwargs)
         return run(forward, args, kwargs, self.options)

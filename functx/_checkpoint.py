@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from functx import _torch
 from functx._errors import RematError
-from functx._remat import checked_options, differentiating, name_of, run, warn_if_later
+from functx._remat import checked_options, name_of, run, warn_if_later
 from functx._torch import compiler
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -117,7 +118,9 @@ def checkpoint(
         )
     warn_if_later(function)
     policy, body = None, function
-    if context_fn is not noop_context_fn and differentiating():  # else not entered, as in torch
+    if (
+        context_fn is not noop_context_fn and torch.is_grad_enabled()
+    ):  # else not entered, as in torch
         forward, replays = _contexts(context_fn)
         policy = compiler.selective_policy(forward)
         if policy is None:

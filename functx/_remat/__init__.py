@@ -36,7 +36,6 @@ from functx._remat.api import checked_options as checked_options
 from functx._remat.api import name_of as name_of
 from functx._remat.api import remat as remat
 from functx._remat.api import warn_if_later as warn_if_later
-from functx._remat.call import differentiating as differentiating
 from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.inside import by_arguments as by_arguments

@@ -78,11 +78,6 @@ def on_budget(runner: Any) -> Any:
     return runner
 
 
-def differentiating() -> bool:
-    """Whether anything may be differentiated here."""
-    return torch.is_grad_enabled()
-
-
 def _has_tangents(args: Any, kwargs: Any) -> bool:
     tensors = [t for t in _tree.leaves((args, kwargs)) if isinstance(t, Tensor)]
     return any(fwAD.unpack_dual(t).tangent is not None for t in tensors)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functx import _torch
+
 INSIDE = 1 << 40
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
 ATOMS = frozenset(
@@ -24,6 +26,26 @@ ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
     }
 )
+# Looks at a tensor, which need no stand-in: a pullback looks at the results of its own tape.
+_GETTERS = "requires_grad grad_fn is_leaf shape dtype device ndim layout _base output_nr _version"
+_SET: list[Any] = [Tensor.grad, Tensor._backward_hooks]  # by torch itself, too
+LOOKS = {
+    *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),
+    *(access for x in _SET for access in (x.__get__, x.__set__, x.__delete__)),
+    *(Tensor.size, Tensor.dim, Tensor.numel),
+    *(Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.__len__),
+    *(Tensor.element_size, Tensor.nelement, Tensor.storage_offset, torch.ops.prim.device.default),
+    *(_torch.set_grad_enabled, torch.is_grad_enabled),
+}
+# Hangs something on a tensor, where it requires grad, say; nothing is computed.
+HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
+# What makes a tensor of Python's or NumPy's data: kept, not made again (rule 3).
+MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.frombuffer}
+MAKERS |= {Tensor.new_tensor}
+# What reads memory behind torch's back.
+READERS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
+READERS |= {Tensor.untyped_storage}
 _SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape and dtype are
 
 

@@ -15,11 +15,11 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import leaving, levels, liveness, node, plans, saving
+from functx._remat import leaving, levels, node, plans, saving
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
 from functx._remat.guard import Entry
-from functx._remat.ledger import Record
+from functx._remat.ledger import Record, needed
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.region import NEVER, Inputs, Options, Region
 from functx._remat.writes import Writes
@@ -189,9 +189,9 @@ def _leave_out(
         return
     saver = record.saver
     held = [] if saver is None else saver.held()
-    needed = liveness.needed(record, [*results, *lowest], held)
+    read = needed(record, [*results, *lowest], held)
     if region.options.early_stop:
-        region.live = record.live(needed, {} if saver is None else saver.kept)
+        region.live = record.live(read, {} if saver is None else saver.kept)
     if saver is not None:
         region.left_out = 0
         region.kept = saver.settled(region.live)

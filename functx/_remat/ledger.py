@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch
+from functx._remat import levels
 from functx._remat.generators import Draws, generator_of
 from functx._remat.operators import (
     ALWAYS,
@@ -177,6 +178,38 @@ class Record(Ledger):
             if live[i] and i not in kept:
                 needed.update(reads)
         return live
+
+
+def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int]:
+    """The memory made by the region that its tape reads: what is alive, but for results and kept.
+
+    Who holds a tensor is counted exactly: its Python object, the wrappers around it, the views of
+    it; and who holds a storage, tensors and its own Python object. What somebody else holds too, is
+    on the tape. Results are given as the body's, and as what they are made of at the lowest level.
+    """
+    alive = set(filter(record.has_made, record.made))
+    family = [*{id(t): t for t in (*results, *kept)}.values()]
+    holders = dict.fromkeys(map(id, family), 0)  # by id: how many of the family hold it
+    for t in family:  # which grows
+        held = [t._base] if t._is_view() and t._base is not None else []
+        if _torch.level_of(t) > 0:
+            held.append(_torch.inner_of(t))
+        for inside in held:
+            if id(inside) not in holders:
+                family.append(inside)
+            holders[id(inside)] = holders.get(id(inside), 0) + 1
+    users: dict[int, int] = {}
+    on_tape = {-1}
+    for t in family:
+        storage = storage_of(levels.base_of(t))
+        if _torch.level_of(t) <= 0:
+            users[storage] = users.get(storage, 1) + 1  # one is the storage's Python object
+        if t._use_count() > 1 + holders[id(t)]:  # type: ignore[attr-defined]
+            on_tape.add(storage)
+    for storage, n in users.items():
+        if storage not in on_tape and _torch.storage_use_count(storage) <= n:
+            alive.discard(storage)
+    return alive
 
 
 def _is_plain(out: Any) -> bool:

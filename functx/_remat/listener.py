@@ -21,8 +21,12 @@ from functx._remat import departures, levels, saving
 from functx._remat.calls import (
     ATOMS,
     DATA,
+    HOOKS,
     INSIDE,
+    LOOKS,
+    MAKERS,
     NAMED,
+    READERS,
     RETURN,
     Call,
     in_a_row,
@@ -30,7 +34,6 @@ from functx._remat.calls import (
     listed,
     same_call,
 )
-from functx._remat.functions import HOOKS, LOOKS, MAKERS, READERS
 from functx._remat.names import kept_copy, named
 from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter

@@ -33,21 +33,15 @@ def _within(registered: list[Any], observer: Any) -> Iterator[None]:
         registered.remove(observer)
 
 
-def on_region(
-    callback: Callable[[list[Tensor], str, int], None],
-) -> AbstractContextManager[None]:
+def on_region(callback: Callable[[list[Tensor], str, int], None]) -> AbstractContextManager[None]:
     """Call ``callback(inputs, name, level)`` for each node that an outermost region gets.
 
-    Args:
-        callback: receives what the node keeps of its inputs, as they are at its level, the
-            region's name, and the level.
+    Inputs are those that the node keeps, as they are at its level.
     """
     return _within(observers.of_nodes, callback)
 
 
-def on_replay(
-    around: Callable[[str], AbstractContextManager[Any]],
-) -> AbstractContextManager[None]:
+def on_replay(around: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Enter ``around(name)`` around each replay of a region."""
     return _within(observers.of_replays, around)
 
