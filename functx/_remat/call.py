@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, forward, levels, traced
+from functx._remat import arguments, cells, departures, distributed, forward, levels
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -40,7 +40,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         return backend.remat(f, options.policy)(*args, **kwargs)
     if observers.without or torch.jit.is_tracing():
         return f(*args, **kwargs)
-    if not torch.is_grad_enabled() and not traced.keeping():
+    if not torch.is_grad_enabled() and not observers.tracers:
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
@@ -64,8 +64,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     def again(*ts: Tensor) -> list[Tensor]:
         return _flat(call_again(ts), None)
 
-    runner = traced.run if traced.keeping() else forward.run
-    results = runner(body, again, tensors, options, title, identity)
+    results = forward.run(body, again, tensors, options, title, identity)
     return _built(results, result[0])
 
 

@@ -40,6 +40,7 @@ class Captures(Listener):
         ledgers = (record, *(outer.ledgers if outer is not None else ()))
         super().__init__(region, inputs.standins, ledgers, expected)
         self.outer, self.inputs, self.record = outer, inputs, record
+        self.around = outer if isinstance(outer, Captures) else None  # if it is of a forward, too
         # Savers, of regions around too, whose policies look at operations:
         self.asked = [x.saver for x in ledgers if x.saver is not None and x.saver.asks]
         self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
@@ -54,6 +55,7 @@ class Captures(Listener):
         self.hides = False  # something ran, drew or wrote beside its calls: no plan tells that
         self.first_node = _torch.next_sequence_number()
         self.nodes = 0  # of autograd's, that the region has made
+        self.operand: Any = None  # the first one of the call at hand
 
     # -- recording, or following a plan
 
@@ -68,14 +70,9 @@ class Captures(Listener):
             self.may_depart = True
             self.expected, self.due = plan.calls, plan.calls[0]
 
-    def _around(self) -> Captures | None:
-        """The listener around, if it is one of a forward."""
-        return self.outer if isinstance(self.outer, Captures) else None
-
     def _record(self) -> None:
-        around = self._around()
-        if around is not None and not around.records:
-            around._depart()
+        if self.around is not None and not self.around.records:
+            self.around._depart()
         self.records = True
         self.ledgers = (self.record, *(() if self.outer is None else self.outer.ledgers))
         _torch.push_dispatch_mode(self.record)
@@ -126,25 +123,38 @@ class Captures(Listener):
             call.quick, call.watched, call.kept = due.quick, due.watched, due.kept
         return due
 
-    def returned(
-        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
-    ) -> Any:
-        out = super().returned(call, due, out, given, args, kwargs)
+    def returned(self, out: Any, given: Any, operands: Any) -> Any:
+        out = super().returned(out, given, operands)
+        self.operand = None
         touched, self.record.touched = self.record.touched, False
         if self.records:
+            call = self.last[0]
             call.watched = touched
             call.quick = (
                 type(out) is Tensor
                 and call.results[0][0] not in call.given
-                and not (call.watched or call.func in _SPECIAL)
-                and len(call.given) == len(args) + 2 * len(kwargs)
-                and all(map(is_simple, (*args, *kwargs.values())))
+                and not (touched or call.func in _SPECIAL)
+                and len(call.given) == len(operands)
+                and all(map(is_simple, operands))
             )
         return out
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
         self.record.touched = False
+        if self.last[1] is None:
+            asleep, self.asleep = self.asleep, True
+            tensors = [self._handed_through(t) for t in tensors]
+            self.asleep = asleep
         return super().give(tensors)
+
+    def _handed_through(self, t: Tensor) -> Tensor:
+        """What a transform inside has returned: the stand-in, where it is of a foreign tensor."""
+        value = levels.alive(t)
+        if self.number_of(t) is not None or _torch.level_of(value) > self.depth:
+            return t
+        if not levels.is_tracked(value) or self._is_inside(value):
+            return t
+        return self.meet(t, None, None)[1]
 
     # -- inputs
 
@@ -201,27 +211,18 @@ class Captures(Listener):
             self._depart()
         return number
 
-    def is_foreign(self, t: Tensor) -> bool:
-        t = levels.alive(t)
-        foreign = levels.is_tracked(t) and _torch.level_of(t) <= self.depth
-        return foreign and not self._is_inside(t)
-
     def _is_inside(self, t: Tensor) -> bool:
         """See NOTE [inside or foreign]."""
         if self.record.has_made(storage_of(levels.base_of(t))):
             return True
-        return levels.is_tracked(t) and self._leads_inside(t)
-
-    def _leads_inside(self, t: Tensor) -> bool:
+        if not levels.is_tracked(t):
+            return False
         leaves = self.inputs.leaves
-        for node in tape_of(t, self.first_node):
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and leaves.get(id(leaf)) is leaf:
-                return True
-        return False
+        on_tape = [getattr(node, "variable", None) for node in tape_of(t, self.first_node)]
+        return any(leaf is not None and leaves.get(id(leaf)) is leaf for leaf in on_tape)
 
-    def is_operand(self, t: Tensor, args: Any) -> bool:
-        operand = args[0] if args else None
+    def is_operand(self, t: Tensor) -> bool:
+        operand = self.operand
         return isinstance(operand, Tensor) and levels.base_of(t) is levels.base_of(operand)
 
     # -- calls
@@ -231,6 +232,7 @@ class Captures(Listener):
             self._special(call, func, args, kwargs)
         if self.asked:
             examples.expect(self.asked, func, args, kwargs)
+        self.operand = args[0] if args else None
         alone = [] if self.records or not call.watched else self._not_recording()
         depth = _torch.dispatch_depth()
         try:
@@ -251,7 +253,7 @@ class Captures(Listener):
 
     def _not_recording(self) -> list[Record]:
         """The ledgers, of regions around too, that see nothing; outermost first."""
-        around = self._around()
+        around = self.around
         records = [] if around is None or around.records else around._not_recording()
         return [*records, self.record]
 

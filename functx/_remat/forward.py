@@ -8,7 +8,6 @@ differentiates anything, the results get one node a level (`node.attach`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import partial
 from typing import Any
 
 import torch.autograd.forward_ad as fwAD
@@ -21,8 +20,142 @@ from functx._remat.generators import Draws
 from functx._remat.guard import Entry
 from functx._remat.ledger import Record, needed
 from functx._remat.listener import Body, Listener, listening
+from functx._remat.observers import observers
 from functx._remat.region import NEVER, Inputs, Options, Region
 from functx._remat.writes import Writes
+
+
+class Forward:
+    """One run of a region that is recorded."""
+
+    # What a trace does differently (see `traced`):
+    traces = False
+    captures_of: Any = Captures
+    writes_of: Any = Writes
+
+    def __init__(self, region: Region, outer: Listener | None) -> None:
+        self.region, self.outer = region, outer
+
+    def run(self, body: Body, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """The results on their nodes, and further ones with their numbers."""
+        region, outer, options = self.region, self.outer, self.region.options
+        region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
+        region.n_args, region.draws = len(tensors), None
+        if options.preserve_rng_state or self.traces:
+            region.draws = Draws(python=options.preserve_rng_state == "all")
+        record = self.record = Record(region.draws)
+        inputs = self.inputs = Inputs(region.frames)
+        if self.traces:
+            inputs.lowest = 0
+        else:
+            record.saver = saving.saver_for(options.policy)
+        expected, plan = (None, None) if outer is None else outer.log_inside()
+        captures = self.captures = self.captures_of(region, inputs, record, outer, expected)
+        if outer is not None:
+            captures.wanted, call = outer.wanted_inside(), outer.last[0]
+        for t in tensors:
+            captures.admit(levels.alive(t))
+        if self.traces or record.saver is not None or region.identity is None:
+            plan = None
+        else:
+            captures.key = plans.key_of(region, inputs)
+            plan = plans.find(captures.key) if expected is None else plan
+        record.writes = self.writes_of(inputs, captures.made, region.title)
+        captures.begin(plan)
+        _torch.push_function_mode(captures)
+        results = captures.finish(body(*inputs.standins))
+        _torch.pop_function_mode()
+        captures.end()
+        if region.draws is not None and region.draws.before:
+            region.draws.end()
+        tensors = []
+        further: list[tuple[int, Tensor]] = []
+        if inputs.lowest <= len(region.frames):  # else nobody differentiates it
+            results, further = self._finish(results)
+        if outer is not None:
+            call.inner = captures.calls, captures.plan
+        return results, further
+
+    def _finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+        """Let go of the tape, and hang the results on nodes."""
+        region, inputs, captures = self.region, self.inputs, self.captures
+        writes = self.record.writes
+        frames, n, lowest = region.frames, len(region.frames), inputs.lowest
+        region.calls, region.slots = captures.calls, inputs.slots
+        region.made, region.written = captures.made, writes.inputs_written()
+        region.left_behind, region.n_results = captures.known, len(results)
+        leaves = leaving.leaves_unseen(captures, results) if captures.may_hide() else []
+        # Level by level down to the lowest one that needs a node, ...
+        parts, slots = {n: results}, {}
+        for k in range(n, lowest, -1):
+            parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
+        values = parts[lowest]
+        self._leave_out(results, values)
+        kept = region.kept.take()
+        writes.put_before()
+        required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
+        # ... and up again.
+        fresh = [_off_the_tape(t, lowest) for t in values]
+        region.further = []
+        further: list[tuple[int, Tensor]] = []
+        if n == 0:
+            results.clear()
+            values.clear()
+            parts.clear()
+            further = leaving.further_results(captures)
+            if captures.tapes_met:
+                leaving.check_threads(captures)
+            region.further = [number for number, _ in further]
+            fresh += [t for _, t in further]
+            required[0] += [True] * len(further)
+        self.begin_up(fresh)
+        for k in range(lowest, n + 1):
+            if k > lowest:
+                fresh = self.lift(frames[k - 1], fresh, slots[k], k)
+            if True in inputs.requires(k) and True in required[k]:
+                extra = leaves if k == 0 else []
+                fresh = node.attach(
+                    *(region, k, inputs, extra, fresh, required[k], kept),
+                    captures.outer is None,
+                )
+        results.clear()
+        values = []
+        parts.clear()
+        if n:
+            leaving.check_nothing_left(captures, fresh)
+        if captures.plan is None:
+            captures.plan = plans.make(captures, region, leaves)
+        return fresh[: region.n_results], further
+
+    def begin_up(self, fresh: list[Tensor]) -> None:
+        """These are the results at the lowest level, off the tape."""
+
+    def lift(self, frame: levels.Frame, *args: Any) -> list[Tensor]:
+        """Results one level up."""
+        return frame.lift_all(*args)
+
+    def _leave_out(self, results: list[Tensor], lowest: list[Tensor]) -> None:
+        """Find what a replay may leave out (rule 6): the plan says, or what is alive."""
+        region, plan, record = self.region, self.captures.plan, self.record
+        region.kept = saving.NOTHING
+        if plan is not None:
+            region.entries, region.starts = plan.entries, plan.starts
+            region.live, region.left_out = plan.live, plan.left_out
+            return
+        region.entries, region.starts = record.entries, record.starts
+        region.live, region.left_out = None, NEVER
+        if self.captures.departed:
+            return
+        saver = record.saver
+        held = [] if saver is None else saver.held()
+        read = needed(record, [*results, *lowest], held)
+        if region.options.early_stop:
+            region.live = record.live(read, {} if saver is None else saver.kept)
+        if saver is not None:
+            region.left_out = 0
+            region.kept = saver.settled(region.live)
+        elif region.live is not None and (at := region.live.find(0)) >= 0:
+            region.left_out = bisect_right(region.starts, at) - 1
 
 
 def run(
@@ -32,7 +165,7 @@ def run(
     options: Options,
     title: str,
     identity: Any = None,
-    trace: Any = None,
+    forward: Any = None,
 ) -> list[Tensor]:
     """Run ``body``, and remember how to run it ``again``.
 
@@ -43,11 +176,14 @@ def run(
         options: what the user said.
         title: what messages call the region.
         identity: code and owner of the function, which a plan is found by.
-        trace: a `traced.Trace` that the region is to be a node of, or ``None``.
+        forward: makes a `Forward` of the region and the listener around; if ``None``, what
+            traces, or that itself.
 
     Returns:
         The body's results, on nodes that replay it.
     """
+    if forward is None and observers.tracers:
+        return observers.tracers[-1](body, again, tensors, options, title, identity)
     outer = listening()
     if outer is not None:
         tensors = outer.take(options.name, tensors)
@@ -58,155 +194,12 @@ def run(
         region = Region()
         region.title, region.identity, region.body = title, identity, again
         region.options, region.settings = options, entry.settings
-        results, further = _run(region, body, tensors, outer, trace)
+        results, further = (forward or Forward)(region, outer).run(body, tensors)
     if outer is not None:
         outer.last = last
         outer.give(results)
         outer.give_further(further)
     return results
-
-
-def _run(
-    region: Region, body: Body, tensors: list[Tensor], outer: Listener | None, trace: Any
-) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-    options = region.options
-    region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
-    region.n_args, region.draws = len(tensors), None
-    if options.preserve_rng_state or trace is not None:
-        region.draws = Draws(python=options.preserve_rng_state == "all")
-    record = Record(region.draws)
-    if trace is None:
-        record.saver = saving.saver_for(options.policy)
-    inputs = Inputs(region.frames)
-    expected, plan = (None, None) if outer is None else outer.log_inside()
-    captures = (Captures if trace is None else trace.captures)(
-        region, inputs, record, outer, expected
-    )
-    if outer is not None:
-        captures.wanted, call = outer.wanted_inside(), outer.last[0]
-    for t in tensors:
-        captures.admit(levels.alive(t))
-    if trace is None and record.saver is None and region.identity is not None:
-        captures.key = plans.key_of(region, inputs)
-        if expected is None:
-            plan = plans.find(captures.key)
-    else:
-        plan = None
-    noting = Writes if trace is None else trace.writes
-    writes = record.writes = noting(inputs, captures.made, region.title)
-    captures.begin(plan)
-    _torch.push_function_mode(captures)
-    results = captures.finish(body(*inputs.standins))
-    _torch.pop_function_mode()
-    captures.end()
-    if region.draws is not None and region.draws.before:
-        region.draws.end()
-    tensors = []
-    if trace is not None:
-        inputs.lowest = 0
-    further: list[tuple[int, Tensor]] = []
-    if inputs.lowest <= len(region.frames):  # else nobody differentiates it
-        results, further = _finish(region, inputs, captures, writes, results, trace)
-    if outer is not None:
-        call.inner = captures.calls, captures.plan
-    return results, further
-
-
-def _finish(
-    region: Region,
-    inputs: Inputs,
-    captures: Captures,
-    writes: Writes,
-    results: list[Tensor],
-    trace: Any,
-) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-    """Let go of the tape, and hang the results on nodes."""
-    frames, n, lowest = region.frames, len(region.frames), inputs.lowest
-    region.calls, region.slots = captures.calls, inputs.slots
-    region.made, region.written = captures.made, writes.inputs_written() if writes.before else []
-    region.left_behind = captures.known
-    region.n_results = len(results)
-    leaves = leaving.leaves_unseen(captures, results) if captures.may_hide() else []
-    # Level by level down to the lowest one that needs a node, ...
-    parts, slots = _taken_apart(results, frames, lowest)
-    _leave_out(region, captures, results, parts[lowest])
-    kept = region.kept.take()
-    if writes.before:
-        writes.put_before()
-    required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
-    # ... and up again.
-    values = parts[lowest]
-    fresh = [_off_the_tape(t, lowest) for t in values]
-    region.further = []
-    further: list[tuple[int, Tensor]] = []
-    if n == 0:
-        results.clear()
-        values.clear()
-        parts.clear()
-        further = leaving.further_results(captures)
-        if captures.tapes_met:
-            leaving.check_threads(captures)
-        region.further = [number for number, _ in further]
-        fresh += [t for _, t in further]
-        required[0] += [True] * len(further)
-    if trace is not None:
-        trace.emit(region, inputs, writes, fresh)
-    for k in range(lowest, n + 1):
-        if k > lowest:
-            lift = frames[k - 1].lift_all
-            if trace is not None:
-                lift = partial(trace.traced, lift)
-            fresh = lift(fresh, slots[k], k)
-        if True in inputs.requires(k) and True in required[k]:
-            extra = leaves if k == 0 else []
-            fresh = node.attach(
-                *(region, k, inputs, extra, fresh, required[k], kept),
-                captures.outer is None,
-            )
-    results.clear()
-    values = []
-    parts.clear()
-    if n:
-        leaving.check_nothing_left(captures, fresh)
-    if captures.plan is None:
-        captures.plan = plans.make(captures, region, leaves)
-    return fresh[: region.n_results], further
-
-
-def _leave_out(
-    region: Region, captures: Captures, results: list[Tensor], lowest: list[Tensor]
-) -> None:
-    """Find what a replay may leave out (rule 6): the plan says, or what is alive."""
-    plan, record = captures.plan, captures.record
-    region.kept = saving.NOTHING
-    if plan is not None:
-        region.entries, region.starts = plan.entries, plan.starts
-        region.live, region.left_out = plan.live, plan.left_out
-        return
-    region.entries, region.starts = record.entries, record.starts
-    region.live, region.left_out = None, NEVER
-    if captures.departed:
-        return
-    saver = record.saver
-    held = [] if saver is None else saver.held()
-    read = needed(record, [*results, *lowest], held)
-    if region.options.early_stop:
-        region.live = record.live(read, {} if saver is None else saver.kept)
-    if saver is not None:
-        region.left_out = 0
-        region.kept = saver.settled(region.live)
-    elif region.live is not None and (at := region.live.find(0)) >= 0:
-        region.left_out = bisect_right(region.starts, at) - 1
-
-
-def _taken_apart(
-    results: list[Tensor], frames: list[levels.Frame], lowest: int
-) -> tuple[dict[int, list[Tensor]], dict[int, list[Any]]]:
-    """The results at each level down to ``lowest``, and how they are made of those one below."""
-    parts, slots = {len(frames): results}, {}
-    for k in range(len(frames), lowest, -1):
-        parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
-    return parts, slots
 
 
 def _required(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:

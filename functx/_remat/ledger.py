@@ -15,6 +15,7 @@ the end of its call, everything runs.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -230,12 +231,16 @@ def layout_of(out: Any) -> Layout:
     return out if out is None or type(out) is int else [layout_of(o) for o in out]
 
 
+def filled(layout: Layout, one: Callable[[Any], Any]) -> Any:
+    """Results of a layout, each tensor as ``one`` makes it of its own."""
+    if type(layout) is list:
+        return [filled(part, one) for part in layout]
+    return one(layout) if type(layout) is tuple else layout
+
+
 def unwritten(layout: Layout) -> Any:
     """Memory of a layout, which nobody is to read (see NOTE [leaving out])."""
-    if type(layout) is tuple:
-        size, stride, dtype, device = layout
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return [unwritten(one) for one in layout] if type(layout) is list else layout
+    return filled(layout, lambda x: torch.empty_strided(*x[:2], dtype=x[2], device=x[3]))
 
 
 class BeginAgain(BaseException):

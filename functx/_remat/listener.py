@@ -186,23 +186,20 @@ class Listener(TorchFunctionMode):
         for ledger in self.ledgers:
             ledger.next_call()
         self.advance(due)
-        given = args, kwargs or {}
         if kwargs:
             n = len(args)
-            args, kwargs = replaced[:n], dict(zip(replaced[n::2], replaced[n + 1 :: 2]))
-            out = func(*args, **kwargs)
+            out = func(*replaced[:n], **dict(zip(replaced[n::2], replaced[n + 1 :: 2])))
         else:
-            args = replaced
-            out = func(*args)
+            out = func(*replaced)
         number, shape, dtype = due.results[0]
-        if out.shape == shape and out.dtype is dtype and id(out) not in map(id, args):
+        if out.shape == shape and out.dtype is dtype and id(out) not in map(id, replaced):
             self.known[id(out)] = ref(out), number
             if number in self.wanted:
                 self.wanted[number] = out
             return out
         call = Call(func, due.given)
         self.last = call, due
-        return self.returned(call, due, out, given, args, kwargs or {})
+        return self.returned(out, in_a_row(args, kwargs or {}), replaced)
 
     def advance(self, call: Call) -> None:
         """A call is about to be made, which is as expected."""
@@ -228,9 +225,9 @@ class Listener(TorchFunctionMode):
             given.append((name,))
             new_kwargs[name] = listed(a, given, self._place)
         call = Call(func, given)
-        due = self.log(call)
+        self.log(call)
         out = self.execute(call, func, new_args, new_kwargs)
-        return self.returned(call, due, out, (args, kwargs), new_args, new_kwargs)
+        return self.returned(out, in_a_row(args, kwargs), in_a_row(new_args, new_kwargs))
 
     def log(self, call: Call) -> Call | None:
         """A call is about to be made; returns what is expected here."""
@@ -253,56 +250,57 @@ class Listener(TorchFunctionMode):
             return self.meet(t, number, expected)
         return number, t
 
-    def returned(
-        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """A call has returned: number its results; operands are those that the caller has."""
-        if isinstance(out, Tensor):
-            out = self._numbered(call, due, out, given, args, kwargs)
-        elif isinstance(out, (tuple, list)) and out:
-            out = self._all_numbered(call, due, out, given, args, kwargs)
+    def returned(self, out: Any, given: Any, operands: Any) -> Any:
+        """A call has returned: number its results; where one is an operand, it is as given.
+
+        (No stand-in must get into a module.)
+        """
+        call, due = self.last
+        if isinstance(out, (Tensor, tuple, list)):
+            swaps = {id(b): a for a, b in zip(given, operands) if a is not b}
+            out = self._numbered(out, swaps)
         if due is not None and call.results != due.results:
             self.differs(call, due)
         return out
 
-    def _numbered(
-        self, call: Call, due: Call | None, t: Tensor, given: Any, args: Any, kwargs: Any
-    ) -> Tensor:
-        number = self.number_of(t)
+    def _numbered(self, out: Any, swaps: dict[int, Tensor]) -> Any:
+        if isinstance(out, Tensor):
+            number = self.number_of(out)
+            if number is not None:
+                self._result(out, number)
+                return swaps.get(id(out), out)
+            if self.last[1] is None and self.is_operand(out):
+                number = self.last[0].given[0]
+            self._result(out, number)
+            return out
+        if not isinstance(out, (tuple, list)) or not out:
+            return out
+        new = [self._numbered(x, swaps) for x in out]
+        if all(x is y for x, y in zip(new, out)):
+            return out
+        return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+
+    def _result(self, t: Tensor, number: int | None) -> None:
+        """``t`` is a result of the call at hand, with a number of its own if ``None``."""
+        call, due = self.last
         place = len(call.results)
-        new = number is None
+        if number is None and due is not None and place < len(due.results):
+            number = due.results[place][0]
         if number is None:
-            if due is not None and place < len(due.results):
-                number = due.results[place][0]
-            elif due is None and self.is_operand(t, args):
-                number = call.given[0]
-            else:
-                number = self.serial = self.serial + 1
-            self.known[id(t)] = ref(t), number
-        self._seen(t, number)
+            number = self._next()
+        self.know(t, number)
         call.results.append((number, t.shape, t.dtype))
-        return t if new else _as_given(t, given, args, kwargs)
+        self._seen(t, number)
 
     def _seen(self, t: Tensor, number: int) -> None:
-        """``t`` is a result."""
         if number in self.wanted:
             self.wanted[number] = t
         if t.requires_grad and t.grad_fn is None:
             self.leaves.add(number)
 
-    def _all_numbered(
-        self, call: Call, due: Call | None, out: Any, given: Any, args: Any, kwargs: Any
-    ) -> Any:
-        new = []
-        for x in out:
-            if isinstance(x, Tensor):
-                x = self._numbered(call, due, x, given, args, kwargs)
-            elif isinstance(x, (tuple, list)):
-                x = self._all_numbered(call, due, x, given, args, kwargs)
-            new.append(x)
-        if all(x is y for x, y in zip(new, out)):
-            return out
-        return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+    def _next(self) -> int:
+        self.serial += 1
+        return self.serial
 
     def name(self, x: Tensor, name: str) -> Tensor:
         """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
@@ -340,12 +338,8 @@ class Listener(TorchFunctionMode):
                 ledger.need(levels.base_of(args[0]))
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def is_operand(self, t: Tensor, args: Any) -> bool:
+    def is_operand(self, t: Tensor) -> bool:
         """Whether an unknown result is the first operand: ``x.to(x.dtype)``, at a level."""
-        return False
-
-    def is_foreign(self, t: Tensor) -> bool:
-        """Whether a transform inside has returned what requires grad and was not made inside."""
         return False
 
     def watch(self) -> None:
@@ -371,25 +365,16 @@ class Listener(TorchFunctionMode):
         return taken
 
     def give(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What a transform or a region inside returns; foreign ones as stand-ins."""
+        """What a transform or a region inside returns, inputs as stand-ins."""
         call, due = self.last
         given = []
         for t in tensors:
             number = self.number_of(t)
-            if number is None:
-                place = len(call.results)
-                if due is not None and place < len(due.results):
-                    number = due.results[place][0]
-                    t = self.standins[-1 - number] if number < 0 else t
-                elif self.is_foreign(t):
-                    asleep, self.asleep = self.asleep, True
-                    number, t = self.meet(t, None, None)
-                    self.asleep = asleep
-                else:
-                    number = self.serial = self.serial + 1
-                self.know(t, number)
-            self._seen(t, number)
-            call.results.append((number, t.shape, t.dtype))
+            place = len(call.results)
+            if number is None and due is not None and place < len(due.results):
+                number = due.results[place][0]
+                t = self.standins[-1 - number] if number < 0 else t
+            self._result(t, number)
             given.append(t)
         if due is not None and call.results != due.results:
             self.differs(call, due)
@@ -400,9 +385,7 @@ class Listener(TorchFunctionMode):
         call, due = self.last
         for inner, t in results:
             number = None if due is None else due.further.get(inner)
-            if number is None:
-                number = self.serial = self.serial + 1
-            call.further[inner] = number
+            call.further[inner] = number = self._next() if number is None else number
             self.know(t, number)
             self._seen(t, number)
 
@@ -435,17 +418,6 @@ class Listener(TorchFunctionMode):
             t.view_as(t) if number < 0 and levels.is_tracked(t) else t
             for t, number in zip(results, numbers)
         ]
-
-
-def _as_given(out: Tensor, given: Any, args: Any, kwargs: Any) -> Tensor:
-    """The operand that ``out`` is, as the caller has it: no stand-in must get into a module."""
-    for before, after in zip(given[0], args):
-        if after is out:
-            return before
-    for name, after in kwargs.items():
-        if after is out:
-            return given[1][name]
-    return out
 
 
 def listening() -> Listener | None:

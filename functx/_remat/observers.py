@@ -19,13 +19,15 @@ class _Observers(threading.local):
         self.of_replays: list[Any] = []
         self.of_names: list[Any] = []
         self.without: list[Any] = []  # regions are plain calls where it is not empty
+        self.tracers: list[Any] = []  # `forward.run` where regions are to be nodes of a graph
 
 
 observers = _Observers()
 
 
 @contextmanager
-def _within(registered: list[Any], observer: Any) -> Iterator[None]:
+def within(registered: list[Any], observer: Any) -> Iterator[None]:
+    """Register an observer."""
     registered.append(observer)
     try:
         yield
@@ -38,19 +40,19 @@ def on_region(callback: Callable[[list[Tensor], str, int], None]) -> AbstractCon
 
     Inputs are those that the node keeps, as they are at its level.
     """
-    return _within(observers.of_nodes, callback)
+    return within(observers.of_nodes, callback)
 
 
 def on_replay(around: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Enter ``around(name)`` around each replay of a region."""
-    return _within(observers.of_replays, around)
+    return within(observers.of_replays, around)
 
 
 def on_name(callback: Callable[[Tensor, str], None]) -> AbstractContextManager[None]:
     """Call ``callback(value, name)`` for each tensor that `checkpoint_name` names."""
-    return _within(observers.of_names, callback)
+    return within(observers.of_names, callback)
 
 
 def no_regions() -> AbstractContextManager[None]:
     """What is a region elsewhere is a plain call in here."""
-    return _within(observers.without, None)
+    return within(observers.without, None)

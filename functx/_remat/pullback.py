@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import levels, traced
+from functx._remat import forward, levels
 from functx._remat.listener import listening
+from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._remat.replay import replay
 
@@ -41,13 +42,14 @@ def pull_back(
         outer.asleep = True
     try:
         # The backward is a region again (but under ``is_grads_batched``, whose vmap can't detach):
-        if traced.keeping() or (
+        if observers.tracers or (
             torch.is_grad_enabled()
             and any(map(levels.is_tracked, flat + body.leaves))
             and not any(map(_torch.is_legacy_batched, flat))
         ):
             options = Options(name="a pullback", is_pullback=True)
-            grads = traced.run(body, body, flat, options, f"the pullback of {payload.region.title}")
+            title = f"the pullback of {payload.region.title}"
+            grads = forward.run(body, body, flat, options, title)
         else:
             grads = body(*flat)
     finally:

@@ -144,16 +144,14 @@ def _attempt(
     depth = _torch.functorch_depth()
     connected = torch.is_grad_enabled()
     _torch.set_grad_enabled(connected or wanted is not None)
-    if level:
-        number = frames[level - 1].enter()
-        leaves = _lifted(frames[level - 1], region.slots[level], values, number)
-    else:
-        number = 0
-        leaves = [_leaf(v, connected) if r else v for v, r in zip(values, requires)]
-    numbers, standins = [number], leaves
-    for k in range(level + 1, len(frames) + 1):
-        numbers.append(frames[k - 1].enter())
-        standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[-1])
+    numbers, standins = {}, values
+    if level == 0:
+        standins = [_leaf(v, connected) if r else v for v, r in zip(values, requires)]
+    leaves = standins
+    for k in range(max(level, 1), len(frames) + 1):
+        numbers[k] = frames[k - 1].enter()
+        standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
+        leaves = standins if k == level else leaves
     standins = copied(standins, region.written)
     classes = function_classes() if level else ""
     results, rerun = _body(region, standins, kept, live)
@@ -162,7 +160,7 @@ def _attempt(
         written = [levels.base_of(standins[i]) for i in region.written_outside()]
     del standins
     for k in range(len(frames), level, -1):
-        results = frames[k - 1].lower_all(results, numbers[k - level])[0]
+        results = frames[k - 1].lower_all(results, numbers[k])[0]
     if wanted is None:
         edges: list[Any] = results + written
     else:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,38 +31,28 @@ from torch.fx.traceback import has_preserved_node_meta
 from functx import _torch
 from functx._remat import captures, departures, forward, levels, writes
 from functx._remat.ledger import Rerun
-from functx._remat.listener import Body, listening
-from functx._remat.region import Inputs, Options, Region
+from functx._remat.listener import listening
+from functx._remat.observers import observers, within
+from functx._remat.region import Options
 from functx._remat.replay import replay
 from functx._remat.saving import asks_of_operations
 
 
-class _Keeping(threading.local):
-    traces = 0
-    batch = 1
+class _Batch(threading.local):
+    size = 1
 
 
-_keeping = _Keeping()
+_batch = _Batch()
 
 
-@contextmanager
-def keep_regions() -> Iterator[None]:
+def keep_regions() -> AbstractContextManager[None]:
     """Leave each region in the graphs that are traced on this thread as one call node."""
-    _keeping.traces += 1
-    try:
-        yield
-    finally:
-        _keeping.traces -= 1
-
-
-def keeping() -> bool:
-    """Whether a graph is traced on this thread that is to keep its regions."""
-    return _keeping.traces > 0
+    return within(observers.tracers, _run)
 
 
 def batch_being_traced() -> int:
     """How many examples an operation stands for; 1 unless a policy is to be asked about one."""
-    return _keeping.batch
+    return _batch.size
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,7 @@ class RegionInfo:
 def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tensor, ...]:
     """What the node of a region calls."""
     body = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
-    if not torch.is_grad_enabled() and not keeping():
+    if not torch.is_grad_enabled() and not observers.tracers:
         return tuple(body(*operands))
     different = {id(t): t for t in operands}
     numbers = {key: number for number, key in enumerate(different)}
@@ -88,23 +78,16 @@ def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tenso
         return list(body(*[ts[i] for i in places]))
 
     options = Options(name="a region")
-    return tuple(run(again, again, [*different.values()], options, "a region of a graph"))
+    return tuple(forward.run(again, again, [*different.values()], options, "a region of a graph"))
 
 
-def run(
-    body: Body,
-    again: Body,
-    tensors: list[Tensor],
-    options: Options,
-    title: str,
-    identity: Any = None,
-) -> list[Tensor]:
-    """`forward.run`; as a node of its graph in a trace that keeps regions."""
-    if not keeping() or _torch.infra_mode(_torch.PROXY) is None:
-        return forward.run(body, again, tensors, options, title, identity)
+def _run(*args: Any) -> list[Tensor]:
+    """`forward.run`; as a node of its graph in a trace."""
+    if _torch.infra_mode(_torch.PROXY) is None:
+        return partial(forward.run, forward=forward.Forward)(*args)
     mode = _torch.unset_mode(_torch.PROXY)
     try:
-        return forward.run(body, again, tensors, options, title, identity, Trace(mode))
+        return partial(forward.run, forward=partial(_Forward, mode))(*args)
     finally:
         _torch.push_dispatch_mode(mode)
 
@@ -126,30 +109,29 @@ def unseen() -> Iterator[None]:
         listener.asleep = False
 
 
-class Trace:
-    """A trace that a region is to be a node of, while the region runs untraced."""
+class _Forward(forward.Forward):
+    """A run of a region outside of the trace that it is to be a node of."""
 
-    def __init__(self, mode: Any) -> None:
+    traces = True
+
+    def __init__(self, mode: Any, *args: Any) -> None:
+        super().__init__(*args)
         self.mode = mode
 
-    def traced(self, f: Callable[..., Any], *args: Any) -> Any:
-        """What ``f`` returns, as a part of the graph."""
-        with self.mode:
-            return f(*args)
+    def captures_of(self, *args: Any) -> captures.Captures:
+        return _Captures(self.mode, *args)
 
-    def captures(self, *args: Any) -> captures.Captures:
-        """The listener of the first run."""
-        return _Captures(self, *args)
+    def writes_of(self, *args: Any) -> writes.Writes:
+        return _Writes(self.mode, *args)
 
-    def writes(self, inputs: Inputs, made: set[int], title: str) -> writes.Writes:
-        """What notes its writes."""
-        return _Writes(self, inputs, made, title)
+    def lift(self, *args: Any) -> list[Tensor]:
+        return _traced(self.mode, super().lift, *args)
 
-    def emit(self, region: Region, inputs: Inputs, noted: _Writes, results: list[Tensor]) -> None:
-        """Make the node; from now on ``results``, at the base level, are what it gives."""
+    def begin_up(self, fresh: list[Tensor]) -> None:
+        """Make the node; from now on the results, at the base level, are what it gives."""
+        region, inputs, tracer = self.region, self.inputs, self.mode.tracer
         operands, requires = inputs.values[0], inputs.requires(0)
-        tracer = self.mode.tracer
-        given = [noted.given[i] for i in region.written_outside()]
+        given = [self.record.writes.given[i] for i in region.written_outside()]
         new = [torch.empty_like(t) for t in given]
 
         def explicit(*values: Tensor) -> tuple[Tensor, ...]:
@@ -158,12 +140,12 @@ class Trace:
         sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
         policy = region.options.policy
         per_example = bool(sizes) and asks_of_operations(policy)
-        before, _keeping.batch = _keeping.batch, math.prod(sizes) if per_example else 1
+        before, _batch.size = _batch.size, math.prod(sizes) if per_example else 1
         try:
             trace = partial(_torch.trace_subgraph, explicit, *operands)
-            module = self.traced(levels.at_depth, 0, trace)
+            module = _traced(self.mode, levels.at_depth, 0, trace)
         finally:
-            _keeping.batch = before
+            _batch.size = before
         _drop_aliases(module)
         name = tracer.get_fresh_qualname("region_")
         tracer.root.register_module(name, module)
@@ -171,9 +153,15 @@ class Trace:
         proxy = tracer.create_proxy("call_function", remat_region, arguments, {})
         info = RegionInfo(region.options.name, policy, region.options.is_pullback, per_example)
         proxy.node.meta["functx_region"] = info
-        _torch.track_proxies((*results, *new), proxy, tracer)
+        _torch.track_proxies((*fresh, *new), proxy, tracer)
         for t, value in zip(given, new):
-            self.traced(levels.at_depth, 0, partial(t.copy_, value))
+            _traced(self.mode, levels.at_depth, 0, partial(t.copy_, value))
+
+
+def _traced(mode: Any, f: Callable[..., Any], *args: Any) -> Any:
+    """What ``f`` returns, as a part of the graph."""
+    with mode:
+        return f(*args)
 
 
 def _drop_aliases(module: torch.fx.GraphModule) -> None:
@@ -189,32 +177,29 @@ def _drop_aliases(module: torch.fx.GraphModule) -> None:
 class _Captures(captures.Captures):
     """A listener whose inputs are part of the graph around."""
 
-    def __init__(self, trace: Trace, *args: Any) -> None:
+    def __init__(self, mode: Any, *args: Any) -> None:
         super().__init__(*args)
-        self.trace = trace
+        self.mode = mode
 
     def admit(self, t: Tensor) -> int:
-        return self.trace.traced(super().admit, t)
+        return _traced(self.mode, super().admit, t)
 
     def _is_inside(self, t: Tensor) -> bool:
         base = levels.base_of(t)
-        if (
-            isinstance(base, _torch.FakeTensor)
-            and self.trace.mode.tracer.unwrap_proxy(base) is base
-        ):
+        if isinstance(base, _torch.FakeTensor) and self.mode.tracer.unwrap_proxy(base) is base:
             return True  # neither a value of the graph nor a constant, as what is made outside
         return super()._is_inside(t)
 
     def keep(self, make: Callable[[], Tensor]) -> Tensor:
-        return self.trace.traced(super().keep, make)
+        return _traced(self.mode, super().keep, make)
 
 
 class _Writes(writes.Writes):
     """Writes to inputs, whose values before are copies in the graph around."""
 
-    def __init__(self, trace: Trace, *args: Any) -> None:
+    def __init__(self, mode: Any, *args: Any) -> None:
         super().__init__(*args)
-        self.trace = trace
+        self.mode = mode
         self.given: dict[int, Tensor] = {}  # inputs that are written, at the base level
 
     def copy(self, inputs: list[int]) -> None:
@@ -226,4 +211,4 @@ class _Writes(writes.Writes):
 
     def value_before(self, i: int, storage: int) -> Tensor:
         given = self.given[i] = self.inputs.values[0][self.inputs.position(i, 0)]
-        return self.trace.traced(levels.at_depth, 0, given.clone)
+        return _traced(self.mode, levels.at_depth, 0, given.clone)
