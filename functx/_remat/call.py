@@ -59,10 +59,10 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     )
 
     def body(*ts: Tensor) -> list[Tensor]:
-        return _flat(call(ts), result)
+        return _flat(call(*ts), result)
 
     def again(*ts: Tensor) -> list[Tensor]:
-        return _flat(call_again(ts), None)
+        return _flat(call_again(*ts), None)
 
     results = forward.run(body, again, tensors, options, title, identity)
     return _built(results, result[0])
@@ -87,7 +87,7 @@ def _prepared(
 ) -> tuple[list[Tensor], Any, Any]:
     """The tensors in the arguments, each once, and calls of the function with stand-ins."""
     if not kwargs and all(type(a) is Tensor for a in args) and len({*map(id, args)}) == len(args):
-        return [*args], lambda ts: f(*ts), lambda ts: frozen(*ts)
+        return [*args], f, frozen
     arguments.check(args, kwargs, name)
     leaves, spec = _tree.flatten((args, kwargs))
     numbers: dict[int, int] = {}
@@ -108,7 +108,7 @@ def _prepared(
             filled[place] = ts[number]
         return _tree.unflatten(spec, filled)
 
-    def call(ts: Any) -> Any:
+    def call(*ts: Tensor) -> Any:
         args, kwargs = build(ts)
         if not has_containers:
             return f(*args, **kwargs)
@@ -117,7 +117,7 @@ def _prepared(
         containers.check(out, name)
         return out
 
-    def call_again(ts: Any) -> Any:
+    def call_again(*ts: Tensor) -> Any:
         args, kwargs = build(ts)
         return frozen(*args, **kwargs)
 

@@ -68,7 +68,7 @@ class Captures(Listener):
         self.ledgers, self.serial = self.ledgers[1:], plan.serial
         if self.expected is None:
             self.may_depart = True
-            self.expected, self.due = plan.calls, plan.calls[0]
+            self.expect(plan.calls)
 
     def _record(self) -> None:
         if self.around is not None and not self.around.records:
@@ -105,7 +105,8 @@ class Captures(Listener):
                 "that it has entered. Enter the mode outside of the region."
             )
         if self.may_depart:
-            self.may_depart, self.expected, self.due = False, None, None
+            self.may_depart = False
+            self.expect(None)
             plans.forget(self.key)
         self.plan = None
         if self.calls:  # else nothing has been missed

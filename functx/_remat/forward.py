@@ -112,7 +112,7 @@ class Forward:
         for k in range(lowest, n + 1):
             if k > lowest:
                 fresh = self.lift(frames[k - 1], fresh, slots[k], k)
-            if True in inputs.requires(k) and True in required[k]:
+            if inputs.requiring(k) and True in required[k]:
                 extra = leaves if k == 0 else []
                 fresh = node.attach(
                     *(region, k, inputs, extra, fresh, required[k], kept),

@@ -255,7 +255,6 @@ class Rerun(Ledger):
         self.entries, self.starts, self.kept = entries, starts, kept
         self.live = live  # which entries to run; ``None`` runs all
         self.given: set[int] = set()  # memory of kept values that were handed out
-        self.begin(0)
         self.in_line = True  # whether all operations so far are entries
         self.draws_again = False  # whether the replay has put generators back
         self.hollow: dict[int, Any] = {}  # memory that was not computed: the storage, weakly
@@ -268,8 +267,9 @@ class Rerun(Ledger):
 
     def next_call(self) -> None:
         self.call = n = self.call + 1
-        bounds = *self.starts[n : n + 2], len(self.entries), len(self.entries)
-        self.i, self.end = bounds[:2]
+        starts = self.starts
+        self.i = starts[n] if n < len(starts) else len(self.entries)
+        self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         touched = [storage_of(t) for t in tensors_in(args, kwargs)]

@@ -65,11 +65,15 @@ class Listener(TorchFunctionMode):
         self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
         self.leaves: set[int] = set()  # numbers of results that are leaves
         self.calls: list[Call] = []  # the log of this run
-        self.expected = expected  # the log to compare with; ``None`` in a first run
         self.at = 0  # how many calls have been made
-        self.due: Call | None = expected[0] if expected else None  # what is expected next
+        self.expect(expected)
         self.last: tuple[Call, Call | None]  # the call at hand, and what was expected
         self.stop = -1  # the call at which a ledger begins to listen
+
+    def expect(self, log: list[Call] | None) -> None:
+        """The log to compare with; ``None`` in a first run."""
+        self.expected, self._coming = log, iter(log or ())
+        self.due = next(self._coming, None)  # what is expected next
 
     # -- numbers
 
@@ -204,9 +208,8 @@ class Listener(TorchFunctionMode):
     def advance(self, call: Call) -> None:
         """A call is about to be made, which is as expected."""
         self.calls.append(call)
-        self.at = n = self.at + 1
-        expected = self.expected
-        self.due = expected[n] if expected is not None and n < len(expected) else None
+        self.at += 1
+        self.due = next(self._coming, None)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One call of the region's code."""

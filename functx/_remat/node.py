@@ -24,8 +24,9 @@ class Payload:
 
     region: Region  # what to replay
     level: int  # that the node belongs to
-    requires: list[bool]  # which of its values require grad
-    n_leaves: int  # how many leaves that no mode saw it keeps after its values
+    n_values: int  # how many it keeps of its level, ...
+    n_leaves: int  # ... and how many leaves that no mode saw, after them
+    requiring: list[int]  # the values that require grad, and the leaves
     wanted: list[int]  # which results of the level require grad, in the order of its outputs
     # Shape and version of each value: autograd's own check sees wrappers only.
     versions: list[Any]
@@ -110,27 +111,28 @@ def attach(
         kept: what the policy keeps.
         outermost: whether it is in no other region: observers are told.
     """
-    values, requires = inputs.values[level], inputs.requires(level)
+    values, requiring = inputs.values[level], inputs.requiring(level)
     if outermost:
         for callback in observers.of_nodes:
             callback([*values], region.options.name, level)
     payload = Payload()
-    payload.region, payload.level, payload.n_leaves = region, level, len(leaves)
-    payload.requires = requires
+    payload.region, payload.level = region, level
+    payload.n_values, payload.n_leaves = len(values), len(leaves)
+    payload.requiring = [*requiring, *range(len(values), len(values) + len(leaves))]
     payload.wanted = [i for i, r in enumerate(required) if r]
     saved = [*values, *leaves, *kept]
     payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
     behind = [(results[i], not level and inputs.holds(results[i])) for i in payload.wanted]
     if len(behind) > 1 and not level:
         behind = _sharing(behind, sum(i < region.n_results for i in payload.wanted))
-    requiring = [t for t, r in zip(values, requires) if r] + leaves
+    tracked = [values[i] for i in requiring] + leaves
     if _torch.peek_interpreter() is None:
-        got = RegionNode.apply(payload, behind, saved, *requiring)
+        got = RegionNode.apply(payload, behind, saved, *tracked)
     else:
         allowed = _torch.single_level_allowed()
         _torch.allow_single_level(True)
         try:
-            got = RegionNode.apply(payload, behind, saved, *requiring)
+            got = RegionNode.apply(payload, behind, saved, *tracked)
         finally:
             _torch.allow_single_level(allowed)
     results = list(results)

@@ -27,14 +27,11 @@ def pull_back(
         cotangents: of its outputs.
         needs: whether the gradient of each value that requires grad, and of each leaf, is wanted.
     """
-    needs = list(needs)
-    requiring = [i for i, r in enumerate(payload.requires) if r]
-    requiring += range(len(payload.requires), len(payload.requires) + payload.n_leaves)
-    asked = [i for i, need in zip(requiring, needs) if need]
+    asked = [i for i, need in zip(payload.requiring, needs) if need]
     given = [i for i, c in enumerate(cotangents) if c is not None]
     if not given or not asked:
-        return [None] * len(needs)
-    n, m = len(payload.requires), len(payload.requires) + payload.n_leaves
+        return [None] * len(payload.requiring)
+    n, m = payload.n_values, payload.n_values + payload.n_leaves
     body = Pullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
     flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
     outer = listening()
@@ -56,7 +53,7 @@ def pull_back(
         if outer is not None:
             outer.asleep = False
     found = dict(zip(body.found, grads))
-    return [found.get(i) for i in requiring]
+    return [found.get(i) for i in payload.requiring]
 
 
 class Pullback:
@@ -75,12 +72,11 @@ class Pullback:
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
         payload = self.payload
-        n = len(flat) - len(self.results)
-        n_values = len(payload.requires)
-        values, kept, cotangents = [*flat[:n_values]], flat[n_values:n], flat[n:]
+        n, m = payload.n_values, len(flat) - len(self.results)
+        values, kept, cotangents = [*flat[:n]], flat[n:m], flat[m:]
         recorded = torch.is_grad_enabled()
         edges, inputs = replay(
-            payload.region, payload.level, values, payload.requires, kept, self.results
+            payload.region, payload.level, values, payload.requiring, kept, self.results
         )
         inputs += self.leaves
         pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]

@@ -130,11 +130,11 @@ class Inputs:
         storage = storage_of(levels.base_of(t))
         return storage != -1 and any(storage in memory for memory in self.memory)
 
-    def requires(self, k: int) -> list[bool]:
+    def requiring(self, k: int) -> list[int]:
         """Which of the values at level k require grad there."""
-        if k == 0 or self.frames[k - 1].kind is levels.GRAD:
-            return [bool(slot) for slot in self.slots[k]]
-        return []
+        if k and self.frames[k - 1].kind is not levels.GRAD:
+            return []
+        return [i for i, slot in enumerate(self.slots[k]) if slot]
 
     def _storages(self, standin: Tensor) -> list[int]:
         found: list[int] = []

@@ -39,9 +39,13 @@ class Replayer(Listener):
     def watch(self) -> None:
         # (Where the program has entered no mode; what an engine runs has modes of its own.)
         if not self.watching and _here() == self._here:
-            self.watching, self.ledgers = True, (self.rerun,)
-            self.rerun.begin(self.at)
-            _torch.push_dispatch_mode(self.rerun)
+            self.watch_now()
+
+    def watch_now(self) -> None:
+        """Let the ledger listen."""
+        self.watching, self.ledgers = True, (self.rerun,)
+        self.rerun.begin(self.at)
+        _torch.push_dispatch_mode(self.rerun)
 
     def log(self, call: Call) -> Call | None:
         if not self.watching and self.stop < NEVER - 1:
@@ -68,7 +72,7 @@ def replay(
     region: Region,
     level: int,
     values: list[Tensor],
-    requires: Sequence[bool],
+    requiring: Sequence[int],
     kept: Sequence[Tensor],
     wanted: list[int] | None,
 ) -> tuple[list[Any], list[Tensor]]:
@@ -91,7 +95,7 @@ def replay(
         modes = region.settings.modes(entry.settings)
         for mode in modes:
             _torch.push_function_mode(mode)
-        attempt = partial(_attempt, region, level, values, requires, kept, wanted)
+        attempt = partial(_attempt, region, level, values, requiring, kept, wanted)
 
         def run() -> tuple[list[Any], list[Tensor]]:
             try:
@@ -134,7 +138,7 @@ def _attempt(
     region: Region,
     level: int,
     values: list[Tensor],
-    requires: Sequence[bool],
+    requiring: Sequence[int],
     kept: Sequence[Tensor],
     wanted: list[int] | None,
     live: Any,
@@ -144,10 +148,11 @@ def _attempt(
     depth = _torch.functorch_depth()
     connected = torch.is_grad_enabled()
     _torch.set_grad_enabled(connected or wanted is not None)
-    numbers, standins = {}, values
-    if level == 0:
-        standins = [_leaf(v, connected) if r else v for v, r in zip(values, requires)]
-    leaves = standins
+    numbers: dict[int, int] = {}
+    leaves = standins = [*values]
+    for i in requiring if level == 0 else ():
+        if i < len(values):  # else it is a leaf that no mode saw
+            leaves[i] = _leaf(values[i], connected)
     for k in range(max(level, 1), len(frames) + 1):
         numbers[k] = frames[k - 1].enter()
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
@@ -207,7 +212,7 @@ def _body(
     replayer = Replayer(region, rerun, standins)
     # (What another mode calls is no call of the region: only where this one is seen to be busy.)
     if region.draws or region.left_out == 0 or _torch.dispatch_depth():
-        replayer.watch()
+        replayer.watch_now()
     _torch.push_function_mode(replayer)
     results = replayer.finish(region.body(*standins[: region.n_args]))
     _torch.pop_function_mode()
