@@ -1,4 +1,4 @@
-"""The listener of a forward: foreign tensors become inputs (NOTE [by place] in calls.py).
+"""The listener of a forward: foreign tensors become inputs (NOTE [by place]).
 
 NOTE [inside or foreign]
 The one decision on which values hang, made in `Captures.meet` and nowhere else. A tensor that is

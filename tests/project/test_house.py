@@ -17,6 +17,7 @@ MAY_IMPORT_JAX = ("functx.compat", "functx._demo")
 # called that hides it.
 ATTRIBUTES = {
     *("_is_view", "_version", "_use_count", "_cdata", "_sequence_nr"),  # tensors, memory, nodes
+    "_backward_hooks",  # which a backward of torch sets
     *("_schema", "_op", "_has_same_storage_numel", "_efficientzerotensor"),  # operators
     *("_call_impl", "_forward_hooks", "_forward_pre_hooks"),  # modules
     *("_current_level", "_getframe", "_fields", "_replace", "_asdict"),

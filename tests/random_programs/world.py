@@ -64,8 +64,8 @@ class Product(torch.autograd.Function):
 def hooked(t: torch.Tensor) -> torch.Tensor:
     """A new tensor, the gradient of which is halved by a hook."""
     t = t * 1.5
-    if t.requires_grad:
-        t.register_hook(lambda g: g * 0.5)
+    if t.requires_grad:  # (where a region's result does not depend on it, its gradient is None)
+        t.register_hook(lambda g: None if g is None else g * 0.5)
     return t
 
 
