@@ -60,32 +60,27 @@ def remat(
 ) -> Any:
     """Make ``f`` keep only its inputs, and compute the rest again when it is differentiated.
 
-    ``remat(f)`` is ``f``: values and derivatives are those of ``f`` in every stack of transforms
-    (``vmap``, ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``jacfwd``, ``hessian``, of functx or of
-    torch.func, plain ``.backward()``, to any depth); only time and memory differ. As with
+    ``remat(f)`` is ``f``: values and derivatives are those of ``f``, in plain ``.backward()`` and
+    every stack of transforms of functx or torch.func; only time and memory differ. As with
     ``torch.utils.checkpoint`` and ``jax.checkpoint``, the Python code of ``f`` runs again. Tensors
     that it reaches otherwise than through its arguments (closures, attributes, globals) get their
     gradients too, and a replay sees what the forward saw.
 
     Args:
-        f: any callable: function, lambda, partial, bound method. On a class's method, use it as a
-            decorator. An ``nn.Module`` gives an ``nn.Module`` that shares its parameters, buffers,
-            hooks and submodules. Arguments and results are any pytrees; leaves that are no tensors
-            just pass. ``None`` gives a decorator.
+        f: any callable. On a class's method, use it as a decorator. An ``nn.Module`` gives one that
+            shares its parameters, buffers, hooks and submodules. Arguments and results are any
+            pytrees; leaves that are no tensors just pass. ``None`` gives a decorator.
         policy: what to keep beside the inputs, of what the pullback reads: one of
             `functx.checkpoint_policies`, a list of ATen operators, or a function
             ``policy(ctx, op, *args, **kwargs)`` that returns a bool or a
             ``torch.utils.checkpoint.CheckpointPolicy``. ``None`` keeps nothing.
-        static_argnums: positions of arguments that are no tensors. As in JAX; here they need not be
-            declared.
+        static_argnums: positions of arguments that are no tensors, as in JAX; need not be declared.
         static_argnames: likewise, by name.
-        preserve_rng_state: replay random numbers as they were drawn: torch's default generators on
-            every device, and each ``torch.Generator`` that ``f`` draws from. ``"all"``: Python's
-            and NumPy's global generators too. ``False`` draws anew, which is only right where
-            nothing is drawn.
-        determinism_check: ``"default"`` compares the calls of a replay with those of the forward,
-            and raises where they differ. ``"none"`` compares their order alone, not shapes, dtypes
-            and numbers.
+        preserve_rng_state: replay random numbers as they were drawn: from torch's default
+            generators on every device, and from any other ``torch.Generator``. ``"all"``: from
+            Python's and NumPy's global ones too. ``False`` is right only where nothing is drawn.
+        determinism_check: ``"default"`` raises where the calls of a replay differ from those of the
+            forward. ``"none"`` compares their order alone, not shapes, dtypes and numbers.
         debug: where a replay departs, show what the forward and the replay called side by side.
         budget: the most bytes that a call of ``f`` and one pullback of it may have live beside what
             was there before: an int, a text such as ``"2GiB"``, or, as a float up to 1, a share of
@@ -99,8 +94,7 @@ def remat(
 
     Raises:
         TypeError: ``f`` is not callable, or an option has the wrong type.
-        ValueError: an option has a value that is not known; or, at the call, ``static_argnums`` is
-            out of range.
+        ValueError: an option is not known; or, at the call, ``static_argnums`` is out of range.
         functx.RematError: when called, where the promise can't be kept.
         functx.ReplayError: when differentiated, where a replay departs from the forward.
 
@@ -124,11 +118,8 @@ def remat(
         debug=debug,
         budget=budget,
         static=checked_static(static_argnums, static_argnames),
-        name="" if f is None else name_of(f),
     )
-    if f is None:
-        return lambda f: _rematted(f, replace(options, name=name_of(f)))
-    return _rematted(f, options)
+    return (lambda f: _rematted(f, options)) if f is None else _rematted(f, options)
 
 
 def checked_options(
@@ -139,17 +130,14 @@ def checked_options(
     debug: bool = False,
     budget: Any = None,
     static: Any = None,
-    name: str = "a function",
 ) -> Options:
     """What the caller asked for; a ``TypeError`` or ``ValueError`` if no region can do it."""
-    if determinism_check not in ("default", "none"):
-        raise ValueError(
-            f"remat: determinism_check is {determinism_check!r}, expected 'default' or 'none'."
-        )
-    if preserve_rng_state not in (True, False, "all"):
-        raise ValueError(
-            f"remat: preserve_rng_state is {preserve_rng_state!r}, expected True, False or 'all'."
-        )
+    for option, value, known in (
+        ("determinism_check", determinism_check, ("default", "none")),
+        ("preserve_rng_state", preserve_rng_state, (True, False, "all")),
+    ):
+        if value not in known:
+            raise ValueError(f"remat: {option} is {value!r}, expected one of {known}.")
     if getattr(policy, "is_functx_plan", False):
         if budget is not None:
             raise ValueError("remat: a plan is a policy with a budget; don't give another budget.")
@@ -170,7 +158,6 @@ def checked_options(
         budget=budget,
         plans=None if budget is None else Plans(),
         static=static,
-        name=name,
     )
 
 
@@ -182,7 +169,6 @@ class Rematted(Wrapper):
         super().__init__(function, options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, as a region."""
         if self.options.static is not None:
             check_static(self.options.static, args, kwargs)
         return run(self.function, args, kwargs, self.options)
@@ -203,14 +189,15 @@ class Rematted(Wrapper):
 
 
 def _rematted(f: Any, options: Options) -> Any:
+    options = replace(options, name=name_of(f))
     if isinstance(f, nn.Module):
         return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))
     if not callable(f):
         raise TypeError(
-            f"remat: expected a callable, got {type(f).__name__}. Give it a function, a method or "
-            "an nn.Module; to set options only, use remat(option=...) as a decorator."
+            f"remat: expected a callable, got {type(f).__name__}. Give it a function or an "
+            "nn.Module; to set options only, use remat(option=...) as a decorator."
         )
     warn_if_later(f)
     return Rematted(f, options)
@@ -224,9 +211,8 @@ def warn_if_later(f: Any) -> None:
     code = getattr(function, "__code__", None)
     if code is not None and code.co_flags & _RUNS_LATER:
         warnings.warn(
-            f"remat: {name_of(f)} is a generator or coroutine function, whose body runs after the "
-            "call, outside of any region: nothing is computed again. Make a region of what it does "
-            "in between.",
+            f"remat: {name_of(f)} is a generator or coroutine function: its body runs after the "
+            "call, where no region is. Make a region of what it does in between.",
             stacklevel=4,
         )
 

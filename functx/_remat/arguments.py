@@ -1,8 +1,4 @@
-"""Arguments of a call: what a region can't have, or has changed (rule 4); static ones.
-
-An argument that is no tensor is static in any case. ``static_argnums`` and ``static_argnames`` are
-checked as JAX checks them.
-"""
+"""Arguments of a call: what a region can't have, or has changed (rule 4); static ones, as JAX's."""
 
 from __future__ import annotations
 
@@ -22,34 +18,27 @@ def check(args: Any, kwargs: Any, name: str) -> None:
     for a in (*args, *kwargs.values()):
         if hasattr(type(a), "get_seq_length") and hasattr(type(a), "update"):
             raise RematError(
-                f"remat: {name} is given a key-value cache, {type(a).__name__}, which it fills; a "
-                "replay would find it full. Call the model with use_cache=False; "
-                "functx.apply_remat and functx.patch_checkpoint do that."
+                f"remat: {name} fills a key-value cache, {type(a).__name__}; a replay would find "
+                "it full. Call the model with use_cache=False, as functx.apply_remat and "
+                "functx.patch_checkpoint do."
             )
 
 
-class Containers:
-    """The containers among the arguments of a forward: copies, whose structure is compared.
+def containers(args: Any, kwargs: Any) -> list[tuple[Any, list[Any], Any]]:
+    """The containers among the arguments of a forward, with what is in them and their structure."""
+    return [(a, *_tree.flatten(a)) for a in (*args, *kwargs.values()) if _tree.is_node(a)]
 
-    A region may fill a dict and return it. What it changes and does not return would be lost.
-    """
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        given = [*args, *kwargs.values()]
-        self._given = [a for a in given if _tree.is_node(a)]
-        self._before = [_tree.flatten(a) for a in self._given]
-
-    def check(self, result: Any, name: str) -> None:
-        """Refuse a change of one that is no part of the result."""
-        for container, (leaves, spec) in zip(self._given, self._before):
-            now, spec_now = _tree.flatten(container)
-            same = spec_now == spec and all(a is b for a, b in zip(now, leaves))
-            if not same and not _holds(result, container):
-                raise RematError(
-                    f"remat: {name} changes an argument, a {type(container).__name__}, and does "
-                    "not return it; the caller would not see the change. Return it, or what it was "
-                    "given."
-                )
+def check_unchanged(given: list[tuple[Any, list[Any], Any]], result: Any, name: str) -> None:
+    """Refuse a change of a container that is no part of the result: it would be lost."""
+    for container, leaves, spec in given:
+        now, spec_now = _tree.flatten(container)
+        same = spec_now == spec and all(a is b for a, b in zip(now, leaves))
+        if not same and not _holds(result, container):
+            raise RematError(
+                f"remat: {name} changes an argument, a {type(container).__name__}, and does not "
+                "return it; the caller would not see that. Return it, or what it was given."
+            )
 
 
 def _holds(tree: Any, container: Any) -> bool:
@@ -62,13 +51,9 @@ def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Sta
     nums = (nums,) if type(nums) is int else nums
     names = (names,) if isinstance(names, str) else names
     if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
-        raise TypeError(
-            f"remat: static_argnums must be an int or a sequence of ints, got {nums!r}."
-        )
-    if not all(isinstance(n, str) for n in names):
-        raise TypeError(
-            f"remat: static_argnames must be a string or a sequence of strings, got {names!r}."
-        )
+        raise TypeError(f"remat: static_argnums must be an int or several, got {nums!r}.")
+    if not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"remat: static_argnames must be a string or several, got {names!r}.")
     return (tuple(nums), tuple(names)) if nums or names else None
 
 
@@ -78,8 +63,7 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
     for n in nums:
         if not -len(args) <= n < len(args):
             raise ValueError(
-                f"remat: static_argnums has {n}, which is out of range for {len(args)} positional "
-                "arguments."
+                f"remat: static_argnums has {n}, out of range for {len(args)} positional arguments."
             )
     given = [args[n] for n in nums] + [kwargs[n] for n in names if n in kwargs]
     if any(isinstance(a, Tensor) for a in given):

@@ -25,10 +25,8 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
         # The compiler recomputes by its partitioner; it knows no transforms.
         if torch.compiler.is_exporting():
             return f(*args, **kwargs)
-        if options.contexts is not None:
-            return torch_checkpoint(
-                f, *args, use_reentrant=False, context_fn=options.contexts, **kwargs
-            )
+        if (contexts := options.contexts) is not None:
+            return torch_checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     return _run(f, args, kwargs, options)
 
 
@@ -38,9 +36,8 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, options.policy)(*args, **kwargs)
-    if observers.without or torch.jit.is_tracing():
-        return f(*args, **kwargs)
-    if not torch.is_grad_enabled() and not observers.tracers:
+    undifferentiated = not torch.is_grad_enabled() and not observers.tracers
+    if undifferentiated or observers.without or torch.jit.is_tracing():
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)
@@ -54,15 +51,14 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     title = f"the region {options.name} ({departures.line_now()})"
     result: list[Any] = []  # how the forward's result is put together
     frozen, identity = cells.frozen(f)
-    tensors, call, call_again = _prepared(
-        f, distributed.guarded(frozen), args, kwargs, options.name
-    )
+    guarded = distributed.guarded(frozen)
+    tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
 
     def body(*ts: Tensor) -> list[Tensor]:
         return _flat(call(*ts), result)
 
     def again(*ts: Tensor) -> list[Tensor]:
-        return _flat(call_again(*ts), None)
+        return _flat(call_again(*ts), [])
 
     results = forward.run(body, again, tensors, options, title, identity)
     return _built(results, result[0])
@@ -90,17 +86,11 @@ def _prepared(
         return [*args], f, frozen
     arguments.check(args, kwargs, name)
     leaves, spec = _tree.flatten((args, kwargs))
-    numbers: dict[int, int] = {}
-    tensors: list[Tensor] = []
-    places: list[tuple[int, int]] = []
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            number = numbers.setdefault(id(leaf), len(tensors))
-            if number == len(tensors):
-                tensors.append(leaf)
-            places.append((place, number))
-            leaves[place] = None
-    has_containers = any(map(_tree.is_node, (*args, *kwargs.values())))
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    numbers = {key: number for number, key in enumerate(tensors)}
+    places = [(place, numbers[id(x)]) for place, x in enumerate(leaves) if id(x) in numbers]
+    for place, _ in places:
+        leaves[place] = None
 
     def build(ts: Any) -> Any:
         filled = list(leaves)
@@ -110,35 +100,30 @@ def _prepared(
 
     def call(*ts: Tensor) -> Any:
         args, kwargs = build(ts)
-        if not has_containers:
-            return f(*args, **kwargs)
-        containers = arguments.Containers(args, kwargs)
+        containers = arguments.containers(args, kwargs)
         out = f(*args, **kwargs)
-        containers.check(out, name)
+        arguments.check_unchanged(containers, out, name)
         return out
 
     def call_again(*ts: Tensor) -> Any:
         args, kwargs = build(ts)
         return frozen(*args, **kwargs)
 
-    return tensors, call, call_again
+    return [*tensors.values()], call, call_again
 
 
-def _flat(out: Any, result: list[Any] | None) -> list[Tensor]:
+def _flat(out: Any, result: list[Any]) -> list[Tensor]:
     """The tensors of a result; how the rest is, is noted in ``result``."""
     if isinstance(out, Tensor):
-        if result is not None:
-            result.append(None)
+        result.append(None)
         return [out]
     leaves, spec = _tree.flatten(out)
-    if result is not None:
-        result.append((spec, [None if isinstance(x, Tensor) else (x,) for x in leaves]))
+    result.append((spec, [None if isinstance(x, Tensor) else (x,) for x in leaves]))
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _built(results: list[Tensor], how: Any) -> Any:
     if how is None:
         return results[0]
-    spec, others = how
-    it = iter(results)
-    return _tree.unflatten(spec, [next(it) if o is None else o[0] for o in others])
+    (spec, others), tensors = how, iter(results)
+    return _tree.unflatten(spec, [next(tensors) if o is None else o[0] for o in others])

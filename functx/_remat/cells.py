@@ -1,14 +1,12 @@
 """Closure cells as they were at the call (rule 1): names bound again must not change a replay.
 
-A replay calls a copy of the function, with cells of its own. That also keeps a node from holding
-the caller's cells, which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)``
-would be a cycle through C++ that nothing collects. Copied are the function, what it closes over
-that is a function itself, partials and bound methods; nothing else of Python's is looked into (rule
-5).
+A replay calls a copy of the function, with cells of its own. Nor may a node hold the caller's,
+which may come to hold the region's results: ``x = remat(lambda t: x + t)(y)`` would be a cycle
+through C++ that nothing collects. Copied are the function, functions that it closes over, partials
+and bound methods; nothing else of Python's is looked into (rule 5).
 
-On the way it is noted what tells the function from others that make other calls, which plans are
-found by (NOTE [listen once]): its code, and what it closes over or is a method of, but for tensors
-and floating point numbers.
+On the way the function's identity is noted, which plans are found by (NOTE [listen once]): its
+code, and what it closes over or is a method of, but for tensors and floating point numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def _frozen(x: Any, key: list[Any], copies: dict[int, Any]) -> Any:
         return _copied(x, key, copies)
     if kind is functools.partial:
         inner = _frozen(x.func, key, copies)
-        for given in (*x.args, *x.keywords.values()):
+        for given in (*x.args, *x.keywords, *x.keywords.values()):
             _frozen(given, key, copies)
         return x if inner is x.func else functools.partial(inner, *x.args, **x.keywords)
     if kind is types.MethodType:

@@ -42,8 +42,7 @@ def described(call: Call | None) -> str:
     """A call, for a message."""
     if call is None:
         return "nothing more"
-    given = ", ".join(map(_argument, call.given))
-    return f"{name_of(call.func)}({given})"
+    return f"{name_of(call.func)}({', '.join(map(_argument, call.given))})"
 
 
 def _argument(number: Any) -> str:
@@ -70,8 +69,8 @@ def differently(region: Any, listener: Any, call: Call, expected: Call | None) -
         "as an argument, or draw with torch."
     )
     return ReplayError(
-        f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the "
-        f"calls that the forward made (rule 3). {hint}{_logs(region, listener, call)}"
+        f"remat: at {at} the replay of {region.title} calls {what}. A replay must make the calls "
+        f"of the forward (rule 3). {hint}{_logs(region, listener, call)}"
     )
 
 
@@ -97,9 +96,8 @@ def _of_cache(region: Any) -> str:
     if not shapes:
         return ""
     return (
-        f"A tensor of shape {shapes[0]} without gradient was made at the first call and kept "
-        "(a cache that is filled lazily?): call the function once before, outside of regions, or "
-        "build it in __init__."
+        f"A tensor of shape {shapes[0]} without gradient was made at the first call and kept (a "
+        "lazy cache?): call the function once before, outside of regions, or build it in __init__."
     )
 
 
@@ -108,8 +106,8 @@ def modified(region: Any, error: BaseException | None, shape: Any = None) -> Rep
     of_shape = "" if shape is None else f" of shape {tuple(shape)}"
     return ReplayError(
         f"remat: a tensor{of_shape} that {region.title} reads has been modified by an in-place "
-        "operation since the forward, so that a replay would compute something else. Make a copy "
-        f"before you write to it, or write after the backward.{f' ({error})' if error else ''}"
+        "operation since the forward: a replay would compute something else. Write to a copy, or "
+        f"after the backward.{f' ({error})' if error else ''}"
     )
 
 
@@ -130,9 +128,9 @@ def written(title: str, operands: Any) -> RematError:
 def drawn_by_others(region: Any, generator: torch.Generator) -> ReplayError:
     """A generator was not left as in the forward."""
     return ReplayError(
-        f"remat: the replay of {region.title} leaves the generator of {generator.device} in "
-        "another state than the forward: somebody else drew from it in between, in another thread "
-        "perhaps. Give each thread a torch.Generator of its own."
+        f"remat: the replay of {region.title} leaves the generator of {generator.device} otherwise "
+        "than the forward did: another thread, say, drew from it in between. Give each thread a "
+        "torch.Generator of its own."
     )
 
 

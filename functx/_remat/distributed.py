@@ -24,31 +24,26 @@ def check(label: str, title: str) -> None:
     for prefix, kind in _LABELS.items():
         if label.startswith(prefix):
             raise RematError(
-                f"remat: {title} is around a module of {kind}, which communicates when it is "
-                "called, and would again in a replay. Swap the order: make regions inside of it, "
-                f"and leave {kind} outside (functx.apply_remat(module, ...) does that, before or "
-                "after it is wrapped)."
+                f"remat: {title} is around a module of {kind}, which would communicate again in a "
+                f"replay. Swap the order: make regions inside of it, and leave {kind} outside, as "
+                "functx.apply_remat(module, ...) does, before or after it is wrapped."
             )
 
 
 def guarded(f: Any) -> Any:
-    """What a replay runs: of a module with hooks, an error where its parameters were swapped.
-
-    Hooks that offload parameters set their ``data``, which changes no version.
-    """
-    module = f.__self__ if type(f) is MethodType else None
-    if not isinstance(module, nn.Module) or not (
-        module._forward_hooks or module._forward_pre_hooks
-    ):
+    """What a replay runs: of a module with hooks, an error where they swapped its parameters."""
+    module: Any = f.__self__ if type(f) is MethodType else None
+    is_module = isinstance(module, nn.Module)
+    if not is_module or not (module._forward_hooks or module._forward_pre_hooks):
         return f
+    # (Hooks that offload parameters set their ``data``, which changes no version.)
     found = [(p, storage_of(p)) for p in module.parameters() if _torch.level_of(p) <= 0]
 
     def again(*args: Any, **kwargs: Any) -> Any:
         if any(storage_of(p) != storage for p, storage in found):
             raise RematError(
                 f"remat: hooks of {type(module).__name__} swap the data of its parameters between "
-                "the forward and the backward (offloading, sharding). Put the regions inside of "
-                "the module, around what it calls, not around the module."
+                "forward and backward (offloading, sharding). Put regions inside, not around it."
             )
         return f(*args, **kwargs)
 

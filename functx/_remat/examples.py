@@ -2,9 +2,8 @@
 
 NOTE [one example]
 Below vmap operations are batched, but a policy is asked about one example. So a call under vmap is
-made beforehand on meta tensors of one example's shapes. The policy is asked about the operations
-that this runs; what really runs is matched with them by order, kind and size. Only what is kept
-depends on it, never a value.
+made beforehand on meta tensors of one example's shapes. The policy is asked about what this runs;
+what really runs is matched by order, kind and size. Only what is kept depends on it, never a value.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from functx._policy_kinds import is_dot
 from functx._remat import levels
 from functx._remat.operators import tensors_in
 
-Operation = tuple[Any, tuple[Any, ...], dict[str, Any], Any]  # function, arguments, results
-
 
 def expect(savers: Sequence[Any], func: Any, args: Any, kwargs: Any) -> None:
     """A call is about to be made: tell what it runs for one example, if it is batched."""
@@ -41,7 +38,7 @@ class _Example(_torch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran: list[Operation] = []
+        self.ran: list[Any] = []  # functions, arguments and results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -53,8 +50,7 @@ class _Example(_torch.TorchDispatchMode):
         return out
 
 
-def _run_one(func: Any, args: Any, kwargs: Any) -> list[Operation]:
-    """What a call runs on one example."""
+def _run_one(func: Any, args: Any, kwargs: Any) -> list[Any]:
     with _torch.without_dispatch_modes(), torch.no_grad(), _Example() as example:
         args, kwargs = _tree.map_(_meta, (args, kwargs))
         func(*args, **kwargs)
@@ -68,8 +64,8 @@ def _meta(x: Any) -> Any:
 
 def same(value: Value, overload: Any, out: Any) -> bool:
     """Whether an operation on a batch is one that was run on an example."""
-    one, batched = (sum(t.numel() for t in tensors_in((o,), None)) for o in (value.out, out))
     same_packet = overload.overloadpacket is value.func.overloadpacket
     if not same_packet and not (is_dot(overload) and is_dot(value.func)):
         return False
+    one, batched = (sum(t.numel() for t in tensors_in((o,), None)) for o in (value.out, out))
     return batched % one == 0 if one else batched == 0

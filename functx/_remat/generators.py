@@ -1,15 +1,13 @@
 """Random numbers, replayed as they were drawn (rule 1).
 
 A generator's state is noted before the first draw that a region makes from it. A replay puts all of
-them back before it begins, since regions inside of it note theirs, and afterwards restores what it
-found.
+them back before it begins, since regions inside of it note theirs; and afterwards what it found.
 
 NOTE [one replay at a time]
 Replays in several threads take turns, since they set the same generators. One inside of another,
-which shows in the modes around it (autograd copies those to its threads), is part of its turn. User
-code may start a thread of its own in a replay and wait for it; there nothing shows. So nobody waits
-for ever; and a replay must leave each generator as the forward did: if it does not, somebody else
-has drawn in between, and the numbers were not the same.
+which shows in the modes around it (autograd copies those to its threads), is part of its turn. In a
+thread that user code starts in a replay, and waits for, nothing shows. So nobody waits for ever;
+and a replay must leave each generator as the forward did: else somebody has drawn in between.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generat
     for a in (*args, *kwargs.values()):
         if isinstance(a, torch.Generator):
             return a
-    device = kwargs.get("device")
-    device = tensors[0].device if tensors else torch.device(device or "cpu")
+    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -64,24 +61,26 @@ class Draws:
         """The region has run."""
         self.after = {g: g.get_state() for g in self.before}
 
-    def begin_again(self) -> Restored:
-        """Put the states back, for a replay."""
-        return Restored(self)
-
 
 class Restored:
     """The states that a replay found, to be put back after it."""
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
+        self.python: tuple[Any, Any] | None = None
+        self.found: dict[torch.Generator, Tensor] = {}
+        self.locked, self.legacy = False, 0
+
+    def begin(self) -> None:
+        """Note the states, and put those back that the forward began with."""
         # See NOTE [one replay at a time].
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         within_another = any(getattr(mode, "draws_again", False) for mode in modes)
         self.locked = not within_another and _lock.acquire(timeout=_PATIENCE)
         # The older vmap of ``is_grads_batched`` refuses draws; what is replayed has no batch.
         self.legacy = _torch.leave_legacy_vmap()
-        self.found = {g: g.get_state() for g in draws.before}
-        self.python = None if draws.python is None else _python_states()
+        self.found = {g: g.get_state() for g in self.draws.before}
+        self.python = None if self.draws.python is None else _python_states()
         self.rewind()
 
     def rewind(self) -> None:
@@ -91,9 +90,8 @@ class Restored:
         _set_python_states(self.draws.python)
 
     def differ(self) -> torch.Generator | None:
-        """A generator that the replay has not left as the forward did."""
+        """A generator that is neither as the forward left it, nor, if made inside, as before."""
         for g, after in self.draws.after.items():
-            # (One that the region makes itself is as before.)
             if _bytes(g.get_state()) not in (_bytes(self.draws.before[g]), _bytes(after)):
                 return g
         return None

@@ -1,7 +1,7 @@
 """For transforms that are called inside of a region: what they are given, and what they make.
 
-functorch wraps tensors in C++, where no mode sees it, and a wrapper can't be exchanged afterwards.
-So functx's transforms ask the region around them for stand-ins first.
+functorch wraps tensors in C++, where no mode sees it, and a wrapper can't be exchanged later. So
+functx's transforms ask the region around them for stand-ins first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def made_inside(tree: Any) -> Any:
 
 
 def _exchanged(tree: Any, exchange: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """``tree`` with others for its tensors."""
     leaves, spec = _tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for i, t in zip(places, exchange([leaves[i] for i in places])):
@@ -47,24 +46,19 @@ def by_arguments(transform: Any) -> Any:
 
     @wraps(transform)
     def told(*args: Any, **kwargs: Any) -> Any:
-        return _telling(transform.__name__, transform(*args, **kwargs))
+        return by_primals(transform(*args, **kwargs), transform.__name__)
 
     return told
 
 
-def by_primals(transform: Any) -> Any:
-    """A transform that is given a function and its arguments at once, likewise."""
-    return _telling(transform.__name__, transform)
-
-
-def _telling(title: str, f: Any) -> Any:
-    """``f``, which tells the region around it what it is given and what it returns."""
+def by_primals(f: Any, title: str = "") -> Any:
+    """The same of a transform that is given a function and its arguments at once."""
 
     @wraps(f)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def told(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return f(*args, **kwargs)
-        args, kwargs = taken_in(title, (args, kwargs))
+        args, kwargs = taken_in(title or f.__name__, (args, kwargs))
         return made_inside(f(*args, **kwargs))
 
-    return telling
+    return told

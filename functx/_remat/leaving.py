@@ -15,13 +15,7 @@ from functx._remat.captures import Captures, tape_of
 
 
 def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
-    """At the base level, what requires grad and is alive: further results, off the tape.
-
-    Models record hidden states and router logits through hooks; these keep working.
-
-    Returns:
-        Their numbers, and they themselves.
-    """
+    """What is alive and requires grad at the base level, off the tape, as further results."""
     found = {}
     known = captures.known.values()
     if not captures.made and not any(ref() is not None for ref, n in known if n > 0):
@@ -34,14 +28,11 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
     for _, t in _alive(captures):
         why = "a leaf" if t.grad_fn is None else "a view"
         raise _left(captures, t, f"It is {why}, which can't become a further result. ")
-    return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
+    return [(number, left) for number, ref in found.items() if (left := ref()) is not None]
 
 
 def check_threads(captures: Captures) -> None:
-    """Nothing foreign may lead to a stand-in: what a thread makes that the region starts does.
-
-    Modes don't see it, nor do its nodes have numbers in line with those of this thread.
-    """
+    """Nothing foreign may lead to a stand-in: what a thread of the region's own makes does."""
     standins = captures.inputs.leaves
     if all(leaf._use_count() == 1 for leaf in standins.values()):  # type: ignore[attr-defined]
         return  # no tape is left
@@ -50,8 +41,7 @@ def check_threads(captures: Captures) -> None:
             if id(getattr(node, "variable", None)) in standins:
                 raise RematError(
                     f"remat: {captures.region.title} computes a tensor of shape {tuple(t.shape)} "
-                    "in a thread that it starts, where functx can't follow. Start the thread "
-                    "outside, and make regions in it."
+                    "in a thread of its own. Start the thread outside, and make regions in it."
                 )
 
 
@@ -72,11 +62,10 @@ def _alive(captures: Captures) -> Iterator[tuple[int, Tensor]]:
     """
     for ref, number in [*captures.known.values()]:
         t = ref() if number > 0 or -1 - number in captures.made else None
-        if t is None or not levels.is_tracked(t):
-            continue
-        a_leaf = t.requires_grad and t.grad_fn is None
-        if not a_leaf or number < 0 or number in captures.leaves:
-            yield number, t
+        if t is not None and levels.is_tracked(t):
+            a_leaf = t.requires_grad and t.grad_fn is None
+            if not a_leaf or number < 0 or number in captures.leaves:
+                yield number, t
         t = None
 
 
@@ -103,12 +92,12 @@ def leaves_unseen(captures: Captures, results: list[Tensor]) -> list[Tensor]:
         RematError: the tape leads to something else that was made outside.
     """
     found: dict[int, Tensor] = {}
-    inputs = captures.inputs
+    standins = captures.inputs.leaves
     for result in results:
         for node in tape_of(result, captures.first_node):
             leaf = getattr(node, "variable", None)
             if leaf is not None:
-                if inputs.leaves.get(id(leaf)) is leaf or captures.number_of(leaf) is not None:
+                if standins.get(id(leaf)) is leaf or captures.number_of(leaf) is not None:
                     continue
                 if _torch.level_of(leaf) <= 0:
                     found[id(leaf)] = leaf
@@ -117,8 +106,7 @@ def leaves_unseen(captures: Captures, results: list[Tensor]) -> list[Tensor]:
                 continue
             raise RematError(
                 f"remat: {captures.region.title} gives a captured tensor to an autograd.Function "
-                "or other code that can't be seen, or calls a pullback made outside; the gradient "
-                "of what that reads would be lost. Pass the tensor as an argument, or make the "
-                "pullback inside."
+                "or other code that can't be seen, or calls a pullback made outside; a gradient "
+                "would be lost. Pass the tensor as an argument, or make the pullback inside."
             )
     return [*found.values()]

@@ -1,7 +1,7 @@
 """The functorch stack, and tensors taken apart and put together, level by level.
 
-A value "at level k" is wrapped by the levels 1 to k at most; level 0 is plain autograd. Wrapping
-and unwrapping dispatches no operation (making duals aside), so modes see nothing of it.
+A value "at level k" is wrapped by the levels 1 to k at most; level 0 is plain autograd. Modes see
+nothing of wrapping and unwrapping, making duals aside.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class Frame:
     that does not belong to the level; for vmap the batch dimension; for grad whether it requires
     grad; for jvp whether it has a tangent, which is then a second value below.
     """
-
-    __slots__ = ("kind", "randomness", "reapply_views", "size")
 
     def __init__(self, interpreter: Any) -> None:
         self.kind = _KINDS[interpreter.key()]
@@ -93,11 +91,8 @@ class Frame:
             return _torch.wrap_batch(values[0], slot, level)
         if self.kind is FUNCTIONALIZE:
             return _torch.wrap_functional(values[0], level)
-        t = _torch.wrap_grad(values[0], level)
-        if self.kind is JVP and slot:
-            tangent = _torch.wrap_grad(values[1], level)
-            t = at_depth(level, lambda: _dual(t, tangent))
-        return t
+        wrapped = [_torch.wrap_grad(value, level) for value in values]  # with its tangent, if any
+        return wrapped[0] if len(wrapped) == 1 else at_depth(level, lambda: _dual(*wrapped))
 
     def width(self, slot: Any) -> int:
         """How many values below make one with this slot."""
@@ -121,7 +116,7 @@ def _dual(t: Tensor, tangent: Tensor) -> Tensor:
 
 
 def frames() -> list[Frame]:
-    """The levels that are active, outermost first."""
+    """The active levels, outermost first."""
     return [Frame(i) for i in _torch.interpreter_stack() or ()]
 
 
@@ -158,7 +153,7 @@ def require_grad(t: Tensor) -> Tensor:
 
 def detached(t: Tensor) -> Tensor:
     """A plain tensor without its tape, made below all levels."""
-    return t.detach() if _torch.peek_interpreter() is None else at_depth(0, t.detach)
+    return at_depth(0, t.detach)
 
 
 def base_of(t: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """``remat`` of an ``nn.Module``: a module of a derived class over the same state.
 
-The derived class overrides ``forward`` alone. So hooks run outside the region and once, and
-parameters, buffers, submodules and ``state_dict`` keys are those of the original, which shares
-its state with the new module.
+The derived class overrides ``forward`` alone, so hooks run outside the region and once.
 """
 
 from __future__ import annotations
@@ -45,14 +43,12 @@ def _base(cls: type) -> type:
     return bases[bases.index(RematModule) + 1]
 
 
-# By the class of the original; neither is held, as a parametrized module has a class of its own,
-# which holds it.
+# By the class of the original; neither is held: a parametrized module has a class of its own.
 _known: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def _derived(original: Any) -> type:
-    made = _known.get(original)
-    cls = None if made is None else made()
+    cls = _known.get(original, lambda: None)()
     if cls is None:
 
         @functools.wraps(original.forward)
@@ -60,9 +56,7 @@ def _derived(original: Any) -> type:
             own = self.__dict__.get(_OWN_FORWARD) or original.forward.__get__(self)
             return run(own, args, kwargs, self._functx_options)
 
-        names = {
-            name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
-        }
+        names = {x: getattr(original, x) for x in ("__module__", "__qualname__", "__doc__")}
         names |= {"forward": forward, "__slots__": ("_functx_options",)}
         cls = type(original.__name__, (RematModule, original), names)
         _known[original] = weakref.ref(cls)
@@ -80,16 +74,15 @@ def remat_module(module: nn.Module, options: Options) -> nn.Module:
     original = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"remat: {original.__name__} is TorchScript, whose forward is not Python's and can't "
-            "be made into a region. Call it in one: functx.remat(lambda x: module(x)), or "
-            "functx.remat(nn.Sequential(module))."
+            f"remat: the forward of {original.__name__} is TorchScript, not Python. Call it in a "
+            "region: functx.remat(lambda x: module(x)), or functx.remat(nn.Sequential(module))."
         )
     if isinstance(module, LazyModuleMixin):
         raise not_initialized(original.__name__)
     new = _rebuilt(_base(original) if isinstance(module, RematModule) else original, options)
     state = module.__dict__
     if "forward" in state:  # set on the instance: it would hide the class's forward
-        state = {k: v for k, v in state.items() if k != "forward"}
-        state[_OWN_FORWARD] = module.__dict__["forward"]
+        state = dict(state)
+        state[_OWN_FORWARD] = state.pop("forward")
     object.__setattr__(new, "__dict__", state)
     return new

@@ -18,13 +18,11 @@ def checkpoint_name(x: Any, name: str) -> Any:
     """``x`` itself, which a policy of a region around may keep under ``name``.
 
     Args:
-        x: a pytree of tensors (of any shape and dtype), and anything else. A value may have several
-            names.
+        x: a pytree of tensors, and anything else. A value may have several names.
         name: what `functx.checkpoint_policies` are to call it.
 
     Returns:
-        ``x``; tensors that a policy keeps are copies, so that what is kept and what is computed
-        again do not share memory.
+        ``x``; tensors that a policy keeps are copies, which share no memory with what is computed.
 
     Raises:
         TypeError: ``name`` is not a string.

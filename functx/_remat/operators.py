@@ -9,8 +9,7 @@ from torch import Tensor
 
 from functx import _torch
 
-# What an operation is to the ledger. New memory can be left out, and a write to memory that the
-# region made; views make nothing; the rest always runs.
+# To the ledger: NEW can be left out, and WRITE to memory that the region made; views make nothing.
 NEW, VIEW, WRITE, ALWAYS, SILENT = "new", "view", "write", "always", "silent"
 
 
@@ -53,8 +52,7 @@ class Operator:
         self.draws = torch.Tag.nondeterministic_seeded in overload.tags
         names = [a.name for a in schema.arguments]
         self.dropout = names.index("dropout_p") if "dropout_p" in names else -1
-        infos = [a.alias_info for a in schema.arguments]
-        self.writes = tuple(i for i, a in enumerate(infos) if a is not None and a.is_write)
+        self.writes = tuple(i for i, a in enumerate(schema.arguments) if a.is_write)
         if overload in _HIDDEN_WRITES:
             self.writes = _RUNNING
         self.kind = self._kind(overload, schema)
@@ -70,11 +68,8 @@ class Operator:
         if self.writes:
             plain = self.writes == (0,) and len(schema.returns) == 1 and not self.draws
             return WRITE if plain and overload not in _HIDDEN_WRITES else ALWAYS
-        if (
-            self.draws
-            or overload in _UNWRITTEN
-            or not any("Tensor" in str(r.type) for r in schema.returns)
-        ):
+        no_tensors = not any("Tensor" in str(r.type) for r in schema.returns)
+        if no_tensors or self.draws or overload in _UNWRITTEN:
             return ALWAYS
         return VIEW if any(r.alias_info is not None for r in schema.returns) else NEW
 
@@ -88,23 +83,16 @@ _known: dict[int, Operator] = {}
 
 def operator_of(overload: Any) -> Operator:
     """The operator of an overload, looked up by id: hashing an overload runs Python."""
-    found = _known.get(id(overload))
-    if found is None:
-        found = _known[id(overload)] = Operator(overload)
-    return found
+    return _known.get(id(overload)) or _known.setdefault(id(overload), Operator(overload))
 
 
 def real_zeros(args: Any) -> Any:
-    """Arguments with memory where forward mode has zeros without any.
-
-    An operator of such a zero and a number, called from a dispatch mode, ends the process.
-    """
-    are_zero = [isinstance(a, Tensor) and _torch.is_zero_without_memory(a) for a in args]
-    if True not in are_zero:
-        return args
+    """Arguments with memory where forward mode has zeros without any: these end the process."""
     return tuple(
-        torch.zeros(a.shape, dtype=a.dtype, device=a.device) if is_zero else a
-        for a, is_zero in zip(args, are_zero)
+        torch.zeros(a.shape, dtype=a.dtype, device=a.device)
+        if isinstance(a, Tensor) and _torch.is_zero_without_memory(a)
+        else a
+        for a in args
     )
 
 
@@ -131,9 +119,8 @@ def written_by(operator: Operator, args: Any, kwargs: Any) -> list[int]:
     """The memory that an operation is about to write."""
     if operator.overload in _HIDDEN_WRITES and not args[_TRAINING]:
         return []
-    written: list[Tensor] = []
-    arguments = operator.overload._schema.arguments
-    for i in operator.writes:
-        a = args[i] if i < len(args) else (kwargs or {}).get(arguments[i].name)
-        written += tensors_in((a,), None)
-    return [storage_of(t) for t in written]
+    schema = operator.overload._schema.arguments
+    written = [
+        args[i] if i < len(args) else (kwargs or {}).get(schema[i].name) for i in operator.writes
+    ]
+    return [storage_of(t) for t in tensors_in(written, None)]

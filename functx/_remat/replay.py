@@ -19,6 +19,7 @@ from functx import _torch
 from functx._functions import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
+from functx._remat.generators import Restored
 from functx._remat.guard import Entry
 from functx._remat.ledger import BeginAgain, Record, Rerun
 from functx._remat.listener import Listener, listening
@@ -89,7 +90,8 @@ def replay(
             depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)
         if region.draws is not None and region.draws:
             _tell_of_draws(region)
-            entry.restored = region.draws.begin_again()
+            entry.restored = Restored(region.draws)
+            entry.restored.begin()
         region.settings.put(entry.settings)
         entry.stop_caching(region.settings)
         modes = region.settings.modes(entry.settings)

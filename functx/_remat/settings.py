@@ -1,8 +1,7 @@
 """What torch has set around a call, and must have set around its replay (rule 1).
 
-The list is closed: autocast, the default device and dtype, SDPA backends, deterministic algorithms
-and the precision of matrix products. Grad mode is always on in a replay; a region that is called
-with it off is no region.
+The list is closed: autocast, default device and dtype, SDPA backends, deterministic algorithms and
+the precision of matrix products. Grad mode is on in a replay, as it was where there is a region.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 class Settings:
     """What is set now."""
 
-    __slots__ = ("caches", "casts", "device", "flags", "norms")
-
     def __init__(self) -> None:
         self.flags = flags.read()
-        self.casts = _casts() if _torch.any_autocast() else None
+        self.casts: Any = None  # by device, whether autocast is enabled, and its dtype
+        if _torch.any_autocast():
+            enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+            self.casts = {d: (enabled(d), dtype(d)) for d in _AUTOCAST_DEVICES}
         self.caches = self.casts is not None and torch.is_autocast_cache_enabled()
         self.device = _torch.default_device() if _torch.function_depth() else None
         self.norms = _torch.function_depth() > 0 and _norms.are_defined()
@@ -45,18 +45,8 @@ class Settings:
                 if wanted != value:
                     write(wanted)
         if self.casts != now.casts:
-            _put_casts(self.casts)
-
-
-def _casts() -> dict[str, tuple[bool, torch.dtype]]:
-    return {
-        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
-    }
-
-
-def _put_casts(casts: dict[str, tuple[bool, torch.dtype]] | None) -> None:
-    for device in _AUTOCAST_DEVICES:
-        enabled, dtype = (casts or {}).get(device, (False, None))
-        torch.set_autocast_enabled(device, enabled)
-        if dtype is not None:
-            torch.set_autocast_dtype(device, dtype)
+            for device in _AUTOCAST_DEVICES:
+                enabled, dtype = (False, None) if self.casts is None else self.casts[device]
+                torch.set_autocast_enabled(device, enabled)
+                if dtype is not None:
+                    torch.set_autocast_dtype(device, dtype)

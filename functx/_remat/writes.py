@@ -1,12 +1,12 @@
 """State that a region writes in place advances once (rule 2).
 
-The forward writes to the program's memory itself. Before the first write to it, the whole storage
-is copied; what the node keeps of the inputs that lie there are views of that copy. A replay writes
-to a copy of its own.
+The forward writes to the program's memory. Before the first write the whole storage is copied; what
+the node keeps of the inputs there are views of that copy. A replay writes to a copy of its own.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from functx._remat.region import Inputs
 
 
 class Writes:
-    """The inputs' memory as it was before the region first wrote to it.
-
-    The memory of those in ``made``, which are made of data inside, is the region's own.
-    """
+    """The inputs' memory as it was before the region first wrote to it."""
 
     def __init__(self, inputs: Inputs, made: set[int], title: str) -> None:
-        self.inputs, self.made, self.title = inputs, made, title
+        self.inputs, self.title = inputs, title
+        self.made = made  # inputs that are made of data inside: their memory is the region's own
         self.before: dict[int, Any] = {}  # by storage: its copy
 
     def about_to_write(self, storage: int) -> None:
@@ -38,7 +36,8 @@ class Writes:
 
     def copy(self, inputs: list[int]) -> Any:
         """A copy of the memory that these inputs share."""
-        return _copy_of_memory(levels.base_of(self.inputs.standins[inputs[0]]))
+        base = levels.base_of(self.inputs.standins[inputs[0]])
+        return levels.at_depth(0, partial(_copy_of_memory, base))
 
     def _lying_in(self, storage: int) -> list[int]:
         return [i for i, memory in enumerate(self.inputs.memory) if storage in memory]
@@ -49,17 +48,17 @@ class Writes:
 
     def put_before(self) -> None:
         """Let the inputs' values be those before the first write."""
-        inputs = self.inputs
         for storage in self.before:
             for i in self._lying_in(storage):
                 base = self.value_before(i, storage)
-                for k, values in enumerate(inputs.values):
-                    at = inputs.position(i, k)
+                for k, values in enumerate(self.inputs.values):
+                    at = self.inputs.position(i, k)
                     values[at] = levels.rebased(values[at], base)
 
     def value_before(self, i: int, storage: int) -> Tensor:
         """An input, at the base level, as it was."""
-        return _view(levels.base_of(self.inputs.standins[i]), self.before[storage])
+        base = levels.base_of(self.inputs.standins[i])
+        return levels.at_depth(0, partial(_view, base, self.before[storage]))
 
 
 def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
@@ -70,30 +69,22 @@ def copied(standins: list[Tensor], written: list[list[int]]) -> list[Tensor]:
         if _torch.tracing():  # each lies in memory of its own (see `traced`)
             copies = [levels.at_depth(0, bases[0].clone)]
         else:
-            memory = _copy_of_memory(bases[0])
-            copies = [_view(base, memory) for base in bases]
+            memory = levels.at_depth(0, partial(_copy_of_memory, bases[0]))
+            copies = [levels.at_depth(0, partial(_view, base, memory)) for base in bases]
         for i, copy in zip(numbers, copies):
             standins[i] = levels.rebased(standins[i], copy)
     return standins
 
 
+@torch.no_grad()
 def _copy_of_memory(t: Tensor) -> Tensor:
     """A copy of the whole storage of ``t``, flat."""
-
-    def copy() -> Tensor:
-        with torch.no_grad():
-            size = t.untyped_storage().nbytes() // t.element_size()
-            return t.as_strided((size,), (1,), 0).clone()
-
-    return levels.at_depth(0, copy)
+    size = t.untyped_storage().nbytes() // t.element_size()
+    return t.as_strided((size,), (1,), 0).clone()
 
 
+@torch.no_grad()
 def _view(t: Tensor, memory: Tensor) -> Tensor:
     """A tensor laid out as ``t`` in other memory."""
-
-    def view() -> Tensor:
-        with torch.no_grad():
-            flat = memory if memory.dtype is t.dtype else memory.view(t.dtype)
-            return flat.as_strided(t.size(), t.stride(), t.storage_offset())
-
-    return levels.at_depth(0, view)
+    flat = memory if memory.dtype is t.dtype else memory.view(t.dtype)
+    return flat.as_strided(t.size(), t.stride(), t.storage_offset())
