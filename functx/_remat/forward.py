@@ -167,20 +167,11 @@ def run(
     identity: Any = None,
     forward: Any = None,
 ) -> list[Tensor]:
-    """Run ``body``, and remember how to run it ``again``.
+    """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
-    Args:
-        body: tensors to tensors.
-        again: the same, for replays.
-        tensors: its arguments, no two of them the same.
-        options: what the user said.
-        title: what messages call the region.
-        identity: code and owner of the function, which a plan is found by.
-        forward: makes a `Forward` of the region and the listener around; if ``None``, what
-            traces, or that itself.
-
-    Returns:
-        The body's results, on nodes that replay it.
+    Both take ``tensors``, no two of them the same, and return tensors. A plan is found by the
+    ``identity`` of the function. ``forward`` makes a `Forward` of the region and the listener
+    around; if ``None``, what traces here does, or that itself.
     """
     if forward is None and observers.tracers:
         return observers.tracers[-1](body, again, tensors, options, title, identity)

@@ -15,8 +15,8 @@ the end of its call, everything runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,17 @@ from functx._remat.operators import (
 from functx._torch import compiler
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
-# (overload, kind, memory read, memory written, layout of the results, by which entries each operand
-# was made, -1 for none)
-Entry = tuple[Any, str, list[int], list[int], Layout, list[int]]
+
+
+class Entry(NamedTuple):
+    """One operation that has run."""
+
+    overload: Any  # ``None`` for a read outside of torch
+    kind: str
+    reads: Sequence[int] = ()  # memory
+    writes: Sequence[int] = ()
+    layout: Layout = None  # of the results
+    makers: Sequence[int] = ()  # by which entries the operands were made, -1 for none
 
 
 class Ledger(_torch.TorchDispatchMode):
@@ -134,7 +142,7 @@ class Record(Ledger):
             self.saver.about_to_write(written)
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if kind is VIEW:
-            self.entries.append((operator.overload, VIEW, [], [], None, []))
+            self.entries.append(Entry(operator.overload, VIEW))
             return out
         self._note(operator, kind, touched, written, out)
         if self.saver is not None:
@@ -158,26 +166,23 @@ class Record(Ledger):
             kind = VIEW
         elif kind is NEW:
             layout = layout_of(out)
-        self.entries.append((operator.overload, kind, reads, writes, layout, makers))
+        self.entries.append(Entry(operator.overload, kind, reads, writes, layout, makers))
 
     def need(self, t: Tensor) -> None:
-        self.entries.append((None, ALWAYS, [storage_of(t)], [], None, []))
+        self.entries.append(Entry(None, ALWAYS, [storage_of(t)]))
 
     def live(self, needed: set[int], kept: Any) -> bytearray:
         """Which operations a replay must run, for the memory in ``needed`` to be there."""
         live = bytearray(len(self.entries))
         for i in range(len(self.entries) - 1, -1, -1):
-            _, kind, reads, writes, _, _ = self.entries[i]
-            if kind is VIEW:
-                live[i] = 1
-                continue
-            live[i] = kind is ALWAYS or not needed.isdisjoint(writes)
+            entry = self.entries[i]
+            live[i] = entry.kind in (VIEW, ALWAYS) or not needed.isdisjoint(entry.writes)
             if live[i] and i in kept:
-                kept[i].read = needed.intersection(writes)
-            if kind is NEW:
-                needed.difference_update(writes)
+                kept[i].read = needed.intersection(entry.writes)
+            if entry.kind is NEW:
+                needed.difference_update(entry.writes)
             if live[i] and i not in kept:
-                needed.update(reads)
+                needed.update(entry.reads)
         return live
 
 
@@ -275,7 +280,7 @@ class Rerun(Ledger):
         touched = [storage_of(t) for t in tensors_in(args, kwargs)]
         i = self._matching(operator, touched)
         out = self._run(i, operator, touched, args, kwargs)
-        if i >= 0 and self.entries[i][1] is not VIEW:
+        if i >= 0 and self.entries[i].kind is not VIEW:
             for t in [out] if type(out) is Tensor else tensors_in((out,), None):
                 if (key := storage_of(t)) not in touched and key != -1:
                     self.note_made(t, i)
@@ -287,12 +292,12 @@ class Rerun(Ledger):
             if i in self.kept and (self.live is not None or self.kept[i].is_whole()):
                 return self.kept[i].value(self)
             if self.live is not None and not self.live[i]:
-                out = args[0] if operator.kind is WRITE else unwritten(self.entries[i][4])
+                out = args[0] if operator.kind is WRITE else unwritten(self.entries[i].layout)
                 for t in tensors_in((out,), None):
                     self.leave_out(t)
                 return out
         reads = self.hollow and operator.reads and operator.kind is not VIEW
-        if reads and (i < 0 or self.entries[i][1] is not VIEW):
+        if reads and (i < 0 or self.entries[i].kind is not VIEW):
             for storage in touched:
                 self._need(storage)
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
@@ -300,23 +305,19 @@ class Rerun(Ledger):
     def _matching(self, operator: Operator, touched: list[int]) -> int:
         """The entry that this operation is; -1 if there is none."""
         i, entries = self.i, self.entries
-        while i < self.end and entries[i][0] is None:
+        while i < self.end and entries[i].overload is None:
             i += 1
-        if i < self.end and entries[i][0] is operator.overload:
-            makers = entries[i][5]
-            if not makers or self._have_made(makers, touched):
-                self.i = i + 1
-                return i
+        found = i < self.end and entries[i].overload is operator.overload
+        if found and all(map(self._may_have_made, entries[i].makers, touched)):
+            self.i = i + 1
+            return i
         self.i, self.in_line = self.end, False
         return -1
 
-    def _have_made(self, makers: list[int], touched: list[int]) -> bool:
-        """Whether these entries made the operands, as far as it is known."""
-        for maker, storage in zip(makers, touched):
-            found = self.maker_of(storage)
-            if found != maker and (found >= 0 or (self.in_line and maker >= self.first)):
-                return False
-        return True
+    def _may_have_made(self, maker: int, storage: int) -> bool:
+        """Whether an entry made this memory, as far as it is known."""
+        found = self.maker_of(storage)
+        return found == maker or not (found >= 0 or (self.in_line and maker >= self.first))
 
     def leave_out(self, t: Tensor) -> None:
         """``t`` is not computed."""

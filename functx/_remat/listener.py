@@ -100,10 +100,7 @@ class Listener(TorchFunctionMode):
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
         """The number of a tensor that is not known, or not as expected, and what to put there.
 
-        Args:
-            t: the tensor.
-            number: its number, if it is known.
-            due: what the expected log has here; ``None`` in a first run.
+        ``number`` is its own, if it is known; ``due`` what the log has here, if there is one.
         """
         if (placed := self.placed(t, number, due)) is not None:
             return placed

@@ -99,17 +99,10 @@ def attach(
     kept: list[Tensor],
     outermost: bool,
 ) -> list[Tensor]:
-    """The results, those that require grad on a node.
+    """The results at one level, off the tape, those that are ``required`` to have grad on a node.
 
-    Args:
-        region: what the node replays.
-        level: at which level.
-        inputs: of the region.
-        leaves: leaves that no mode saw.
-        results: the results at that level, off the tape.
-        required: which of them require grad.
-        kept: what the policy keeps.
-        outermost: whether it is in no other region: observers are told.
+    It keeps the inputs, ``leaves`` that no mode saw, and what the policy keeps. Observers are told
+    of nodes of regions that are in no other one.
     """
     values, requiring = inputs.values[level], inputs.requiring(level)
     if outermost:

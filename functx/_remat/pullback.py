@@ -19,13 +19,9 @@ from functx._remat.replay import replay
 def pull_back(
     payload: Any, saved: list[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of what a node asks for.
+    """The gradients of a node's values that require grad, and of its leaves, where they are needed.
 
-    Args:
-        payload: the node's.
-        saved: its values, its leaves, and what the policy kept.
-        cotangents: of its outputs.
-        needs: whether the gradient of each value that requires grad, and of each leaf, is wanted.
+    Saved are its values, its leaves, and what the policy kept.
     """
     asked = [i for i, need in zip(payload.requiring, needs) if need]
     given = [i for i, c in enumerate(cotangents) if c is not None]

@@ -132,8 +132,8 @@ class Saver:
 
     def judge(self, number: int, entry: Entry, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run."""
-        overload, kind, _, memory, layout, _ = entry
-        if kind is not NEW:
+        overload, memory, layout = entry.overload, [*entry.writes], entry.layout
+        if entry.kind is not NEW:
             return
         for storage in memory:
             self._values.pop(storage, None)
@@ -213,8 +213,9 @@ class Saver:
         """Keep the result that ``t`` is in the memory of, if it is one; for others if ``None``."""
         storage = storage_of(t)
         number = record.made[storage][0]
-        _, kind, _, _, layout, _ = record.entries[number]
-        if kind is not NEW or type(layout) is not tuple or storage in self._written:
+        entry = record.entries[number]
+        layout = entry.layout
+        if entry.kind is not NEW or type(layout) is not tuple or storage in self._written:
             return False
         with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
             out = levels.at_depth(0, lambda: t.detach().as_strided(layout[0], layout[1], 0))
