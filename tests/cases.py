@@ -1,8 +1,15 @@
 """Numbers, transforms by name, a network to measure, and modules built from one seed."""
 
+import copy
+import io
+import pickle
+
 import torch
 from references import total
+from torch import nn
 from torch.utils import _pytree as pytree
+
+import functx
 
 DTYPE = torch.float64
 
@@ -22,11 +29,7 @@ def apply(library, name, f):
     and come with the output.
     """
 
-    def like(tree, start):
-        return pytree.tree_map(lambda leaf: numbers(*leaf.shape, start=start), tree)
-
-    def jvp(x):
-        return library.jvp(f, (x,), (like(x, 0.5),))
+    like = lambda tree, start: pytree.tree_map(lambda leaf: numbers(*leaf.shape, start=start), tree)
 
     def vjp(x):
         output, pullback = library.vjp(f, x)
@@ -35,7 +38,7 @@ def apply(library, name, f):
     if name == "grad":
         return library.grad(lambda x: total(f(x)))
     if name in ("jvp", "vjp"):
-        return {"jvp": jvp, "vjp": vjp}[name]
+        return {"jvp": lambda x: library.jvp(f, (x,), (like(x, 0.5),)), "vjp": vjp}[name]
     return getattr(library, name)(f)
 
 
@@ -59,3 +62,63 @@ def seeded(build, *args):
 def identity(f, **options):
     """What stands for ``functx.remat`` in the reference."""
     return f
+
+
+class Block(nn.Module):
+    """A parameter, a buffer, a submodule, an attribute, a method."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.linear = nn.Linear(width, width, dtype=DTYPE)
+        self.scale = nn.Parameter(numbers(width))
+        self.register_buffer("shift", numbers(width, start=1.0))
+        self.factor = 2.0
+
+    def forward(self, x, power=1):
+        return torch.tanh(self.linear(x)) ** power * self.scale + self.shift * self.factor
+
+    def helper(self):
+        return self.factor
+
+
+def roundtrip_by_torch(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": roundtrip_by_torch,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def custom_function(forward, backward, setup=None, jvp=None):
+    """The ``apply`` of a Function of these rules; without ``setup``, forward has a context."""
+    rules = {"forward": forward, "backward": backward, "setup_context": setup, "jvp": jvp}
+    members = {rule: staticmethod(f) for rule, f in rules.items() if f}
+    return type("Custom", (torch.autograd.Function,), {"generate_vmap_rule": True, **members}).apply
+
+
+def saves_inputs(ctx, inputs, output):
+    """What a Function usually does with its context."""
+    ctx.save_for_backward(*inputs)
+    ctx.save_for_forward(*inputs)
+
+
+# Programs whose counts and residuals JAX gives too: three layers, and two named sines.
+WEIGHTS = [numbers(5, 5, start=float(i)) / 2 for i in range(3)]
+X = numbers(4, 5)
+
+
+def layers(weights, x):
+    for w in weights:
+        x = torch.sin(x @ w)
+    return x
+
+
+def named(x):
+    inner = functx.checkpoint_name(torch.sin(x), "a")
+    return functx.checkpoint_name(torch.sin(inner), "b")

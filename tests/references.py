@@ -16,10 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Operations(TorchDispatchMode):
     """Counts ATen operations below functorch, and follows the bytes they leave alive.
 
-    Attributes:
-        counts: Operation name, such as ``"mm"``, to the number of times it ran.
-        live: Bytes of the storages that operations in the context made and that still exist.
-        peak: The highest ``live`` so far.
+    ``live`` are the bytes of storages that operations made here and that exist; ``peak`` the most.
     """
 
     def __init__(self):
@@ -77,13 +74,9 @@ def total(tree):
 
 
 def assert_same(actual, expected, eps=0.0):
-    """Two pytrees of tensors are equal bit by bit, or within ``eps`` roundings of the largest.
+    """Two pytrees of tensors are equal bit by bit; or a number is off by ``eps`` units of rounding.
 
-    Args:
-        actual: What is tested.
-        expected: The reference.
-        eps: How many units of rounding a number may be off, relative to the largest absolute
-            number of its tensor, or to 1 if that is larger; 0 demands the same bits.
+    These are relative to the largest absolute number of its tensor, or to 1 if that is larger.
     """
     actual_leaves, actual_spec = pytree.tree_flatten(actual)
     expected_leaves, expected_spec = pytree.tree_flatten(expected)
@@ -106,14 +99,3 @@ def _tensors(tree):
     """Tensors with memory: what torch computes on the meta device, to learn a shape, has none."""
     leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return (t for t in leaves if t.device.type != "meta")
-
-
-def contexts_that_log(log):
-    """A ``context_fn`` of `checkpoint`, whose contexts say in ``log`` that they are entered."""
-
-    @contextlib.contextmanager
-    def context(name):
-        log.append(name)
-        yield
-
-    return lambda: (context("forward"), context("replay"))

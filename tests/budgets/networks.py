@@ -6,6 +6,7 @@ import torch
 from references import peak
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from functx import _costs
 
@@ -61,11 +62,7 @@ def conv_net():
     widths = [3, 8, 8, 16, 16, 16]
     blocks = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
-        blocks += [
-            nn.Conv2d(a, b, 3, padding=1, stride=1 + i % 2),
-            nn.BatchNorm2d(b),
-            nn.ReLU(),
-        ]
+        blocks += [nn.Conv2d(a, b, 3, padding=1, stride=1 + i % 2), nn.BatchNorm2d(b), nn.ReLU()]
     return blocks, torch.randn(4, 3, 24, 24)
 
 
@@ -111,3 +108,12 @@ def works(blocks, x):
         found.append(_costs.work(block, x))
         x = block(x)
     return found
+
+
+def there_and_back(f, blocks, x):
+    """Result, and gradients of the input and of all parameters, on plain autograd."""
+    leaves, spec = pytree.tree_flatten(x)
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out = f(pytree.tree_unflatten(leaves, spec))
+    parameters = [p for b in blocks if isinstance(b, nn.Module) for p in b.parameters()]
+    return out, torch.autograd.grad(out.sum(), [*leaves, *parameters])

@@ -1,15 +1,18 @@
 """``remat(f, budget=)``: the function itself, with a measured peak that is within the budget."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
+from cases import custom_function
 from references import assert_same, count, peak, total
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 
-from .networks import NETWORKS
+from .networks import NETWORKS, there_and_back
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 
@@ -28,15 +31,6 @@ class Chain(nn.Module):
         return x
 
 
-def there_and_back(f, x, module=None):
-    """Result, and gradients of the input and of all parameters, on plain autograd."""
-    leaves, spec = torch.utils._pytree.tree_flatten(x)
-    leaves = [t.detach().requires_grad_() for t in leaves]
-    out = f(torch.utils._pytree.tree_unflatten(leaves, spec))
-    parameters = [] if module is None else list(module.parameters())
-    return out, torch.autograd.grad(out.sum(), [*leaves, *parameters])
-
-
 SHARES = {"mlp": 0.7, "transformer": 0.8, "conv net": 0.85, "u-net": 0.85}
 
 
@@ -47,10 +41,10 @@ def test_a_network_keeps_to_its_budget(name):
     blocks, x = NETWORKS[name]()
     module = Chain(blocks)
     most = functx.plan(module, x, budget=1.0).peak
-    expected = there_and_back(module, x, module)
+    expected = there_and_back(module, [module], x)
     f = functx.remat(module, budget=SHARES[name])
-    assert_same(there_and_back(f, x, module), expected, 64)
-    assert peak(there_and_back, f, x, module) <= SHARES[name] * most + 100
+    assert_same(there_and_back(f, [module], x), expected, 64)
+    assert peak(there_and_back, f, [module], x) <= SHARES[name] * most + 100
 
 
 def mlp(weights, x):
@@ -90,7 +84,6 @@ def test_derivatives_are_those_of_the_function():
 
 
 def test_it_may_close_over_tensors_of_every_level():
-    """Parameters of every level, read at each call."""
     scale = torch.tensor(0.5, requires_grad=True)
     flag = {"on": True}
 
@@ -131,7 +124,8 @@ class TestState:
         for training in (True, False, True):
             plain.train(training)
             planned.train(training)
-            assert_same(there_and_back(f, x, planned), there_and_back(plain, x, plain), 640)
+            ours = there_and_back(f, [planned], x)
+            assert_same(ours, there_and_back(plain, [plain], x), 640)
             assert_same(list(planned.buffers()), list(plain.buffers()))
 
     def test_results_may_be_no_tensors_or_inputs(self):
@@ -164,33 +158,24 @@ class TestState:
                 x = functx.remat(lambda x, w=w: torch.tanh(x @ w))(x)
             return x.sum()
 
-        planned = functx.remat(f, budget=1.0)
-        assert count(functx.grad(planned), X)["tanh"] == len(WEIGHTS)
+        assert count(functx.grad(functx.remat(f, budget=1.0)), X)["tanh"] == len(WEIGHTS)
 
 
-class TestPlans:
-    def test_a_plan_is_a_policy_and_can_be_saved(self, tmp_path):
-        plan = functx.plan(mlp, WEIGHTS, X, budget=0.8)
-        plan.save(tmp_path / "plan.json")
-        again = functx.Plan.load(tmp_path / "plan.json")
-        assert again == plan
-        f = functx.remat(mlp, policy=again)
-        assert_same(functx.grad(f)(WEIGHTS, X), functx.grad(mlp)(WEIGHTS, X))
-        assert count(functx.grad(f), WEIGHTS, X)["tanh"] > len(WEIGHTS)
-        assert count(functx.grad(plan.apply(mlp)), WEIGHTS, X)["tanh"] > len(WEIGHTS)
-        assert "matmul" in str(plan)
-        with pytest.raises(functx.RematError, match="made for another function"):
-            functx.grad(f)(WEIGHTS[:3], X)
+def test_a_plan_is_a_policy_and_can_be_saved(tmp_path):
+    plan = functx.plan(mlp, WEIGHTS, X, budget=0.8)
+    plan.save(tmp_path / "plan.json")
+    again = functx.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    f = functx.remat(mlp, policy=again)
+    assert_same(functx.grad(f)(WEIGHTS, X), functx.grad(mlp)(WEIGHTS, X))
+    for planned in (f, plan.apply(mlp)):
+        assert count(functx.grad(planned), WEIGHTS, X)["tanh"] > len(WEIGHTS)
+    assert "matmul" in str(plan)
+    with pytest.raises(functx.RematError, match="made for another function"):
+        functx.grad(f)(WEIGHTS[:3], X)
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
+doubled = custom_function(lambda ctx, x: x * 2, lambda ctx, g: g * 2)
 
 
 class TestRefused:
@@ -199,7 +184,7 @@ class TestRefused:
         [
             (lambda x: x * 2 if x.sum() > 0 else x, "depends on values"),
             (lambda x: x[x > 0], "depends on values"),
-            (lambda x: Double.apply(x).sin(), "custom Function"),
+            (lambda x: doubled(x).sin(), "custom Function"),
             (lambda x: functx.grad(lambda x: x.sin().sum())(x), "where no record sees it"),
             (lambda x: [y := x.sin(), y.sum().backward()][0] * 2, "calls backward on a tensor"),
             (lambda x: x[torch.tensor(1) :].sin(), "slices by tensors"),
@@ -243,7 +228,6 @@ class TestRefused:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_module_may_be_called_with_other_parameters():
-    """`functional_call` puts them in place of its own while it runs."""
     torch.manual_seed(0)
     module, x = nn.LSTM(6, 6, 2, batch_first=True), torch.randn(8, 10, 6)
 
@@ -258,3 +242,107 @@ def test_a_module_may_be_called_with_other_parameters():
     planned = functx.remat(module, budget=most)
     assert_same(list(gradients(planned).values()), list(gradients(module).values()), 64)
     assert peak(gradients, planned) <= most
+
+
+SQUARES = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) / 4 for i in range(6)]
+SMALL = torch.randn(64, 16, generator=torch.Generator().manual_seed(100))
+
+
+def layers(weights, x):
+    for w in weights:
+        x = torch.tanh(x @ w)
+    return x
+
+
+def cast_inside(weights, x):
+    for w in weights:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ w
+        x = torch.tanh(y.float()) + y
+    return x
+
+
+def both(f, share, around=contextlib.nullcontext):
+    """Gradients with a budget and without, from the same random state."""
+    found = []
+    for g in (functx.remat(f, budget=share), f):
+        torch.manual_seed(0)
+        with around():
+            found.append(functx.grad(lambda w, g=g: g(w, SMALL).float().square().sum())(SQUARES))
+    return found
+
+
+def test_settings_inside_are_those_of_each_operation():
+    assert_same(*both(cast_inside, 0.9))
+    w = [w.clone().requires_grad_() for w in SQUARES]
+    assert functx.remat(cast_inside, budget=0.9)(w, SMALL).dtype == cast_inside(w, SMALL).dtype
+
+
+def test_settings_around_it_choose_the_plan():
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    assert_same(*both(layers, 0.9, autocast))
+    w = [w.clone().requires_grad_() for w in SQUARES]
+    planned = functx.remat(layers, budget=1.0)
+    assert planned(w, SMALL).dtype == torch.float32
+    with autocast():  # the plan for other settings is another one
+        assert planned(w, SMALL).dtype == torch.bfloat16
+        assert_same(
+            functx.jacrev(lambda s: planned(w, SMALL * s).float().mean(0))(torch.ones(16)),
+            functx.jacrev(lambda s: layers(w, SMALL * s).float().mean(0))(torch.ones(16)),
+            64,
+        )
+
+
+def test_generators_given_to_operations_are_used_as_they_are():
+    generator = torch.Generator()
+
+    def draws(weights, x):
+        own = torch.Generator().manual_seed(1)
+        for w in weights:
+            x = torch.tanh(x @ w) * torch.rand(16, generator=generator)
+            x = x * torch.rand(16, generator=own)
+        return x
+
+    assert_same(*both(draws, 0.9, lambda: contextlib.nullcontext(generator.manual_seed(0))))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.random.fork_rng])
+def test_seeding_inside_is_refused(around):
+    def f(weights, x):
+        for w in weights:
+            with around():
+                torch.manual_seed(0)
+                noise = torch.rand(16)
+            x = torch.tanh(x @ w) * noise
+        return x
+
+    with pytest.raises(functx.RematError, match=r"seeds torch.s random generator"):
+        both(f, 0.9)
+
+
+def test_jacobians_by_what_another_tape_knows_are_right():
+    """How many rows it has is found out inside of levels, where no leaf of a tape can be made."""
+    x = SMALL.clone().requires_grad_()
+    planned = functx.remat(layers, budget=1.0)
+    ours = functx.jacrev(lambda x: planned(SQUARES, x).mean(0))(x)
+    assert_same(ours, functx.jacrev(lambda x: layers(SQUARES, x).mean(0))(x), 64)
+    assert ours.requires_grad
+    x = torch.ones(3)
+    ours, plain = (
+        functx.jacrev(functx.jacrev(lambda s, g=g: g(SQUARES, SMALL * s.sum()).sum()))(x)
+        for g in (planned, layers)
+    )
+    assert_same(ours, plain, 640)
+
+
+def test_a_dispatch_mode_inside_is_refused():
+    class Twice(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {})) * 2
+
+    def f(weights, x):
+        with Twice():
+            return layers(weights, x)
+
+    with pytest.raises(functx.RematError, match="enters a mode"):
+        both(f, 0.9)

@@ -6,18 +6,14 @@
 tensors, so that a cut can be put between any two.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import functx
-from functx.compat import Crosscheck, crosscheck
+from functx.compat import crosscheck
 
 PAGE = Path(__file__).parents[2] / "docs" / "agreement.md"
 CUTS = {"none": 0, "every step": 1, "every 2 steps": 2, "one region": 100}
@@ -28,18 +24,18 @@ RTOL = 1e-4
 class Steps(nn.Module):
     """Modules on a tuple of tensors, ``every`` so many of them a remat region."""
 
-    def __init__(self, steps: Sequence[nn.Module]) -> None:
+    def __init__(self, steps):
         super().__init__()
         self.steps = nn.ModuleList(steps)
         self.every = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         # One example: the layers want a batch.
-        state: tuple[torch.Tensor, ...] = (x[None],)
+        state = (x[None],)
         for start in range(0, len(self.steps), self.every or len(self.steps)):
             part = self.steps[start : start + (self.every or len(self.steps))]
 
-            def segment(*state: torch.Tensor, part: Any = part) -> tuple[torch.Tensor, ...]:
+            def segment(*state, part=part):
                 for step in part:
                     state = step(*state)
                     state = state if isinstance(state, tuple) else (state,)
@@ -52,7 +48,7 @@ class Steps(nn.Module):
 class Residual(nn.Module):
     """Two convolutions with batch normalisation, around a shortcut."""
 
-    def __init__(self, channels: int, out: int, stride: int) -> None:
+    def __init__(self, channels, out, stride):
         super().__init__()
         self.first = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
         self.second = nn.Conv2d(out, out, 3, 1, 1, bias=False)
@@ -62,7 +58,7 @@ class Residual(nn.Module):
             norm.running_mean.normal_(std=0.1)
             norm.running_var.uniform_(0.5, 1.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = F.relu(self.norms[0](self.first(x)))
         return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
 
@@ -70,11 +66,11 @@ class Residual(nn.Module):
 class Down(nn.Module):
     """A convolution, whose result is kept for the way up, and a coarser grid."""
 
-    def __init__(self, channels: int, out: int) -> None:
+    def __init__(self, channels, out):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(2, out)
 
-    def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x, *skips):
         y = F.silu(self.norm(self.conv(x)))
         return F.max_pool2d(y, 2), *skips, y
 
@@ -82,12 +78,12 @@ class Down(nn.Module):
 class Up(nn.Module):
     """A finer grid, beside what was kept on the way down."""
 
-    def __init__(self, channels: int, skip: int, out: int) -> None:
+    def __init__(self, channels, skip, out):
         super().__init__()
         self.up = nn.ConvTranspose2d(channels, channels, 2, 2)
         self.conv = nn.Conv2d(channels + skip, out, 3, padding=1)
 
-    def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x, *skips):
         y = torch.cat([self.up(x), skips[-1]], 1)
         return F.silu(self.conv(y)), *skips[:-1]
 
@@ -95,27 +91,29 @@ class Up(nn.Module):
 class Embed(nn.Module):
     """Tokens and positions."""
 
-    def __init__(self, tokens: int, width: int, length: int) -> None:
+    def __init__(self, tokens, width, length):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(tokens, width), nn.Embedding(length, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.tokens(x) + self.positions(torch.arange(x.shape[-1]))
+
+
+def feed_forward(width):
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
 class Attention(nn.Module):
     """A pre-norm transformer block with a causal mask."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width, heads):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.mlp = feed_forward(width)
         self.heads = heads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
         split = [t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in (q, k, v)]
         a = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
@@ -126,56 +124,48 @@ class Attention(nn.Module):
 class Bidirectional(nn.Module):
     """A post-norm transformer block without a mask."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width, heads):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.mlp = feed_forward(width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
         return self.norms[1](x + self.mlp(x))
 
 
-def mlp() -> tuple[Steps, torch.Tensor]:
+def mlp():
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)]
     return Steps([*layers, nn.Linear(16, 4)]), torch.randn(3, 16)
 
 
-def resnet() -> tuple[Steps, torch.Tensor]:
+def resnet():
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     steps = [Residual(3, 4, 1), Residual(4, 4, 1), Residual(4, 8, 2), head]
     return Steps(steps).eval(), torch.randn(3, 3, 8, 8)
 
 
-def unet() -> tuple[Steps, torch.Tensor]:
+def unet():
     steps = [Down(2, 4), Down(4, 6), Up(6, 6, 4), Up(4, 4, 4), nn.Conv2d(4, 1, 1)]
     return Steps(steps), torch.randn(3, 2, 8, 8)
 
 
-def gpt() -> tuple[Steps, torch.Tensor]:
+def gpt():
     blocks = [Attention(16, 2) for _ in range(3)]
     head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 11))
     return Steps([Embed(11, 16, 6), *blocks, head]), torch.randint(11, (3, 6))
 
 
-def bert() -> tuple[Steps, torch.Tensor]:
+def bert():
     blocks = [Bidirectional(16, 2) for _ in range(3)]
     return Steps([Embed(11, 16, 6), *blocks, nn.Linear(16, 5)]).train(), torch.randint(11, (3, 6))
 
 
-NETWORKS: dict[str, Callable[[], tuple[Steps, torch.Tensor]]] = {
-    "MLP": mlp,
-    "ResNet": resnet,
-    "U-Net": unet,
-    "GPT": gpt,
-    "BERT": bert,
-}
+NETWORKS = {"MLP": mlp, "ResNet": resnet, "U-Net": unet, "GPT": gpt, "BERT": bert}
 
 
-def checked(network: str, cuts: str) -> Crosscheck:
+def checked(network, cuts):
     """The comparison of a network, cut so; per example."""
     torch.manual_seed(0)
     net, x = NETWORKS[network]()
@@ -193,7 +183,7 @@ HEAD = (
 )
 
 
-def row(report: Crosscheck) -> tuple[str, ...]:
+def row(report):
     differences = [report.differences[what] for what in TRANSFORMS]
     return (
         report.name,
@@ -204,7 +194,7 @@ def row(report: Crosscheck) -> tuple[str, ...]:
     )
 
 
-def page(reports: Sequence[Crosscheck]) -> str:
+def page(reports):
     lines = [
         "# Networks in torch and in JAX",
         "",
@@ -223,12 +213,8 @@ def page(reports: Sequence[Crosscheck]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    reports = []
-    for network in NETWORKS:
-        for cuts in CUTS:
-            reports.append(checked(network, cuts))
-            print(*row(reports[-1]), reports[-1].problems(), sep="  ", flush=True)
+def main():
+    reports = [checked(network, cuts) for network in NETWORKS for cuts in CUTS]
     for report in reports:
         report.assert_agrees()
     PAGE.write_text(page(reports))

@@ -1,24 +1,22 @@
 """Arrays of tensors, comparisons, and counts in compiled programs."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
+import torch
 
+import functx
 from functx.compat._dlpack import array_from_torch
 from functx.compat._jax import KEEP_RECOMPUTE
 
 
-def arrays(tree: Any) -> Any:
+def arrays(tree):
     """A pytree of tensors as JAX arrays."""
     return jax.tree_util.tree_map(array_from_torch, tree)
 
 
-def assert_close(got: Any, expected: Any, rtol: float = 2e-6) -> None:
+def assert_close(got, expected, rtol=2e-6):
     """Compare a pytree of JAX arrays with one of torch tensors, relative to the largest entry."""
     a, b = jax.tree_util.tree_leaves(got), jax.tree_util.tree_leaves(expected)
     assert len(a) == len(b)
@@ -29,16 +27,52 @@ def assert_close(got: Any, expected: Any, rtol: float = 2e-6) -> None:
         np.testing.assert_allclose(np.asarray(x), y, rtol=0, atol=rtol * scale)
 
 
-def count_dots(f: Callable[..., Any], *args: Any, barriers: bool = True) -> int:
+def count_dots(f, *args, barriers=True):
     """Matrix products in the compiled program; by default with recomputations kept."""
     options = KEEP_RECOMPUTE if barriers else None
     text = jax.jit(f).lower(*args).compile(compiler_options=options).as_text()
     return len(re.findall(r"\bdot\(", text))
 
 
-def as_usual(f: Callable[..., Any]) -> Callable[..., Any]:
+def as_usual(f):
     """``jax.jit(f)``, coded as XLA codes by itself, also where ``make test`` has it done quickly.
 
     The bits of a product and a sum depend on it: the usual code rounds them once.
     """
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 3})
+
+
+WIDTH, BATCH, LAYERS = 8, 4, 8
+
+
+def weights(layers=LAYERS):
+    """Of square layers; and their input."""
+    torch.manual_seed(0)
+    return [torch.randn(WIDTH, WIDTH) / 3 for _ in range(layers)], torch.randn(BATCH, WIDTH)
+
+
+def chain(segment):
+    """An MLP cut into regions of ``segment`` layers; 0 is no region."""
+
+    def run(x, *ws):
+        for w in ws:
+            x = torch.tanh(x @ w)
+        return x
+
+    def net(ws, x):
+        for i in range(0, LAYERS, segment or LAYERS):
+            part = ws[i : i + (segment or LAYERS)]
+            x = functx.remat(run)(x, *part) if segment else run(x, *part)
+        return (x * x).sum()
+
+    return net
+
+
+def apart(a, b):
+    """The distance of Kolmogorov and Smirnov."""
+    if a.shape != b.shape:
+        return 1.0
+    a, b = np.sort(a.ravel()), np.sort(b.ravel())
+    both = np.concatenate([a, b])
+    ranks = [np.searchsorted(x, both, side="right") / max(len(x), 1) for x in (a, b)]
+    return float(np.abs(ranks[0] - ranks[1]).max(initial=0))

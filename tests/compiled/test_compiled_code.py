@@ -79,10 +79,7 @@ def selective(policy):
 
 @pytest.mark.parametrize(
     "region",
-    [
-        *(lambda f, p=p: functx.remat(f, policy=p) for p in POLICIES),
-        selective(of_products),
-    ],
+    [*(lambda f, p=p: functx.remat(f, policy=p) for p in POLICIES), selective(of_products)],
 )
 def test_policies_hold(region):
     def run(remat):
@@ -102,12 +99,10 @@ def test_policies_hold(region):
 def test_names_break_the_graph_and_hold():
     """The compiler does not know them, so such a region runs in eager."""
 
-    def named(first, second, x):
-        return layers(first, second, functx.checkpoint_name(x @ first, "z"))
-
+    named = lambda first, second, x: layers(first, second, functx.checkpoint_name(x @ first, "z"))
     weights = [w.clone().requires_grad_() for w in WEIGHTS]
     region = functx.remat(named, policy=functx.checkpoint_policies.save_only_these_names("z"))
-    loss = lambda x: chain(lambda f: region, weights)(x)  # noqa: E731
+    loss = lambda x: chain(lambda f: region, weights)(x)
     ours = torch.autograd.grad(compiled(loss)(X), weights)
     assert_same(ours, torch.autograd.grad(chain(lambda f: named, weights)(X), weights), eps=8)
 

@@ -42,20 +42,12 @@ def test_views_arrive_as_what_they_show(layout, device):
     assert torch.equal(back, view)
 
 
-def energy(w, x):
-    return jnp.sum(jnp.tanh(x @ w) ** 2)
-
-
-def energy_in_torch(w, x):
-    return torch.tanh(x @ w).square().sum()
-
-
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("way", ["backward", "grad", "vmap", "remat"])
 def test_a_function_of_jax_in_torch(way, own_stream, device):
     """On a stream of its own too: what is queued there comes first."""
-    f = from_jax(energy)
+    f = from_jax(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
 
     def run(f):
         w = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64) / 8
@@ -71,16 +63,14 @@ def test_a_function_of_jax_in_torch(way, own_stream, device):
 
     stream = torch.cuda.Stream() if device == "cuda" and own_stream else None
     with torch.cuda.stream(stream), jax.default_matmul_precision("highest"):
-        ours, expected = run(f), run(energy_in_torch)
+        ours, expected = run(f), run(lambda w, x: torch.tanh(x @ w).square().sum())
         assert ours.device.type == device
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("exact")
 def test_a_function_of_torch_in_jax(device):
-    def loss(w, x):
-        return functx.remat(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()
-
+    loss = lambda w, x: functx.remat(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()
     w, x = torch.randn(8, 8) / 3, torch.randn(16, 8)
     expected = functx.grad(loss)(w, x)
     with jax.default_matmul_precision("highest"):
@@ -92,9 +82,7 @@ def test_a_function_of_torch_in_jax(device):
 
 @pytest.mark.usefixtures("exact")
 def test_a_crosscheck_agrees(device):
-    def loss(w, x):
-        return functx.remat(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()
-
+    loss = lambda w, x: functx.remat(lambda w, x: torch.tanh(x @ w))(w, x).square().sum()
     w, x = torch.randn(8, 8, device=device) / 3, torch.randn(16, 8, device=device)
     with jax.default_matmul_precision("highest"):
         report = crosscheck(loss, w, x, in_dims=(None, 0))

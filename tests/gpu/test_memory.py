@@ -1,13 +1,18 @@
-"""Bytes on a device: what functx says, and what torch's allocator says."""
+"""Bytes on a device: what functx says, what torch's allocator says; kept in host memory."""
 
+import contextlib
+import json
 import warnings
 
 import pytest
 import torch
+from cases import identity
 from references import assert_same
 
 import functx
+from functx import checkpoint_policies as cp
 from functx import per_sample
+from functx.__main__ import main
 from functx.memory import peak, profile
 
 N = 2**20  # float32 numbers: 4 MiB, which the allocator does not round
@@ -52,38 +57,29 @@ def test_regions_keep_their_inputs_alone(way, device):
     weights, x = problem(device)
 
     def run(region):
-        loss = loss_with(region)
-        if way == "grad":
-            return functx.grad(loss)(weights, x)
-        leaves = [w.clone().requires_grad_() for w in weights]
-        return torch.autograd.grad(loss(leaves, x), leaves)
-
-    def four(w, x):
-        for one in w:
-            x = body(one, x)
-        return x
-
-    def by_four(region):
-        run = region(four)
+        def four(weights, x):
+            for w in weights:
+                x = body(w, x)
+            return x
 
         def loss(weights, x):
             for start in range(0, LAYERS, 4):
-                x = run(weights[start : start + 4], x)
+                x = region(four)(weights[start : start + 4], x)
             return x.square().mean()
 
-        return functx.grad(loss)(weights, x)
+        if way == "grad":
+            return functx.grad(loss)(weights, x)
+        leaves = [w.detach().requires_grad_() for w in weights]
+        return torch.autograd.grad(loss(leaves, x), leaves)
 
-    run(body)
-    by_four(functx.remat)  # warm: a library's workspace is not part of it
-    plain = peak(run, body) / x.nbytes
-    few = peak(by_four, functx.remat) / x.nbytes
-    assert plain > LAYERS
+    for region in (identity, functx.remat):
+        run(region)  # warm: a library's workspace is not part of it
+    assert peak(run, identity) / x.nbytes > LAYERS
     # 3 inputs, 4 activations of the segment that is pulled back, one cotangent.
-    assert few < 8.1
+    assert peak(run, functx.remat) / x.nbytes < 8.1
 
 
 def test_a_budget_is_kept_to(device):
-    """`per_sample` measures, and chooses chunks that fit."""
     weights, x = problem(device, 32)
     x = x[:, None].expand(-1, 256, -1).contiguous()
     f = per_sample.clipped_sum(loss_with(body), max_norm=1.0)
@@ -173,3 +169,122 @@ def test_lines_are_those_of_the_forward(device):
     p = profile(functx.grad(lambda x: functx.remat(wave)(x).sum()), x)
     assert p.peak >= sum(held.nbytes for held in p.holders) >= 2 * x.nbytes
     assert any(held.line == wave.__code__.co_firstlineno + 1 for held in p.holders)
+
+
+DEPTH, WIDE, HIGH = 6, 128, 512
+
+
+def weights(device):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(WIDE, WIDE, generator=g).to(device) / 11 for _ in range(DEPTH)]
+
+
+def named(w, x):
+    return torch.tanh(functx.checkpoint_name(x @ w, "product"))
+
+
+def loss_of(policy):
+    region = functx.remat(named, policy=policy)
+
+    def loss(weights, x):
+        for w in weights:
+            x = region(w, x)
+        return x.square().mean()
+
+    return loss
+
+
+KEPT = cp.save_only_these_names("product")
+NAMED = {
+    "offload": cp.offload(KEPT),
+    "by name": cp.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["product"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "dots": cp.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+@contextlib.contextmanager
+def stream_of(device, own):
+    """A stream of its own, on a device that has streams."""
+    if device == "cpu" or not own:
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("policy", NAMED.values(), ids=NAMED)
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("way", ["backward", "grad", "vmap", "twice"])
+def test_gradients_are_those_of_kept_values(policy, own_stream, way, device):
+    x = torch.linspace(-1, 1, HIGH * WIDE, device=device).view(HIGH, WIDE)
+
+    def gradients(policy):
+        loss = loss_of(policy)
+        if way == "grad":
+            return functx.grad(loss)(weights(device), x)
+        if way == "vmap":
+            return functx.vmap(functx.grad(loss, 1), (None, 0))(weights(device), x[:, None])
+        leaves = [w.requires_grad_() for w in weights(device)]
+        out = loss(leaves, x)
+        first = torch.autograd.grad(out, leaves, retain_graph=way == "twice")
+        return first if way == "backward" else (first, torch.autograd.grad(out, leaves))
+
+    with stream_of(device, own_stream):
+        for _ in range(3):  # memory is used again while copies may be under way
+            ours = gradients(policy)
+        expected = gradients(KEPT)
+    assert_same(ours, expected)
+
+
+@pytest.mark.gpu
+class TestMemory:
+    HIGH = 2**16
+
+    def peak(self, policy):
+        x = torch.randn(self.HIGH, WIDE, device="cuda")
+        leaves = [w.requires_grad_() for w in weights("cuda")]
+
+        def run():
+            loss_of(policy)(leaves, x).backward()
+
+        run()
+        return functx.memory.peak(run) / x.nbytes
+
+    def test_kept_values_are_not_on_the_device(self):
+        kept, offloaded = self.peak(KEPT), self.peak(NAMED["offload"])
+        assert kept - offloaded > DEPTH - 3
+
+    def test_they_are_in_pinned_memory(self):
+        from functx._offload import to_host
+
+        host = to_host(torch.ones(8, device="cuda"))
+        assert host.is_pinned()
+        assert host.device.type == "cpu"
+
+    def test_nobody_waits_for_the_device(self):
+        """Copies are queued: neither forward nor backward synchronizes."""
+        x = torch.randn(HIGH, WIDE, device="cuda")
+        leaves = [w.requires_grad_() for w in weights("cuda")]
+        loss = loss_of(NAMED["offload"])
+        loss(leaves, x).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss(leaves, x).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_demo_runs_on_a_device(tmp_path):
+    for package in ("sklearn", "rich", "matplotlib"):
+        pytest.importorskip(package)
+    assert main(["demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]) == 0
+    assert "cuda" in json.loads((tmp_path / "figures.json").read_text())["environment"]["device"]

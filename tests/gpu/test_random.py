@@ -1,9 +1,10 @@
-"""Random numbers of a device: each replay draws what its forward drew, and nobody else notices."""
+"""Random numbers and precision of a device: a replay computes as its forward did."""
 
 import pytest
 import torch
-from cases import identity
+from cases import identity, seeded
 from references import assert_same
+from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import functx
@@ -44,10 +45,7 @@ def test_a_replay_draws_what_its_forward_drew(draw, way, device):
 
     def program(remat):
         region = remat(lambda x: x.sin() * draw(x))
-
-        def loss(x):
-            return (region(x) * draw(x) * region(x.cos())).sum()
-
+        loss = lambda x: (region(x) * draw(x) * region(x.cos())).sum()
         if way == "backward":
             return backward(loss, x)
         gradient = functx.grad(loss)
@@ -59,10 +57,7 @@ def test_a_replay_draws_what_its_forward_drew(draw, way, device):
 def test_a_generator_may_be_an_argument(device):
     def run(remat):
         generator = torch.Generator(device).manual_seed(5)
-
-        def noisy(x, generator):
-            return x.sin() * torch.randn(8, generator=generator, device=device)
-
+        noisy = lambda x, generator: x.sin() * torch.randn(8, generator=generator, device=device)
         region = remat(noisy)
         x = torch.linspace(0, 1, 8, device=device)
         found = backward(lambda x: region(x, generator) * region(x, generator), x)
@@ -74,7 +69,6 @@ def test_a_generator_may_be_an_argument(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_fused_attention_has_one_mask(dtype, p, device):
-    """The same kernel in the replay, with the same mask."""
     if device == "cpu" and dtype == torch.float16:
         dtype = torch.float64
     x = torch.randn(2, 4, 64, 32, device=device, dtype=dtype)
@@ -96,3 +90,57 @@ def test_fused_attention_has_one_mask(dtype, p, device):
     # Kernels on a device add up in no fixed order.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(gradient, expected_gradient, rtol=32 * eps, atol=32 * eps)
+
+
+def net(norm=nn.LayerNorm):
+    layers = (nn.Sequential(nn.Linear(32, 32), norm(32), nn.GELU()) for _ in range(3))
+    return nn.Sequential(*layers)
+
+
+def built(device, remat, **options):
+    model = seeded(lambda: net(**options)).to(device)
+    return functx.apply_remat(model, "*") if remat else model
+
+
+def dtypes(device):
+    return torch.bfloat16 if device == "cpu" else torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("inside", "cache"), [(True, True), (False, False), (False, True)])
+def test_gradients_are_those_without_regions(which, inside, cache, device):
+    dtype = dtypes(device)[which]
+    x = torch.randn(16, 32, device=device)
+
+    def gradients(remat):
+        model = built(device, remat)
+        with torch.autocast(device, dtype, cache_enabled=cache):
+            out = model(x).float().square().mean()
+            if inside:
+                out.backward()
+        if not inside:
+            out.backward()
+        return [p.grad for p in model.parameters()]
+
+    for ours, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_scaled_gradients_step_alike(device):
+    x = torch.randn(16, 32, device=device)
+
+    def train(remat):
+        model = built(device, remat)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**14, growth_interval=2)
+        for _ in range(4):
+            with torch.autocast(device, dtypes(device)[0]):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*(p.detach() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+
+    for ours, expected in zip(train(True), train(False), strict=True):
+        assert torch.equal(ours, expected)

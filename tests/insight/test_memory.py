@@ -1,13 +1,15 @@
-"""Byte and operation counts against sums done by hand. N float32 numbers are ``4 * N`` bytes."""
-
-from __future__ import annotations
+"""Bytes, operations and who holds them, against sums done by hand: N numbers are 4 N bytes."""
 
 import gc
+import os
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
+import functx
+from functx import _pictures, _traced
 from functx.memory import LiveStorages, count, peak, plot, profile
 
 N = 1000
@@ -114,10 +116,7 @@ def test_a_backward_is_measured_too(x):
 
 def test_every_stack_is_seen_at_its_base():
     x = torch.linspace(0, 1, 12).reshape(3, 4)
-
-    def f(x):
-        return x.sin().sum()
-
+    f = lambda x: x.sin().sum()
     assert count(vmap(f), x) == {"sin": 1, "sum": 1}
     assert count(vmap(grad(f)), x)["cos"] == 1
     assert peak(lambda: vmap(lambda x: x.sin())(x)) == 48
@@ -179,3 +178,110 @@ def test_compiled_functions_are_refused_on_cpu(x):
     for compiled in (torch.compile(torch.sin), torch.compile(torch.nn.Linear(3, 3))):
         with pytest.raises(TypeError, match=r"functx.memory.peak: .* is compiled"):
             peak(compiled, x)
+
+
+HERE = os.path.basename(__file__)
+
+
+def line_of(f, offset):
+    return f.__code__.co_firstlineno + offset
+
+
+def wave(x):
+    y = torch.sin(x)
+    return torch.exp(y)
+
+
+def test_holders_are_known_by_operation_shape_and_line(x):
+    def f(x):
+        y = wave(x)
+        return y.reshape(10, -1).tanh()
+
+    p = profile(f, x)
+    assert p.peak == 2 * B == sum(held.nbytes for held in p.holders)
+    first, second = p.holders
+    assert (first.operation, first.shape, first.dtype) == ("sin", (N,), torch.float32)
+    assert (first.file, first.line, first.function) == (__file__, line_of(wave, 1), "wave")
+    assert (second.operation, second.line) == ("exp", line_of(wave, 2))
+    assert second.place == f"{HERE}:{line_of(wave, 2)} in wave"
+    assert {held.phase for held in p.holders} == {"forward"}
+    assert dict(p.at_peak) == {"sin": B, "exp": B}
+
+
+def test_a_backward_pass_has_the_lines_of_its_forward(x):
+    def f(x):
+        wave(x.requires_grad_()).sum().backward()
+
+    p = profile(f, x)
+    assert p.phases.count("backward") >= 3
+    assert set(p.phases[: p.phases.index("backward")]) == {"forward"}
+    (cosine,) = (held for held in p.holders if held.operation == "cos")
+    assert (cosine.phase, cosine.line, cosine.function) == ("backward", line_of(wave, 1), "wave")
+    assert cosine.place == f"backward of {HERE}:{line_of(wave, 1)} in wave"
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        functx.grad,
+        torch.func.grad,
+        lambda f: functx.vmap(functx.grad(f)),
+        lambda f: functx.jacrev(lambda x: f(x)[None]),
+        lambda f: functx.grad(lambda x: functx.vmap(f)(x[None]).sum()),
+    ],
+)
+def test_lines_are_those_of_the_function_under_transforms(stack):
+    x = torch.linspace(0, 1, N).reshape(4, -1)
+    p = profile(stack(lambda x: wave(x).sum()), x)
+    assert p.peak == sum(held.nbytes for held in p.holders)
+    lines = {(held.operation, held.line) for held in p.holders if held.function == "wave"}
+    assert lines & {("exp", line_of(wave, 2)), ("cos", line_of(wave, 1))}
+    assert len(p.phases) == len(p.timeline)
+
+
+def test_replays_are_told_from_the_rest(x):
+    region = functx.remat(wave)
+    for f in (
+        functx.grad(lambda x: torch.sin(region(x)).sum()),
+        lambda x: torch.sin(region(x.requires_grad_())).sum().backward(),
+    ):
+        p = profile(f, x.clone())
+        ran = [(phase, e.operation) for phase, e in zip(p.phases, p.timeline)]
+        assert ("replay", "sin") in ran
+        assert ("backward", "cos") in ran
+        assert ran.count(("forward", "sin")) == 2
+    assert type(region(x.clone().requires_grad_()).grad_fn).__name__ == _traced.REGION
+
+
+def test_modules_have_paths(x):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    p = profile(lambda x: net(x).sum().backward(), torch.ones(N, 4))
+    held = {(h.operation, h.module, h.phase) for h in p.holders}
+    assert ("addmm", "0", "forward") in held or ("tanh", "1.0", "forward") in held
+    assert ("tanh_backward", "1.0", "backward") in held or ("mm", "1.1", "backward") in held
+
+
+def test_a_picture_has_layers_phases_and_the_peak(x, tmp_path):
+    region = functx.remat(wave)
+
+    def f(x):
+        x = region(x)
+        x = x.tanh()
+        x = x.exp()
+        x = x.cosh()
+        x = region(x)
+        x = x * x.sin()
+        x = x.tanh()
+        x = x.exp()
+        x = x.cosh()
+        return x.sum()
+
+    p = profile(functx.grad(f), x)
+    text = p.plot(tmp_path / "layers.svg").read_text()
+    areas = _pictures.layers_of(p.history, len(p.timeline))
+    assert text.count('<g id="FillBetweenPolyCollection') == len(areas) == 9
+    assert [sum(at) for at in zip(*areas.values())] == [event.live for event in p.timeline]
+    assert any(name.endswith("other lines") for name in areas)
+    assert f"{HERE}:{line_of(wave, 2)} in wave" in areas
+    assert p.plot(tmp_path / "layers.png").stat().st_size > 1000
+    assert profile(lambda: 3).plot(tmp_path / "nothing.png").exists()

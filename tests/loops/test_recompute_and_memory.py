@@ -1,15 +1,17 @@
-"""Loops run no more steps again, and keep no more states, than their schedules say."""
+"""Loops run no more steps again, and keep no more states, than schedules say; which are best."""
+
+import functools
+import math
 
 import pytest
 import torch
 from cases import numbers
-from references import Operations, count, no_garbage_collection, peak, total
+from references import Operations, count, no_garbage_collection, peak
 
 import functx
 from functx import _schedules
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
-
 WEIGHT = numbers(4, 4) / 2
 X = numbers(64, 4)
 STATE = X.nbytes
@@ -25,7 +27,7 @@ def loop(x, steps, **options):
 
 
 def until(x, n):
-    step = lambda s: (s[0] + 1, body(s[1]))  # noqa: E731
+    step = lambda s: (s[0] + 1, body(s[1]))
     return functx.remat_loop(step, (0, x), lambda s: s[0] < n)[1].sum()
 
 
@@ -35,21 +37,21 @@ def autograd(f, x, *args, **kwargs):
 
 
 def grad(f, x, *args, **kwargs):
-    return functx.grad(lambda x: f(x, *args, **kwargs))(x)
+    return functx.grad(f)(x, *args, **kwargs)
 
 
 def per_example(f, x, *args, **kwargs):
     return functx.vmap(functx.grad(lambda x: f(x, *args, **kwargs)))(x)
 
 
-GRADIENTS = {"autograd": autograd, "grad": grad, "vmap(grad)": per_example}
+gradients = pytest.mark.parametrize("gradient", [autograd, grad, per_example])
 
 
 class TestOfSteps:
-    @pytest.mark.parametrize("gradient", GRADIENTS)
+    @gradients
     @pytest.mark.parametrize(("steps", "slots"), [(1, 1), (2, 1), (9, 2), (33, 5), (7, 9)])
     def test_it_runs_the_least_again_for_its_slots(self, gradient, steps, slots):
-        counts = count(GRADIENTS[gradient], loop, X, steps, slots=slots)
+        counts = count(gradient, loop, X, steps, slots=slots)
         assert counts["tanh"] == steps + _schedules.recomputed(steps, slots)
         assert counts["tanh_backward"] == steps
 
@@ -58,13 +60,7 @@ class TestOfSteps:
         assert count(loop, X, 33)["tanh"] == 33
         assert count(functx.vmap(lambda x: loop(x, 33, slots=5)), X)["tanh"] == 33
 
-    def test_a_scan_runs_as_much_again_as_a_loop(self):
-        def f(x):
-            return total(functx.remat_scan(lambda c, _: (body(c), c.sum()), x, None, 33, slots=5))
-
-        assert count(grad, f, X)["tanh"] == 33 + _schedules.recomputed(33, 5)
-
-    @pytest.mark.parametrize("gradient", GRADIENTS)
+    @gradients
     @pytest.mark.parametrize(("steps", "slots"), [(33, 5), (100, 10), (120, 4)])
     def test_the_peak_is_its_slots_and_a_cotangent_a_region(self, gradient, steps, slots):
         """The kept states but the first, which is the caller's, and one step's residual.
@@ -72,7 +68,7 @@ class TestOfSteps:
         One cotangent a region that is being pulled back, and what one operation works on.
         """
         depth = _schedules.depth(steps, slots)
-        states = peak(GRADIENTS[gradient], loop, X, steps, slots=slots) / STATE
+        states = peak(gradient, loop, X, steps, slots=slots) / STATE
         assert states <= (slots - 1) + 1 + depth + 2.2
 
     def test_without_the_loop_the_peak_is_that_of_all_states(self):
@@ -105,7 +101,7 @@ class TestOfSteps:
         xs = numbers(64, 64, 4)
 
         def f(xs):
-            step = lambda c, x: (torch.tanh(c + x), None)  # noqa: E731
+            step = lambda c, x: (torch.tanh(c + x), None)
             return functx.remat_scan(step, X, xs, slots=6)[0].sum()
 
         depth = _schedules.depth(len(xs), 6)
@@ -164,3 +160,47 @@ class TestUntilACondition:
             x.grad = None
             del y
         assert operations.live == 0
+
+
+@functools.cache
+def optimum(steps, slots):
+    """The fewest steps run again: try every place for the next state that is kept."""
+    if steps <= 1:
+        return 0
+    if slots == 0:
+        return math.inf
+    return min(m + optimum(m, slots) + optimum(steps - m, slots - 1) for m in range(1, steps))
+
+
+def walk(steps, slots):
+    """Steps run again, and the most regions around one step, of a schedule as it is executed."""
+    *regions, last = _schedules.chain(steps, slots)
+    assert last[0] == 1
+    assert sum(m for m, _ in regions) == steps - 1
+    again = deepest = 0
+    for m, own in regions:
+        assert own >= 1  # a region's first state is one of its slots
+        inside, depth = walk(m, own)
+        again, deepest = again + m + inside, max(deepest, depth + 1)
+    return again, deepest
+
+
+@pytest.mark.parametrize("slots", range(1, 9))
+def test_binomial_schedules_are_the_optimum(slots):
+    for steps in range(1, 100):
+        best = _schedules.recomputed(steps, slots)
+        assert best == optimum(steps, slots)
+        depth = _schedules.depth(steps, slots)
+        assert walk(steps, slots) == (best, depth)
+
+
+def test_a_thousand_steps_in_ten_slots_run_3755_again():
+    assert _schedules.recomputed(1024, 10) == 3755
+    assert walk(1024, 10) == (3755, 5)
+
+
+def test_the_least_slots_bound_the_depth():
+    for steps in (1, 31, 32, 496, 497, 1024, 10**6):
+        slots = _schedules.least_slots(steps)
+        assert _schedules.depth(steps, slots) <= _schedules.DEEPEST
+        assert slots == 1 or _schedules.depth(steps, slots - 1) > _schedules.DEEPEST

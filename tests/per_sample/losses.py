@@ -7,32 +7,18 @@ from torch.nn import functional as F
 B, IN, OUT, T, VOCAB = 3, 40, 50, 2, 60
 
 
-def weight(rows=OUT, columns=IN):
-    return numbers(rows, columns, start=0.5) / 7
+weight = lambda rows=OUT, columns=IN: numbers(rows, columns, start=0.5) / 7
+tokens = lambda *shape: (numbers(*shape).mul(1000).long() % VOCAB).abs()
 
 
-def tokens(*shape):
-    return (numbers(*shape).mul(1000).long() % VOCAB).abs()
-
-
-def embed(w, i):
-    return F.embedding(i, w)
-
-
-def linear(p, x):
-    return F.linear(x, *p).sin().sum()
-
-
-def heads(p, x):
-    return torch.einsum("ti,hoi->hto", x, p[0].view(2, 25, IN)).sin().sum()
+embed = lambda w, i: F.embedding(i, w)
+linear = lambda p, x: F.linear(x, *p).sin().sum()
+heads = lambda p, x: torch.einsum("ti,hoi->hto", x, p[0].view(2, 25, IN)).sin().sum()
+padded = lambda p, i: F.embedding(i, p[0], padding_idx=7).sin()
 
 
 def reshaped(p, x):
     return (x @ p[0].reshape(5, 10, IN).permute(2, 0, 1).reshape(IN, OUT)).sin().sum()
-
-
-def padded(p, i):
-    return F.embedding(i, p[0], padding_idx=7).sin()
 
 
 # name: (loss of one example, parameters, batch, whether the gradients are known by factors)

@@ -1,15 +1,20 @@
 """Chunks: memory that runs out, budgets, random numbers, transforms around, and bytes."""
 
 import functools
+import gc
 import os
+import warnings
 
 import pytest
 import torch
 from cases import DTYPE, deep_mlp, numbers
 from references import assert_same, count, peak
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functx
 from functx import memory, per_sample
+
+from .losses import slow, slow_norms, slow_sum
 
 B = 8
 W, X = numbers(3), numbers(B, 3, start=1.0)
@@ -100,17 +105,12 @@ def network(weights, x):
 class TestBudget:
     @pytest.mark.parametrize("make", ["clipped_sum", "norms", "grads", "jacobian", "map_reduce"])
     def test_it_is_kept_and_used(self, make):
-        weights, x, of_batch = deep_mlp(layers=6, batch=16, width=24)
-        makes = {
-            "clipped_sum": functools.partial(per_sample.clipped_sum, of_batch, max_norm=1.0),
-            "map_reduce": functools.partial(
-                per_sample.map_reduce, functx.grad(of_batch), in_dims=(None, 0)
-            ),
-            "jacobian": functools.partial(
-                per_sample.jacobian, lambda weights, x: network(weights, x)[:4]
-            ),
-        }
-        f = makes.get(make) or functools.partial(getattr(per_sample, make), of_batch)
+        weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
+        function = {"jacobian": lambda w, x: network(w, x)[:4], "map_reduce": functx.grad(loss)}
+        options = {"clipped_sum": {"max_norm": 1.0}, "map_reduce": {"in_dims": (None, 0)}}
+        f = functools.partial(
+            getattr(per_sample, make), function.get(make, loss), **options.get(make, {})
+        )
         whole, least = (peak(f(chunk_size=size), weights, x) for size in (16, 1))
         for budget in (whole, (whole + 3 * least) // 4):
             limited = f(memory_budget=budget)
@@ -176,10 +176,9 @@ def test_both_passes_see_the_same_random_numbers(passes):
 
 
 class TestCompositions:
-    def reference(self, w, x):
-        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
-        norms = gradients.square().sum(1).sqrt()
-        return (0.5 / norms).clamp(max=1) @ gradients
+    def reference(self, w, x, scale=1.0):
+        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x) * scale
+        return (0.5 / gradients.square().sum(1).sqrt()).clamp(max=1) @ gradients
 
     @pytest.mark.parametrize(
         ("library", "chunk_size", "passes"),
@@ -206,18 +205,15 @@ class TestCompositions:
 
     @pytest.mark.parametrize("chunk_size", [None, 1, 3])
     def test_plain_autograd_follows_also_to_a_closure(self, chunk_size):
-        """Also with respect to a variable that only the closure knows."""
         w, scale = W.clone().requires_grad_(), torch.tensor(1.5, dtype=DTYPE, requires_grad=True)
         f = per_sample.clipped_sum(
             lambda w, x: loss(w, x) * scale, max_norm=0.5, chunk_size=chunk_size
         )
-        g = lambda w, x: self.scaled(w, x, scale)  # noqa: E731
-        ours, theirs = (torch.autograd.grad(h(w, X).square().sum(), (w, scale)) for h in (f, g))
+        ours, theirs = (
+            torch.autograd.grad(total.square().sum(), (w, scale))
+            for total in (f(w, X), self.reference(w, X, scale))
+        )
         assert_same(ours, theirs, eps=64)
-
-    def scaled(self, w, x, scale):
-        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x) * scale
-        return (0.5 / gradients.square().sum(1).sqrt()).clamp(max=1) @ gradients
 
     def test_it_can_be_traced(self):
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -235,40 +231,34 @@ class TestBytes:
         self.masks = [w.sign() for w in self.weights]
         self.one = sum(w.nbytes for w in self.weights)
 
-    def test_norms_keep_one_leaf_at_a_time(self):
-        norms = peak(per_sample.norms(self.loss), self.weights, self.x)
-        everything = peak(per_sample.grads(self.loss), self.weights, self.x)
-        assert everything > 16 * self.one
-        assert norms < 0.05 * everything
-        masked = peak(per_sample.norms(self.masked), self.weights, self.x)
-        assert norms < masked < 0.35 * everything
-
     def masked(self, weights, x):
         """Nothing in it is a product of a weight: no gradient is known by factors."""
-        for w, mask in zip(weights, self.masks):
-            x = torch.tanh(x @ (w * mask))
-        return x.square().sum()
+        return self.loss([w * mask for w, mask in zip(weights, self.masks)], x)
+
+    def clipped(self, passes, loss=None):
+        return per_sample.clipped_sum(loss or self.masked, max_norm=1.0, passes=passes)
+
+    def test_norms_keep_one_leaf_at_a_time(self):
+        norms, everything, masked = (
+            peak(f, self.weights, self.x)
+            for f in (
+                per_sample.norms(self.loss),
+                per_sample.grads(self.loss),
+                per_sample.norms(self.masked),
+            )
+        )
+        assert everything > 16 * self.one
+        assert norms < 0.05 * everything
+        assert norms < masked < 0.35 * everything
 
     def test_two_passes_are_chosen_where_gradients_are_large(self, monkeypatch):
         monkeypatch.setattr(per_sample._second, "_SMALL", 0)
-        peaks = {
-            passes: peak(
-                per_sample.clipped_sum(self.masked, max_norm=1.0, passes=passes),
-                self.weights,
-                self.x,
-            )
-            for passes in (None, 1, 2)
-        }
+        peaks = {n: peak(self.clipped(n), self.weights, self.x) for n in (None, 1, 2)}
         assert peaks[None] <= 1.1 * peaks[2] < 0.5 * peaks[1]
         x = self.x.unsqueeze(1).expand(-1, 40, -1).contiguous()  # 40 times the activations
-        counts = {
-            passes: count(
-                per_sample.clipped_sum(self.masked, max_norm=1.0, passes=passes), self.weights, x
-            )["tanh"]
-            for passes in (1, 2)
-        }
+        counts = {n: count(self.clipped(n), self.weights, x)["tanh"] for n in (1, 2)}
         assert counts == {1: 8, 2: 16}
-        f = per_sample.clipped_sum(self.masked, max_norm=1.0)
+        f = self.clipped(None)
         f(self.weights, x)  # measures
         assert count(f, self.weights, x)["tanh"] == 8
 
@@ -290,6 +280,78 @@ class TestBytes:
 
     def test_one_pass_runs_nothing_twice(self):
         for loss in (self.loss, self.masked):
-            f = per_sample.clipped_sum(loss, max_norm=1.0, passes=1)
-            counts = count(f, self.weights, self.x)
+            counts = count(self.clipped(1, loss), self.weights, self.x)
             assert counts["tanh"] == counts["tanh_backward"] == 8
+
+
+SIZE, STEP = 7, 7
+PARAMS = [numbers(20, 70, start=0.5) / 7, numbers(3, start=2.0), numbers(70, 30, start=1.0) / 7]
+ROWS = numbers(SIZE, 20)
+
+
+def loss_of_all(p, x):
+    h = torch.tanh(x @ p[0])  # known by factors; then a gradient that is not, and a small one
+    return ((h * p[0][0]) @ p[2]).sin().sum() + (x[:3] * p[1]).square().sum()
+
+
+class RunsOut(TorchDispatchMode):
+    """At one operation, counted from 1, memory runs out."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+GRADIENTS = slow(loss_of_all, PARAMS, ROWS)
+NORMS = slow_norms(GRADIENTS)
+LIMIT = NORMS.mean().item()
+SUM = slow_sum(GRADIENTS, (LIMIT / NORMS).clamp(max=1))
+
+
+def clipped(passes):
+    return lambda: per_sample.clipped_sum(
+        loss_of_all, max_norm=LIMIT, passes=passes, chunk_size=4, return_norms=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (clipped(1), (SUM, (None, NORMS, None))),
+        (clipped(2), (SUM, (None, NORMS, None))),
+        (lambda: per_sample.norms(loss_of_all, chunk_size=4), NORMS),
+        (
+            lambda: per_sample.grads(loss_of_all, chunk_size=4, return_norms=True),
+            ([torch.stack(leaf) for leaf in zip(*GRADIENTS)], (None, NORMS, None)),
+        ),
+    ],
+    ids=["clipped_sum", "clipped_sum, passes=2", "norms", "grads"],
+)
+def test_at_any_operation_the_chunk_is_halved(make, expected, monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # it takes longer than all else here
+    with torch.no_grad(), RunsOut(0) as counter:
+        make()(PARAMS, ROWS)
+    survived = 0
+    for at in range(1, counter.count + 1, STEP):
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught, RunsOut(at):
+            warnings.simplefilter("always")
+            try:
+                found = make()(PARAMS, ROWS)
+            except torch.OutOfMemoryError:  # around the chunks, where nothing can be halved
+                continue
+        assert any("out of memory with" in str(w.message) for w in caught)
+        total, *extras = found if isinstance(found, tuple) else (found,)
+        total = list(total) if isinstance(total, (list, tuple)) else total
+        assert_same((total, *map(tuple, extras)), as_tuple(expected), eps=1024)
+        survived += 1
+    assert survived > 0.9 * counter.count / STEP - 3
+
+
+def as_tuple(expected):
+    return expected if isinstance(expected, tuple) else (expected,)

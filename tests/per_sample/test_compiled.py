@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import custom_function
 from references import assert_same
 from torch import nn
 from torch.nn import functional as F
@@ -50,11 +51,7 @@ def of_dicts(params, shared, batch, *, power=2):
     return value, {"x": batch["x"].sum(), "y": batch["y"]}
 
 
-DICTS = (
-    {"w": torch.randn(5, 2), "b": torch.randn(2)},
-    torch.randn(2),
-    {"y": Y, "x": X},
-)
+DICTS = ({"w": torch.randn(5, 2), "b": torch.randn(2)}, torch.randn(2), {"y": Y, "x": X})
 OF_DICTS = {"has_aux": True, "in_dims": (None, None, 0), "argnums": (0, 1)}
 KINDS = {
     "clipped_sum": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "return_norms": True}),
@@ -103,28 +100,14 @@ def test_inductor_is_the_default(graphs):
     assert torch._dynamo.utils.counters["inductor"]
 
 
-class Bounded(torch.autograd.Function):
-    """The compiler differentiates its forward, and passes its backward over."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clamp(-1, 1)
+# The compiler differentiates its forward, and passes its backward over.
+bounded = custom_function(
+    lambda x: x.clone(), lambda ctx, g: g.clamp(-1, 1), lambda ctx, inputs, output: None
+)
 
 
 def test_backwards_of_their_own_run_in_eager(graphs):
-    def loss(w, x):
-        return (Bounded.apply(w) * x).sum()
-
+    loss = lambda w, x: (bounded(w) * x).sum()
     f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
     few = X.clamp(-1, 1)
     with pytest.warns(RuntimeWarning, match="backward of its own"):
@@ -137,9 +120,7 @@ def test_backwards_of_their_own_run_in_eager(graphs):
 def test_backwards_of_their_own_in_transforms_inside_run_in_eager(graphs):
     """A loss on whose tape the Function inside is not."""
 
-    def loss(w, x):
-        return torch.func.grad(lambda x: (Bounded.apply(x) * w).sum())(x).square().sum()
-
+    loss = lambda w, x: torch.func.grad(lambda x: (bounded(x) * w).sum())(x).square().sum()
     w = 2 * torch.ones(5)
     f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
     with pytest.warns(RuntimeWarning, match="backward of its own"):
@@ -185,10 +166,7 @@ def test_what_it_can_not_compile_runs_in_eager(graphs):
 # Four graphs are compiled.
 def test_what_the_loss_closes_over_may_change(graphs):
     settings, net = {"scale": 2.0}, network()
-
-    def criterion(scores, target):
-        return settings["scale"] * F.cross_entropy(scores, target)
-
+    criterion = lambda scores, target: settings["scale"] * F.cross_entropy(scores, target)
     f = per_sample.grads((net, criterion), chunk_size=5, compile={"backend": graphs})
     eager = per_sample.grads((net, criterion), chunk_size=5)
     for change in (
@@ -205,10 +183,7 @@ def test_what_the_loss_closes_over_may_change(graphs):
 
 def test_eager_where_something_else_looks_on(graphs):
     w = torch.randn(5)
-
-    def loss(w, x):
-        return (w * x).sin().sum()
-
+    loss = lambda w, x: (w * x).sin().sum()
     f = per_sample.grads(loss, chunk_size=5, compile={"backend": graphs})
     expected = torch.cos(w * X) * X
     peak = functx.memory.peak(lambda: f(w, X))

@@ -1,16 +1,33 @@
-"""Gradients that are products of few terms are known by their factors: equal, in fewer bytes."""
+"""Gradients that are products of few terms are known by their factors, in regions too."""
 
 import itertools
 
 import pytest
 import torch
 from cases import numbers
-from references import assert_same
+from references import assert_same, peak
+from torch.nn import functional as F
 
 import functx
 from functx import per_sample
+from functx.per_sample import _pull
 
 from .losses import CASES, IN, OUT, B, T, arguments, embed, slow, slow_norms, slow_sum, weight
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What arrived: for each gradient whether it was known by factors."""
+    seen = []
+    factored = _pull._factored
+
+    def look(rows):
+        found = factored(rows)
+        seen.append(not isinstance(found, torch.Tensor))
+        return found
+
+    monkeypatch.setattr(_pull, "_factored", look)
+    return seen
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
@@ -66,27 +83,13 @@ class TestCodeThatWantsTheGradientItself:
     def test_a_hook_sees_the_gradient(self, hook, chunk_size):
         self.check(self.hooked(hook), [weight()], numbers(B, T, IN), chunk_size)
 
-    def test_regions_are_pulled_back(self, chunk_size):
-        @functx.remat
-        def layer(w, x):
-            return torch.tanh(x @ w.T)
-
-        def loss(p, x):
-            return layer(p[1], layer(p[0], x)).sum()
-
-        params = [weight(), weight(IN, OUT)]
-        self.check(loss, params, numbers(B, T, IN), chunk_size)
-
 
 def test_what_cancels_is_not_lost():
     """Of two terms that are the same but for a millionth, in float32."""
     a = torch.randn(B, 1, IN)
     x = torch.cat([a, a * (1 + 1e-4)], 1)
     sign = torch.tensor([[1.0], [-1.0]])
-
-    def loss(w, x):
-        return ((x @ w.T) * sign.to(x)).sum()
-
+    loss = lambda w, x: ((x @ w.T) * sign.to(x)).sum()
     w = torch.randn(OUT, IN)
     with torch.no_grad():
         exact = per_sample.norms(loss)(w.double(), x.double())
@@ -121,7 +124,6 @@ def test_a_hook_may_take_rows_of_an_embeddings_gradient(hook, chunk_size):
 
 @pytest.mark.parametrize(("name", "chunk_size"), [*zip(CASES, itertools.cycle([None, 1, 2]))])
 def test_norms_can_be_differentiated(name, chunk_size):
-    """What plain autograd follows is no factor, in a chunk of one example too."""
     loss, params, batch, _ = CASES[name]
     params, x = arguments(params, batch)
 
@@ -137,7 +139,67 @@ def test_norms_can_be_differentiated(name, chunk_size):
         ]
         return sum(g.square().sum() for row in rows for g in row if g is not None)
 
-    def found(params):
-        return per_sample.norms(loss, chunk_size=chunk_size)(params, x).square().sum()
-
+    found = lambda params: per_sample.norms(loss, chunk_size=chunk_size)(params, x).square().sum()
     assert_same(derivatives(found), derivatives(expected), eps=256)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_what_is_known_by_factors_is_so_in_a_region(name, chunk_size, made):
+    loss, params, batch, by_factors = CASES[name]
+    params, x = arguments(params, batch)
+    norms = slow_norms(slow(loss, params, x))
+    inner = functx.remat(lambda p, x: loss(p, x))
+    for region in (inner, functx.remat(lambda p, x: inner(p, x).sin())):
+        expected = slow_sum(slow(region, params, x), torch.ones(len(x)))
+        for grad_mode in (True, False):
+            made.clear()
+            with torch.set_grad_enabled(grad_mode):
+                total = per_sample.clipped_sum(region, max_norm=1e9, chunk_size=chunk_size)
+                assert_same(list(total(params, x)), expected, eps=256)
+            if chunk_size is None and by_factors is not None:
+                assert any(made) == by_factors
+    assert_same(per_sample.norms(inner, chunk_size=chunk_size)(params, x), norms, eps=64)
+
+
+class TestBytes:
+    @torch.no_grad()
+    @pytest.mark.parametrize("chunk_size", [None, 4])
+    def test_a_wide_network_takes_a_sum_and_little_more(self, chunk_size):
+        width, size = 200, 16
+        params = [weight(width, width) for _ in range(4)]
+        x = numbers(size, width)
+
+        def loss(params, x):
+            for w in params:
+                x = torch.tanh(x @ w)
+            return x.sum()
+
+        one = sum(w.nbytes for w in params)
+        f = per_sample.clipped_sum(loss, max_norm=1.0, chunk_size=chunk_size)
+        assert peak(f, params, x) < 1.6 * one
+        assert peak(per_sample.norms(loss), params, x) < 0.7 * one
+        assert peak(per_sample.grads(loss), params, x) > size * one
+
+    @pytest.mark.parametrize("grad_mode", [True, False])
+    @pytest.mark.parametrize("chunk_size", [None, 4])
+    def test_a_wide_network_of_regions_takes_no_more(self, chunk_size, grad_mode, made):
+        width, size = 200, 16
+        params = [weight(width, width) for _ in range(6)]
+        x = numbers(size, width)
+
+        @functx.remat
+        def layer(w, x):
+            return F.relu(x @ w, inplace=True)  # of memory that a factor had
+
+        def loss(params, x):
+            for w in params:
+                x = layer(w, x)
+            return x.square().sum()
+
+        one = sum(w.nbytes for w in params)
+        with torch.set_grad_enabled(grad_mode):
+            f = per_sample.clipped_sum(loss, max_norm=1.0, chunk_size=chunk_size)
+            assert peak(f, params, x) < 1.6 * one
+            f(params, x)  # with what is known by then
+        assert all(made)

@@ -69,9 +69,7 @@ class TestValues:
         assert_same(extras.norms, norms, eps=8)
 
     def test_aux_is_handed_out(self, chunk_size, grad_mode):
-        def with_aux(w, x):
-            return (w * x).sum(), {"scaled": w * x, "twice": [2 * x]}
-
+        with_aux = lambda w, x: ((w * x).sum(), {"scaled": w * x, "twice": [2 * x]})
         w, x = numbers(3), numbers(B, 3, start=1.0)
         options = {"has_aux": True, "chunk_size": chunk_size}
         for f in (
@@ -108,8 +106,7 @@ class TestGroups:
 
     def test_groups_may_be_labels(self):
         params, x, y = problem()
-        labels = {"first": "z", "rest": ["a", "z"]}
-        options = {"groups": labels, "return_norms": True}
+        options = {"groups": {"first": "z", "rest": ["a", "z"]}, "return_norms": True}
         total, extras = per_sample.clipped_sum(loss, max_norm={"z": 0.5, "a": 0.25}, **options)(
             params, x, y
         )
@@ -126,9 +123,7 @@ class TestGroups:
         assert_same(norms[2], slow_norms([one[2:] for one in gradients]), eps=8)
 
     def test_each_argument_may_have_a_threshold(self):
-        def of_two(w, x, v):
-            return (w * x * v).sum()
-
+        of_two = lambda w, x, v: (w * x * v).sum()
         w, x, v = numbers(3), numbers(B, 3, start=1.0), numbers(3, start=2.0)
         total = per_sample.clipped_sum(of_two, (0, -1), max_norm=(0.5, 0.25))(w, x, v)
         for position, limit, other in ((0, 0.5, v), (1, 0.25, w)):

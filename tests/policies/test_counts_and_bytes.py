@@ -8,8 +8,7 @@ import itertools
 
 import pytest
 import torch
-from cases import numbers
-from layered import WEIGHTS, X, layers, named
+from cases import WEIGHTS, X, layers, named, numbers
 from references import Operations, assert_same, count, no_garbage_collection
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -17,7 +16,6 @@ import functx
 from functx import checkpoint_policies as cp
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
-
 DOTS = ("mm", "bmm", "mv")
 
 
@@ -141,9 +139,7 @@ class TestCounts:
         assert pulled(nested, X)[0]["sin"] == sines
 
     def test_products_with_batch_dims_are_told_apart(self):
-        def attention(q, k):
-            return torch.tanh(torch.tanh(q @ k.mT) @ k)
-
+        attention = lambda q, k: torch.tanh(torch.tanh(q @ k.mT) @ k)
         q, k = numbers(2, 3, 4), numbers(2, 3, 4, start=1.0)
         with_batch, without = (
             pulled(functx.remat(attention, policy=policy), q, k)[0]["bmm"]
@@ -210,9 +206,7 @@ class TestBytes:
         assert self.kept(only_sines) == 2
 
     def test_what_the_pullback_does_not_read_is_not_kept(self):
-        def f(weights, x):
-            return torch.sin(x @ weights[0] + 1) * 2
-
+        f = lambda weights, x: torch.sin(x @ weights[0] + 1) * 2
         assert self.kept(cp.everything_saveable, f) == 1
 
     def test_a_part_is_kept_without_the_rest(self):
@@ -223,9 +217,7 @@ class TestBytes:
         assert self.kept(cp.save_only_these_names("part"), f) == 1
 
     def test_kept_once_by_nested_regions(self):
-        def nested(weights, x):
-            return functx.remat(layers, policy=cp.dots_saveable)(weights, x)
-
+        nested = lambda weights, x: functx.remat(layers, policy=cp.dots_saveable)(weights, x)
         assert self.kept(cp.dots_saveable, nested) == 3
 
     def test_nothing_is_left_after_the_backward(self):
@@ -250,60 +242,3 @@ def test_decisions_are_made_once():
     expected = program(lambda f: f)
     for _ in range(20):
         assert_same(program(region), expected, eps=8)
-
-
-STACKS = {
-    "vmap(grad)": lambda f: functx.vmap(functx.grad(f)),
-    "jacrev": lambda f: functx.jacrev(functx.vmap(f)),
-    "hessian": lambda f: functx.vmap(functx.hessian(f)),
-    "jvp": lambda f: lambda x: functx.jvp(functx.vmap(f), (x,), (x.cos(),)),
-    "jvp(grad)": lambda f: lambda x: functx.jvp(functx.vmap(functx.grad(f)), (x,), (x.cos(),)),
-    "grad of jvp": lambda f: functx.vmap(functx.grad(lambda x: functx.jvp(f, (x,), (x.cos(),))[1])),
-    "inner vmap": lambda f: functx.grad(lambda x: functx.vmap(f)(x).sum()),
-}
-PLACES = [(0,), (1,), (0, 1), (0, 1, 2)]
-
-
-def some(keeps):
-    """A policy that keeps about a third of the operations."""
-    return lambda ctx, op, *args, **kwargs: sum(map(ord, str(op))) % 3 == keeps
-
-
-KEPT = [*map(some, range(3)), cp.save_only_these_names("h"), cp.everything_saveable]
-
-
-def pairs():
-    """Each stack with each place, and the policies in turn."""
-    product = itertools.product(STACKS, PLACES)
-    return [(stack, places, i % 5) for i, (stack, places) in enumerate(product)]
-
-
-def check_choice(stack, places, policy):
-    """Of three nested functions any of which is a region, differentiated again."""
-
-    def program(remat):
-        regions = [remat if i in places else (lambda f: f) for i in range(3)]
-        outer = numbers(5, start=2.0)
-        first = regions[0](
-            lambda x: functx.checkpoint_name(torch.tanh(x @ WEIGHTS[0]), "h") * outer
-        )
-        second = regions[1](lambda x: first(x.sin()).exp() * x)
-        third = regions[2](lambda x: torch.softmax(second(x) @ WEIGHTS[1], -1).square().sum())
-        x = X[:3].clone().requires_grad_()
-        out = STACKS[stack](third)(x)
-        leaves = torch.utils._pytree.tree_leaves(out)
-        return out, torch.autograd.grad(sum(t.sin().sum() for t in leaves), x)
-
-    assert_same(program(functools.partial(functx.remat, policy=policy)), program(lambda f: f), 64)
-
-
-@pytest.mark.parametrize(("stack", "places", "kept"), pairs())
-def test_any_choice_gives_the_same_numbers(stack, places, kept):
-    check_choice(stack, places, KEPT[kept])
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_choice_gives_the_same_numbers(stack):
-    for places, policy in itertools.product(PLACES, KEPT):
-        check_choice(stack, places, policy)

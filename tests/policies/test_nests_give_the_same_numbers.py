@@ -37,6 +37,13 @@ POLICIES = functx.checkpoint_policies
 X = numbers(3)
 
 
+def twice(f):
+    """The gradient of a function, and that of it."""
+    x = X.clone().requires_grad_()
+    gradient = functx.grad(lambda x: f(x).sum())(x)
+    return gradient, torch.autograd.grad(gradient.sum(), x)
+
+
 def named_vectors_under_vmap(remat):
     """The product of a vector and a matrix is reshaped in place, which writes no value."""
     region = remat(
@@ -79,19 +86,14 @@ def a_tape_that_ends_in_what_is_not_read(remat):
                 p * p
                 return torch.sigmoid(v)
 
-            def outer(t):
-                return inner_region() * t.sin()
-
             inner_region = inner
-            kept = remat(outer, policy=POLICIES.dots_saveable)
+            kept = remat(lambda t: inner_region() * t.sin(), policy=POLICIES.dots_saveable)
             return torch.sigmoid(functx.grad(lambda t: kept(t).sum())(v).sin().sin())
 
         w = remat(region, policy=POLICIES.everything_saveable)(torch.outer(v, v))
         return w * 0.5 + w.sin()
 
-    x = X.clone().requires_grad_()
-    gradient = functx.grad(lambda x: f(x).sum())(x)
-    return gradient, torch.autograd.grad(gradient.sum(), x)
+    return twice(f)
 
 
 def a_copy_before_a_write_after_an_inner_region(remat):
@@ -110,9 +112,7 @@ def a_copy_before_a_write_after_an_inner_region(remat):
         w = remat(lambda: torch.sigmoid(torch.sin(v)))()
         return w * 0.5 + w.sin()
 
-    x = X.clone().requires_grad_()
-    gradient = functx.grad(lambda x: f(x).sum())(x)
-    return gradient, torch.autograd.grad(gradient.sum(), x)
+    return twice(f)
 
 
 def three_levels_of_regions(remat, policy=POLICIES.everything_saveable):
@@ -132,71 +132,57 @@ def three_levels_of_regions(remat, policy=POLICIES.everything_saveable):
     return jacobian, torch.autograd.grad(jacobian.sum(), [x, leaf])
 
 
-def three_levels_of_regions_that_keep_what_is_small(remat):
-    return three_levels_of_regions(remat, POLICIES.save_smaller_than(40))
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        three_levels_of_regions,
-        three_levels_of_regions_that_keep_what_is_small,
-        named_vectors_under_vmap,
-        what_an_outer_region_keeps_and_an_inner_one_writes_to,
-        a_tape_that_ends_in_what_is_not_read,
-        a_copy_before_a_write_after_an_inner_region,
-    ],
-    ids=lambda p: p.__name__,
-)
-def test_numbers_are_those_without_remat(program):
-    assert_same(program(functx.remat), program(identity), eps=32)
-
-
-def test_a_value_from_before_it_was_written_to_is_not_kept_for_the_one_after():
+def a_value_from_before_it_was_written_to_is_not_kept_for_the_one_after(remat):
     """In a replay a draw runs, and what is done to it in place may be left out."""
-
-    def program(remat):
-        noisy = remat(lambda x: nn.functional.dropout(x, 0.5))
-        scaled = remat(lambda x: noisy(x) * 0.5)
-        gradient = functx.grad(lambda x: scaled(x).sum())
-        region = remat(gradient, policy=POLICIES.everything_saveable)
-        return seeded(region, torch.ones(8, dtype=DTYPE).requires_grad_())
-
-    ours, expected = program(functx.remat), program(identity)
-    assert expected.abs().sum() > 0
-    assert_same(ours, expected)
+    noisy = remat(lambda x: nn.functional.dropout(x, 0.5))
+    scaled = remat(lambda x: noisy(x) * 0.5)
+    gradient = functx.grad(lambda x: scaled(x).sum())
+    region = remat(gradient, policy=POLICIES.everything_saveable)
+    return seeded(region, torch.ones(8, dtype=DTYPE).requires_grad_())
 
 
-def test_what_a_region_inside_handed_out_is_not_run_for():
+def what_a_region_inside_handed_out_is_not_run_for(remat):
     """Replayed as a whole, it runs what it had kept, on what the region around left out."""
 
     def first(x):
         z = x.sigmoid()
-        u = z * 2
-        return u.mul_(z)
+        return (z * 2).mul_(z)
 
     def second(x):
         z = x.cos()
         return x, (x * 2 + 0).mul_(0.5) * z
 
-    def program(remat):
-        def third(x):
-            a, b = remat(second, policy=POLICIES.everything_saveable)(remat(first)(x))
-            return a * b
+    def third(x):
+        a, b = remat(second, policy=POLICIES.everything_saveable)(remat(first)(x))
+        return a * b
 
-        def fourth(x):
-            return torch.sigmoid(functx.grad(lambda x: remat(third)(x).sum())(x))
+    fourth = lambda x: torch.sigmoid(functx.grad(lambda x: remat(third)(x).sum())(x))
 
-        def region(x):
-            return functx.grad(lambda x: remat(lambda x: remat(fourth)(x.sigmoid()))(x).sum())(x)
+    def region(x):
+        return functx.grad(lambda x: remat(lambda x: remat(fourth)(x.sigmoid()))(x).sum())(x)
 
-        x = X.clone().requires_grad_()
-        out = remat(region, policy=POLICIES.everything_saveable)(x)
-        return torch.autograd.grad(out.square().sum(), x)[0]
+    x = X.clone().requires_grad_()
+    out = remat(region, policy=POLICIES.everything_saveable)(x)
+    return torch.autograd.grad(out.square().sum(), x)[0] * 1e4  # are small
 
-    ours, expected = program(functx.remat), program(identity)
-    assert expected.abs().min() > 0
-    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=0)
+
+PROGRAMS = [
+    three_levels_of_regions,
+    lambda remat: three_levels_of_regions(remat, POLICIES.save_smaller_than(40)),
+    named_vectors_under_vmap,
+    what_an_outer_region_keeps_and_an_inner_one_writes_to,
+    a_tape_that_ends_in_what_is_not_read,
+    a_copy_before_a_write_after_an_inner_region,
+    a_value_from_before_it_was_written_to_is_not_kept_for_the_one_after,
+    what_a_region_inside_handed_out_is_not_run_for,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_numbers_are_those_without_remat(program):
+    expected = program(identity)
+    assert all(t.abs().sum() > 1e-3 for t in torch.utils._pytree.tree_leaves(expected))
+    assert_same(program(functx.remat), expected, eps=32)
 
 
 @pytest.mark.parametrize("inner", [None, POLICIES.dots_saveable])
@@ -214,8 +200,7 @@ def test_of_several_results_those_that_were_kept_are_handed_on(inner, between):
         plain = torch.autograd.grad(region(x), x)[0]
         return plain, functx.grad(region)(x), functx.hessian(region)(x[:2])
 
-    ours, expected = program(functx.remat), program(identity)
-    assert_same(ours, expected, 64)
+    assert_same(program(functx.remat), program(identity), 64)
 
 
 @pytest.mark.parametrize("read", [lambda y, v, a: (v * a).sin(), lambda y, v, a: (y @ v).sin()])

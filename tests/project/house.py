@@ -1,15 +1,12 @@
 """Reads the source: what imports what, and which private names of other libraries are used."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def sources() -> dict[str, Path]:
+def sources():
     """Every module that is installed, by its dotted name."""
     found = {}
     for package, folder in (("functx", "functx"), ("functx.compat", "compat")):
@@ -20,7 +17,7 @@ def sources() -> dict[str, Path]:
     return found
 
 
-def imports(source: str) -> Iterator[str]:
+def imports(source):
     """Dotted names that ``source`` imports, wherever it does: ``from a import b`` gives ``a.b``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -30,12 +27,12 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     """Whether one part of a dotted name starts with an underscore, dunders aside."""
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-def private_names(source: str, library: str) -> set[str]:
+def private_names(source, library):
     """Private names of ``library`` that ``source`` imports or reaches by attribute."""
     found = {name for name in imports(source) if name.split(".")[0] == library}
     for node in ast.walk(ast.parse(source)):
@@ -46,7 +43,7 @@ def private_names(source: str, library: str) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def private_attributes(source: str) -> set[str]:
+def private_attributes(source):
     """Private attributes that ``source`` reads of whatever has them: ``node._sequence_nr``."""
     return {
         node.attr
@@ -58,9 +55,9 @@ def private_attributes(source: str) -> set[str]:
     }
 
 
-def own_names(source: str) -> set[str]:
+def own_names(source):
     """Private names that ``source`` gives to something."""
-    names: set[str | None] = set()
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)

@@ -7,11 +7,14 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from bench import __main__ as bench
 from bench import _readme
+from bench._blocks import Stack, loss, transformer_block
 from bench._common import Result
 from bench.gpu import _variants
+from bench.transformer import by_hand
 
 from . import house
 
@@ -127,3 +130,10 @@ def test_the_page_shows_every_bench():
 def test_every_bench_is_run():
     files = {p.stem for p in (house.ROOT / "bench" / "gpu").glob("*.py") if p.stem[0] != "_"}
     assert set(OURS) == files
+
+
+def test_gradients_written_out_by_hand_are_the_same_bits():
+    torch.manual_seed(0)
+    stack = Stack("", nn.ModuleList(transformer_block() for _ in range(2)), torch.randn(2, 8, 256))
+    expected = torch.autograd.grad(loss(stack.blocks, stack.x), stack.parameters)
+    assert all(map(torch.equal, by_hand(stack), expected))

@@ -52,17 +52,6 @@ def test_levels_are_numbered_from_one_and_wrap_what_they_give_back():
     assert _torch.alive(wrapper) is t
 
 
-def test_a_batch_dimension_comes_back():
-    t = torch.ones(2, 3)
-    level = _torch.enter_vmap(3, "error")
-    try:
-        value, dim = _torch.unwrap_batch(_torch.wrap_batch(t, 1, level), level)
-    finally:
-        _torch.leave_vmap()
-    assert value is t
-    assert dim == 1
-
-
 def test_what_a_tape_saves_shows_in_the_count_of_its_storage():
     y = torch.ones(2, requires_grad=True) * 2
     before = _torch.storage_use_count(_torch.storage_address(y))
@@ -84,39 +73,3 @@ def test_a_detached_tensor_counts_its_writes_with_the_other():
     original, other = made[-1]
     original.add_(1)
     assert other._version == original._version
-
-
-def test_the_older_vmap_can_be_left():
-    seen = []
-
-    def backward(g):
-        depth = _torch.leave_legacy_vmap()
-        torch.rand(1)  # which it refuses
-        _torch.enter_legacy_vmap(depth)
-        seen.append(depth)
-
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(backward)
-    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
-    assert seen == [1]
-    assert _torch.leave_legacy_vmap() == 0
-
-
-def test_fake_tensors_say_that_they_need_values():
-    with _torch.FakeTensorMode():
-        t = torch.empty(3)
-        assert isinstance(t, _torch.FakeTensor)
-        with pytest.raises(_torch.DataDependentOutputException):
-            bool(t.sum() > 0)
-        with pytest.raises(_torch.DynamicOutputShapeException):
-            t.nonzero()
-
-
-def test_dispatch_modes_can_be_set_aside():
-    class Mode(_torch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            raise AssertionError(func)
-
-    with Mode(), _torch.without_dispatch_modes():
-        torch.ones(3)

@@ -1,6 +1,4 @@
-"""The demo's claims, in bytes and operations; and the program from start to end at toy size."""
-
-from __future__ import annotations
+"""The command line; the demo's claims, in bytes and operations, and all of it at toy size."""
 
 import json
 import subprocess
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 import functx
+from functx.__main__ import main
 from functx._demo import data, measure, model, training
 from functx._demo.model import Size
 from functx._demo.run import Settings
@@ -64,14 +63,10 @@ def test_it_runs_from_start_to_end_and_writes_its_figures(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "printout.txt").read_text().rstrip() in text
     assert figures["training"]["steps"] == 8
-    assert [(row["library"], row["remat"]) for row in figures["rows"]] == [
-        ("torch.func", "no"),
-        ("torch.func", "torch.utils.checkpoint"),
-        ("functx", "no"),
-        ("functx", "functx.remat"),
-        ("JAX (jit)", "no"),
-        ("JAX (jit)", "jax.checkpoint"),
-    ]
+    ways = ["no", "torch.utils.checkpoint", "no", "functx.remat", "no", "jax.checkpoint"]
+    assert [row["remat"] for row in figures["rows"]] == ways
+    libraries = [row["library"] for row in figures["rows"]]
+    assert libraries == ["torch.func"] * 2 + ["functx"] * 2 + ["JAX (jit)"] * 2
     kept = [row["kept_bytes"] for row in figures["rows"]]
     assert kept[5] < kept[4]
     check = figures["crosscheck"]
@@ -82,21 +77,51 @@ def test_it_runs_from_start_to_end_and_writes_its_figures(tmp_path):
         assert difference["relative"] < 1e-5
 
 
-@pytest.mark.sweep
-def test_it_learns_to_read_digits():
-    settings = Settings()
-    digits = data.load(torch.device("cpu"))
-    params = model.init(settings.size)
-    per_example = training.per_example_gradients(settings.size, functx.remat(model.block))
-    steps = training.train(
-        params,
-        digits,
-        per_example,
-        epochs=settings.epochs,
-        batch=settings.batch,
-        rate=settings.rate,
-        clip=settings.clip,
-    )
-    assert sum(1 for _ in steps) == training.steps(digits, settings.epochs, settings.batch)
-    held_out = training.accuracy(params, settings.size, digits.test_images, digits.test_labels)
-    assert held_out > 0.9
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
+def test_each_command_has_a_help(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    assert "usage: functx" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["paint"], "invalid choice: 'paint'"),
+        (["demo", "--epochs", "0"], "0 is not a positive number"),
+        (["demo", "--epochs", "many"], "invalid"),
+        (["demo", "--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_wrong_usage_names_the_cause(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["meta", "abacus", "cuda:99"])
+def test_a_device_that_is_not_there_is_an_error(device, tmp_path, capsys):
+    assert main(["demo", "--quick", "--device", device, "--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"functx demo: --device {device}: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("module", ["sklearn", "rich", "matplotlib"])
+def test_a_missing_package_is_named(module, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["demo", "--quick"]) == 1
+    err = capsys.readouterr().err
+    assert {"sklearn": "scikit-learn"}.get(module, module) in err
+    assert "pip install 'functx[demo]'" in err
+
+
+def test_an_out_that_is_a_file_is_left_alone(tmp_path, capsys):
+    path = tmp_path / "taken"
+    path.write_text("mine")
+    assert main(["demo", "--quick", "--out", str(path)]) == 1
+    assert "--out" in capsys.readouterr().err
+    assert path.read_text() == "mine"

@@ -3,8 +3,6 @@
 Both start from the same seeds in fresh worlds. Without regions, ``remat`` is the identity.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re
@@ -12,9 +10,8 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,18 +19,10 @@ from torch.utils import _pytree as pytree
 
 import functx
 
-from . import stack, world
-from .program import Program
+from . import world
+from .world import numbers
+from .writer import Program
 
-OUTCOMES = {
-    "equal": "values, gradients, buffers and generators are the same",
-    "refused by torch": "it raises without regions, too",
-    "refused": "functx says that it can't, and rule 4 may be why",
-    "refused wrongly": "functx says that it can't, though nothing is in the way",
-    "wrong": "something differs",
-    "crashed": "it raises something else with regions only, or the process ended",
-    "leaked": "tensors stay alive, or torch's stacks or modes are not as they were",
-}
 FAILURES = ("wrong", "crashed", "leaked", "refused wrongly")
 # Relative, and to the largest entry or 1; then where sums of bfloat16, or of 1e6, are reordered.
 TOLERANCES = {False: (1e-9, 1e-10), True: (5e-2, 5e-2)}
@@ -42,19 +31,25 @@ ZEROS = "no gradient became a gradient of zeros"
 
 @dataclass
 class Verdict:
-    """An outcome, why, and the traceback of what was raised."""
+    """An outcome, why, and the traceback of what was raised.
+
+    Values, gradients, buffers and generators are ``equal``, or something is ``wrong``. What raises
+    without regions too is ``refused by torch``; where functx says that it can't, ``refused``, or
+    ``refused wrongly`` if nothing is in the way; else ``crashed``. Tensors that stay alive, and
+    stacks or modes of torch that are not as they were, are ``leaked``.
+    """
 
     outcome: str
     why: str = ""
     trace: str = ""
 
 
-def identity(f: Any = None, **options: Any) -> Any:
+def identity(f=None, **options):
     """``remat`` without the regions."""
     return f
 
 
-def modes() -> dict[str, Any]:
+def modes():
     """Settings and stacks of torch that a run leaves as it found them."""
     return {
         "function modes": torch._C._len_torch_function_stack(),
@@ -67,22 +62,22 @@ def modes() -> dict[str, Any]:
     }
 
 
-def _forget() -> None:
+def _forget():
     """What is alive now is not looked at again, which would take most of a run's time."""
     gc.collect()
     gc.freeze()
 
 
-def run(program: Program, remat: Any, library: Any = functx) -> types.SimpleNamespace:
+def run(program, remat, library=functx):
     """What a run in a fresh world gave or raised, and the tensors and modes that it left behind."""
     _forget()
     torch.manual_seed(0)
     before, found, error, trace = modes(), {}, None, ""
     globals_ = world.namespace(remat, library)
-    globals_.update(stack.layers(globals_["fx"]))
+    globals_.update(layers(globals_["fx"]))
     parameters = [weakref.ref(p) for p in globals_["self"].parameters()]
     try:
-        found = stack.finish(program.end, program.compiled(globals_), globals_)
+        found = finish(program.end, program.compiled(globals_), globals_)
     except Exception as e:
         trace, error = traceback.format_exc(), e.with_traceback(None)
         error.__cause__ = error.__context__ = None
@@ -96,7 +91,7 @@ def run(program: Program, remat: Any, library: Any = functx) -> types.SimpleName
     )
 
 
-def difference(expected: Any, actual: Any, loose: bool) -> str:
+def difference(expected, actual, loose):
     """Where two runs' results differ, or nothing."""
     note = ""
     for name in expected | actual:
@@ -112,7 +107,7 @@ def difference(expected: Any, actual: Any, loose: bool) -> str:
     return note
 
 
-def _same(one: Any, two: Any, loose: bool) -> bool:
+def _same(one, two, loose):
     if not isinstance(one, np.ndarray) or type(two) is not type(one):
         return type(one) is type(two) and one == two
     largest = np.abs(np.nan_to_num(one, posinf=0, neginf=0)).max(initial=1)
@@ -136,7 +131,7 @@ def quiet():
         torch.set_grad_enabled(grad)
 
 
-def warm() -> None:
+def warm():
     """Have torch import what it imports late, which takes seconds, before processes are forked."""
     with quiet():
         for layer in ("jacobian({}, 'jacrev')", "pushforward({})"):
@@ -144,9 +139,7 @@ def warm() -> None:
         _forget()
 
 
-def judge(
-    program: Program, remat: Callable[..., Any] = functx.remat, library: Any = functx
-) -> Verdict:
+def judge(program, remat=functx.remat, library=functx):
     """Compare a program with itself without regions, under the transforms of ``library``."""
     with quiet():
         plain = run(program, identity, library)
@@ -168,7 +161,89 @@ def judge(
     return Verdict("equal", what)
 
 
-def _head(error: Exception) -> str:
+def _head(error):
     """The beginning of a message, without names and numbers that differ by program."""
     text = f"{type(error).__name__}: {error}"
     return re.sub(r"0x[0-9a-f]+|\b[a-z]?\d+\b", "#", " ".join(text.split()))[:140]
+
+
+def floats(tree):
+    """The tensors in it that may have a gradient."""
+    leaves = pytree.tree_leaves(tree)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def total(tree):
+    """A number that every entry of every tensor contributes to, and not linearly."""
+    return sum((torch.sin(t) * numbers(t.shape, 3)).sum() for t in floats(tree))
+
+
+def layers(fx):
+    """Transforms of a function of a matrix and a vector into another one."""
+
+    def gradient(f, argnums, form):
+        if form == "has_aux":
+            return fx.grad(lambda x, y: (total(out := f(x, y)), out), argnums, has_aux=True)
+        return getattr(fx, form)(lambda x, y: total(f(x, y)), argnums)
+
+    def pulled(f, times, x, y):
+        out, pull = fx.vjp(f, x, y)
+        cotangents = pytree.tree_map(lambda t: numbers(t.shape), out)
+        return out, [pull(cotangents) for _ in range(times)]
+
+    def mapped(f, in_dims, options, *given):
+        batches = [
+            t if dim is None else torch.stack([t, 0.5 * t + 0.1], dim)
+            for t, dim in zip(given, in_dims)
+        ]
+        return fx.vmap(f, in_dims=in_dims, **options)(*batches)
+
+    pushed = lambda f, x, y: fx.jvp(f, (x, y), (numbers(x.shape, 20), numbers(y.shape, 40)))
+    return {
+        "gradient": gradient,
+        "pullback": lambda f, times: partial(pulled, f, times),
+        "pushforward": lambda f: partial(pushed, f),
+        "jacobian": lambda f, mode, *args, **options: getattr(fx, mode)(f, *args, **options),
+        "hessian": lambda f, argnums: fx.hessian(lambda x, y: total(f(x, y)), argnums),
+        "per_example": lambda f, in_dims, **options: partial(mapped, f, in_dims, options),
+    }
+
+
+def finish(end, f, world):
+    """Call ``f``, and differentiate its result in plain autograd as ``end`` says.
+
+    Returned is all that is to be the same with and without regions. Numbers are drawn in between.
+    """
+    x = (numbers((3, 3), 200) / 2).requires_grad_(end != "values")
+    y = (numbers((3,), 220) / 2).requires_grad_(end != "values")
+    net, generator = world["self"], world["generator"]
+    leaves = {"x": x, "y": y, **dict(net.named_parameters())}
+    out = f(x, y)
+    found = {"values": pytree.tree_map(_entries, out)}
+    torch.rand(2)
+    torch.rand(2, generator=generator)
+    loss = total(floats(out)[:1] if end == "first only" else out)
+    if end == "values" or not getattr(loss, "requires_grad", False):
+        pass
+    elif end in ("backward", "first only", "twice"):
+        for _ in range(2 if end == "twice" else 1):
+            loss.backward(retain_graph=end == "twice")
+    else:
+        of = [x] if end == "of the input only" else list(leaves.values())
+        options = {"create_graph": True} if end == "double" else {}
+        if end == "batched":
+            options = {"grad_outputs": torch.arange(1.0, 4.0), "is_grads_batched": True}
+        gradients = torch.autograd.grad(loss, of, allow_unused=True, **options)
+        found["gradients"] = pytree.tree_map(_entries, gradients)
+        if end == "double" and getattr(total(gradients), "requires_grad", False):
+            torch.rand(2)
+            total(gradients).backward()
+    found |= {"gradient of " + name: _entries(t.grad) for name, t in leaves.items()}
+    found |= {"buffer " + name: _entries(t) for name, t in net.named_buffers()}
+    found["default generator"] = _entries(torch.get_rng_state())
+    found["generator"] = _entries(generator.get_state())
+    return found
+
+
+def _entries(t):
+    return t.detach().clone().numpy(force=True).copy() if isinstance(t, torch.Tensor) else t

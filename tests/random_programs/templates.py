@@ -6,8 +6,6 @@ function itself was given or made ``{om}`` and ``{ov}``. ``{k}`` is a number, an
 result: a text without it is an expression. ``self`` is the module of `world`.
 """
 
-from __future__ import annotations
-
 import re
 
 GROUPS = {

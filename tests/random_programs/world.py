@@ -1,10 +1,7 @@
 """What random programs find outside of themselves: a module, a generator, custom Functions."""
 
-from __future__ import annotations
-
 import math
 import types
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +14,7 @@ NAMES = ("grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd", "hessian", "grad_and_
          "value_and_grad", "functional_call", "checkpoint_name")  # fmt: skip
 
 
-def numbers(shape: Any, start: int = 0) -> torch.Tensor:
+def numbers(shape, start=0):
     """Numbers between -1.5 and 1.5 that depend on the shape only."""
     angles = torch.arange(start, start + math.prod(shape), dtype=torch.float64)
     return 1.5 * torch.cos(1.7 * angles).reshape(tuple(shape))
@@ -61,7 +58,7 @@ class Product(torch.autograd.Function):
         return cotangent @ b.t(), a.t() @ cotangent
 
 
-def hooked(t: torch.Tensor) -> torch.Tensor:
+def hooked(t):
     """A new tensor, the gradient of which is halved by a hook."""
     t = t * 1.5
     if t.requires_grad:  # (where a region's result does not depend on it, its gradient is None)
@@ -72,7 +69,7 @@ def hooked(t: torch.Tensor) -> torch.Tensor:
 class Net(nn.Module):
     """Parameters, buffers that advance, and a method with a region."""
 
-    def __init__(self, remat: Any) -> None:
+    def __init__(self, remat):
         super().__init__()
         self.linear = nn.Linear(SIZE, SIZE)
         self.conv = nn.Conv1d(SIZE, SIZE, 3, padding=1, bias=False)
@@ -107,7 +104,7 @@ class Net(nn.Module):
         return torch.sin(m) / self.steps.clone()
 
 
-def namespace(remat: Any, library: Any) -> dict[str, Any]:
+def namespace(remat, library):
     """A fresh world: the globals of a program, whose ``fx`` has the transforms of ``library``."""
     return {
         "torch": torch,

@@ -1,12 +1,10 @@
-"""Draws a program from a seed."""
-
-from __future__ import annotations
+"""Draws a program from a seed: text, which is Python, and transforms around it."""
 
 import random
 import re
+import textwrap
 from dataclasses import dataclass, field, replace
 
-from .program import Block, Inner, Program
 from .templates import ALIASES, NEVER, TABLE
 
 POLICIES = (
@@ -39,6 +37,52 @@ INSIDE = {
 }
 
 
+def block(head, body):
+    """Statements under a ``with``, a ``for``, an ``if`` or a ``def``."""
+    text = "\n".join(body)
+    return f"{head}\n{textwrap.indent(text, '    ')}"
+
+
+def function(name, parameters, body, result, region, call, target, after=()):
+    """A function, its region (``remat({})`` or ``{}``), and a call, in which ``F`` stands for both.
+
+    The result is assigned to ``target``; lines ``after`` it take it apart.
+    """
+    inside = region.replace("{}", name, 1)
+    call = re.sub(r"\bF\b(?!\.)", lambda _: inside, call)
+    defined = block(f"def {name}({parameters}):", [*body, f"return {result}"])
+    return "\n".join([defined, f"{target} = {call}", *after])
+
+
+@dataclass
+class Program:
+    """A function of a matrix and a vector, transforms and regions around it, the innermost first.
+
+    ``end`` says how the result is differentiated outside of them (`judge.finish`), ``may_refuse``
+    that rule 4 may refuse it, ``loose`` that half precision is differentiated more than once.
+    """
+
+    body: list[str]
+    result: str
+    stack: list[str]
+    end: str
+    features: set[str] = field(default_factory=set)
+    may_refuse: bool = False
+    loose: bool = False
+
+    def __str__(self):
+        transformed = "program"
+        for layer in self.stack:
+            transformed = layer.replace("{}", transformed, 1)
+        defined = block("def program(m0, v0):", [*self.body, f"return {self.result}"])
+        return f"{defined}\n\ntransformed = {transformed}  # end: {self.end}"
+
+    def compiled(self, namespace):
+        """The transformed function, with these globals."""
+        exec(compile(str(self), "<program>", "exec"), namespace)
+        return namespace["transformed"]
+
+
 @dataclass
 class Scope:
     """Names that a function body may use.
@@ -59,22 +103,22 @@ class Scope:
 class Writer:
     """Writes one program."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.random = random.Random(seed)
         self.pick = self.random.choice
-        self.features: set[str] = set()
+        self.features = set()
         self.may_refuse = self.loose = False
         self.number = 0
         self.left = self.pick((3, 5, 7, 10))  # steps to write, in all
 
-    def chance(self, p: float) -> bool:
+    def chance(self, p):
         return self.random.random() < p
 
-    def name(self, kind: str) -> str:
+    def name(self, kind):
         self.number += 1
         return f"{kind}{self.number}"
 
-    def program(self) -> Program:
+    def program(self):
         """The whole of it."""
         stack = self.stack()
         end = self.pick(ENDS if self.orders(stack) < 2 else CHEAP_ENDS)
@@ -94,7 +138,7 @@ class Writer:
         scope.depth = min(2, regions + (orders > 2))
         scope.transforms = max(orders - 1, len(stack) - regions)
         body = self.body(scope, self.random.randint(2, 6))
-        if "remat" not in text + " ".join(map(str, body)):
+        if "remat" not in text + " ".join(body):
             body += self.region(scope)
         names = [n for n in scope.own if n[0] in "mvs"]
         results = [names[-1], *self.random.choices(names, k=self.pick((0, 0, 1, 2)))]
@@ -103,9 +147,9 @@ class Writer:
         result = form.replace("RESULTS", ", ".join(results))
         return Program(body, result, stack, end, self.features, self.may_refuse, self.loose)
 
-    def stack(self) -> list[str]:
+    def stack(self):
         """Transforms around the program, and regions around transforms."""
-        stack: list[str] = []
+        stack = []
         for _ in range(self.pick((0, 0, 0, 1, 1, 1, 1, 2, 2, 3))):
             if "remat" not in " ".join(stack) and self.chance(0.25):
                 stack.append(self.remat())
@@ -119,12 +163,12 @@ class Writer:
         return stack
 
     @staticmethod
-    def orders(stack: list[str]) -> int:
+    def orders(stack):
         """How often these differentiate."""
         names = [s.split("(")[0] for s in stack]
         return sum(name in DERIVATIVES for name in names) + names.count("hessian")
 
-    def layer(self, below: str) -> str:
+    def layer(self, below):
         """A transform; one that makes results much larger is there once."""
         large = () if re.search("jac|hess", below) else ("hessian", "jacfwd", "jacrev", "jacrev")
         name = self.pick(("grad", "grad", "vjp", "jvp", "vmap", "vmap", *large))
@@ -143,18 +187,18 @@ class Writer:
             "jacfwd": f"jacobian({{}}, 'jacfwd', {argnums}, randomness='different')",
         }[name]
 
-    def remat(self) -> str:
+    def remat(self):
         """The text of a region."""
         if self.chance(0.6):
             return "remat({})"
         self.features.add("a policy")
         return f"remat({{}}, policy={self.pick(POLICIES)})"
 
-    def body(self, scope: Scope, steps: int) -> list:
+    def body(self, scope, steps):
         """Statements that bind names of the scope."""
         return [s for _ in range(steps if self.left > 0 else 1) for s in self.step(scope)]
 
-    def step(self, scope: Scope) -> list:
+    def step(self, scope):
         """A line or more."""
         self.left -= 1
         draw = self.random.random() if self.left > 0 else 1.0
@@ -166,7 +210,7 @@ class Writer:
             return self.block(scope)
         return self.change(scope) if draw < 0.7 else [self.line(scope)]
 
-    def line(self, scope: Scope, group: str = "") -> str:
+    def line(self, scope, group=""):
         """A line of the table, of this group if one is named, which binds a new name."""
         groups = [n for n in TABLE if not NEVER.get(n, set()) & scope.around]
         weights = [4 if "levels" in NEVER.get(n, ()) else 1 for n in groups]
@@ -177,7 +221,7 @@ class Writer:
         out = self.name(kind)
         operands = {"k": f"{self.random.uniform(0.3, 1.7):.2f}", "out": out}
 
-        def operand(match: re.Match) -> str:
+        def operand(match):
             slot = match[1]
             if slot not in operands:
                 operands[slot] = self.operand(slot.lstrip("o")[0], scope, slot[0] == "o")
@@ -191,7 +235,7 @@ class Writer:
         scope.writable |= {out} if group not in ALIASES else set()
         return text
 
-    def operand(self, kind: str, scope: Scope, own: bool = False) -> str:
+    def operand(self, kind, scope, own=False):
         """A name, or a text, of this kind."""
         mine = [n for n in scope.own if n[0] == kind]
         others = [n for n in scope.outer if n[0] == kind]
@@ -205,24 +249,24 @@ class Writer:
             return self.pick(others[-4:])
         return self.pick(mine if mine and draw < 0.9 else WORLD[kind])
 
-    def block(self, scope: Scope) -> list:
+    def block(self, scope):
         """Statements under ``no_grad``, autocast, a loop or a branch."""
         kind = self.pick(("no_grad", "autocast", "for", "if"))
         self.features.add("block: " + kind)
         if kind in ("no_grad", "if"):
             head = "with torch.no_grad():" if kind == "no_grad" else f"if {scope.own[0]}.ndim < 3:"
-            return [Block(head, self.body(scope, 1))]
+            return [block(head, self.body(scope, 1))]
         if kind == "for":
             inside = replace(scope, writable=set())  # it may be read in the pass before
             body = self.body(inside, self.random.randint(1, 2))
             scope.writable.clear()
-            return [Block("for _ in range(2):", body)]
+            return [block("for _ in range(2):", body)]
         body = self.region(scope, half=True) if scope.depth < 3 and self.chance(0.6) else []
         body.append(self.line(scope, "half under autocast"))
         head = "with torch.autocast('cpu', torch.bfloat16, cache_enabled=False):"
-        return [Block(head, body)]
+        return [block(head, body)]
 
-    def change(self, scope: Scope) -> list:
+    def change(self, scope):
         """Something that is not the same afterwards: a name, an attribute, a tensor."""
         kinds = ("name", "attribute", "write", "state", "rule 4")
         kind = self.random.choices(kinds, (3, 6, 15, 2, 4))[0]
@@ -241,7 +285,7 @@ class Writer:
             return self.advance(scope, kind)
         return [self.line(scope)]
 
-    def advance(self, scope: Scope, kind: str) -> list:
+    def advance(self, scope, kind):
         """A region that advances a tensor, or what rule 4 may refuse: a write, an escape."""
         self.features.add(kind)
         m, t, f = self.operand("m", scope, own=True), self.name("t"), self.name("f")
@@ -258,11 +302,11 @@ class Writer:
         self.may_refuse |= kind != "state"
         given = made != "[]" and self.chance(0.5)
         parameters, arguments = (f"p, {t}", f"{m}, {t}") if given else ("p", m)
-        region = Inner(f, parameters, body, "m", self.remat(), f"F({arguments})", outs[0])
-        region.after = [f"{outs[1]} = {outs[0]} * ({after})"]
-        return [f"{t} = {made}", region]
+        after = [f"{outs[1]} = {outs[0]} * ({after})"]
+        call = self.remat(), f"F({arguments})", outs[0], after
+        return [f"{t} = {made}", function(f, parameters, body, "m", *call)]
 
-    def inside(self, scope: Scope, own: list[str], *around: str) -> Scope:
+    def inside(self, scope, own, *around):
         """The scope of a function defined in this one."""
         scope.writable.clear()  # what it closes over may be what a replay reads
         depth = scope.depth + ("region" in around)
@@ -270,7 +314,7 @@ class Writer:
         flags = scope.around | set(around) | {"inner"}
         return Scope(own, scope.outer + scope.own, set(), flags, depth, transforms)
 
-    def region(self, scope: Scope, half: bool = False) -> list:
+    def region(self, scope, half=False):
         """A function under remat, given tensors in some form, and its call."""
         candidates = [n for n in scope.own + scope.outer[-2:] if n[0] != "i"]
         kinds = [(n, n[0]) for n in candidates] + [(self.pick(WORLD[k]), k) for k in "mv"]
@@ -296,11 +340,12 @@ class Writer:
             parameters, arguments = f"k, {parameters}", f"{self.pick((2.0, 0.5))}, {arguments}"
             body.append(f"{names[0]} = {names[0]} * k")
         self.features.add(f"regions nested {scope.depth}")
-        inner = Inner(self.name("f"), parameters, body, "", self.remat(), f"F({arguments})", "")
-        self.unpack(inner, inside, scope, names)
-        return [inner]
+        name, region = self.name("f"), self.remat()
+        result, target, after = self.unpack(inside, scope, names)
+        call = region, f"F({arguments})", target, after
+        return [function(name, parameters, body, result, *call)]
 
-    def passed(self, names: list[str], given: list[str]) -> tuple[str, str, list[str]]:
+    def passed(self, names, given):
         """Parameters, arguments, and lines that take containers apart."""
         form = self.pick(("positional", "positional", "keywords", "list", "dict", "nested"))
         self.features.add("arguments: " + form)
@@ -315,8 +360,8 @@ class Writer:
             "nested": ("q, p=None", f"({given[0]}, [None, 3]), p={{{items}}}", [taken]),
         }[form]
 
-    def unpack(self, inner: Inner, inside: Scope, scope: Scope, names: list[str]) -> None:
-        """Choose what the region returns, and bind names to it."""
+    def unpack(self, inside, scope, names):
+        """Choose what a region returns, and bind names to it: result, target, lines after it."""
         made = [n for n in inside.own if n not in names]
         results = [made[-1] if made else inside.own[-1]]
         while self.chance(0.5):
@@ -328,18 +373,18 @@ class Writer:
         self.features.add("results: " + form)
         items = ", ".join(f"'{o}': {n}" for o, n in zip(outs, results))
         targets, values = ", ".join(outs), ", ".join(results)
-        inner.target, inner.result = {
+        target, result = {
             "one": (targets, values),
             "tuple": (f"{targets},", f"({values},)"),
             "dict": ("r", f"{{{items}}}"),
             "nested": (f"({targets},), _, _", f"[({values},), None, 3]"),
         }[form]
-        inner.after = [f"{o} = r['{o}']" for o in outs] if form == "dict" else []
         if len(set(results)) == len(results):
             scope.writable |= {o for o, n in zip(outs, results) if n in inside.writable}
         scope.own += outs
+        return result, target, [f"{o} = r['{o}']" for o in outs] if form == "dict" else []
 
-    def transform(self, scope: Scope) -> list:
+    def transform(self, scope):
         """A function under a transform of functx, maybe with regions in and around it."""
         name = self.pick([n for n in INSIDE if n != "hessian" or scope.transforms < 2])
         self.features.add("inside: " + name)
@@ -362,12 +407,12 @@ class Writer:
             call = re.sub(r"(fx\.\w+\(F\))", r"remat(\1)", call)
         target = target.replace("OUT", out)
         around = "remat({})" if region else "{}"
-        inner = Inner(self.name("f"), parameter, body, value, around, call, target)
-        inner.after = [f"({out},) = pull({self.operand('v', scope)})"] if name == "vjp" else []
+        f = self.name("f")
+        after = [f"({out},) = pull({self.operand('v', scope)})"] if name == "vjp" else []
         scope.own.append(out)
-        return [inner]
+        return [function(f, parameter, body, value, around, call, target, after)]
 
 
-def write(seed: int) -> Program:
+def write(seed):
     """The program of a seed."""
     return Writer(seed).program()

@@ -82,6 +82,8 @@ def squared(f):
     return lambda *args: f(*args).square().sum()
 
 
+# Ways to differentiate a loss by its first argument, which pull back when it has returned. All but
+# ``vjp`` and ``jvp(grad)`` take further arguments, which a loss may write to.
 STACKS = {
     "backward": by_backward,
     "double backward": by_double_backward,
@@ -94,10 +96,6 @@ STACKS = {
     "grad(grad)": lambda loss, *args: functx.grad(squared(functx.grad(loss)))(*args),
     "jvp(grad)": lambda loss, x: functx.jvp(functx.grad(loss), (x,), (x.sin(),)),
 }
-"""Ways to differentiate a loss by its first argument, which pull back when it has returned.
-
-All but ``vjp`` and ``jvp(grad)`` take further arguments, which a loss may write to.
-"""
 
 
 def same(actual, expected, exact=False):
@@ -127,13 +125,9 @@ COMPUTED = ("sin", "exp", "tanh", "mm", "addmm", "mul", "bernoulli_")
 
 
 def check(program, exact=False, replays=True, nonzero=True):
-    """``program`` gives the same with remat, from the same seed; and something is recomputed.
+    """``program`` gives the same with remat, from the same seed; bit by bit, if ``exact``.
 
-    Args:
-        program: Takes ``remat``; returns a pytree of tensors.
-        exact: Whether they must be equal bit by bit.
-        replays: Whether one of `COMPUTED` must run more often with remat.
-        nonzero: Whether a result that is zero would show nothing.
+    One of `COMPUTED` runs more often, if it ``replays``; and zeros are no result, if ``nonzero``.
     """
     expected = seeded(program, identity)
     if nonzero:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from cases import identity
 from references import assert_same
 
 import functx
@@ -16,11 +17,7 @@ import functx
 def refused(line, way_out, shape=None, error=functx.RematError):
     """The block raises an error that names a tensor, a line of the test's code and the way out.
 
-    Args:
-        line: a piece of the line that the message names by file and number.
-        way_out: a regular expression.
-        shape: of the tensor, as a tuple.
-        error: its class.
+    The line holds the text ``line``; the way out matches a regular expression.
     """
     file = sys._getframe(2).f_code.co_filename
     with pytest.raises(error) as caught:
@@ -37,14 +34,8 @@ def refused(line, way_out, shape=None, error=functx.RematError):
 
 
 def right_or_refused(program, eps=8.0, way_out=""):
-    """``program(remat)`` is as without remat, or functx refuses it and names a line of this folder.
-
-    Args:
-        program: takes ``remat``, returns a pytree of tensors.
-        eps: as for `assert_same`.
-        way_out: what the error says to do instead, a regular expression.
-    """
-    expected = program(lambda f, **options: f)
+    """``program(remat)`` is as without remat, or refused with a line and a way out."""
+    expected = program(identity)
     try:
         actual = program(functx.remat)
     except functx.RematError as error:
@@ -58,7 +49,7 @@ def right_or_refused(program, eps=8.0, way_out=""):
 
 def same(program, eps=8.0):
     """``program(remat)`` is as without remat, and its gradients are not all zeros."""
-    expected, actual = program(lambda f, **options: f), program(functx.remat)
+    expected, actual = program(identity), program(functx.remat)
     assert_same(actual, expected, eps)
     leaves = [t for t in torch.utils._pytree.tree_leaves(expected) if isinstance(t, torch.Tensor)]
     assert all(t.abs().max() > 1e-3 for t in leaves if t.is_floating_point())

@@ -1,5 +1,6 @@
 """`functx.checkpoint` and `checkpoint_sequential` take what torch's take, and compose."""
 
+import contextlib
 import functools
 import inspect
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from cases import DTYPE, numbers
-from references import assert_same, contexts_that_log, count
+from references import assert_same, count
 from torch import nn
 
 import functx
@@ -42,22 +43,6 @@ def test_values_and_gradients_are_those_of_the_function(reentrant):
     assert_same(gradients(loss(ours), X), gradients(loss(lambda f, *args: f(*args)), X), eps=8)
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "way"), [(None, "vmap(grad)"), (True, "hessian"), (False, "jvp")]
-)
-def test_it_composes_with_transforms(reentrant, way):
-    def find(call):
-        def loss(x):
-            return call(body, x).sum()
-
-        if way == "vmap(grad)":
-            return functx.vmap(functx.grad(loss))(numbers(3, 4))
-        return functx.hessian(loss)(X) if way == "hessian" else functx.jvp(loss, (X,), (X,))
-
-    ours = functools.partial(functx.checkpoint, use_reentrant=reentrant)
-    assert_same(find(ours), find(lambda f, x: f(x)), eps=16)
-
-
 def test_keyword_arguments_reach_the_function():
     out = functx.checkpoint(body, X, y=X, scale=3.0, use_reentrant=False)
     assert_same(out, body(X, X, scale=3.0))
@@ -76,6 +61,8 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
         ({"use_reentrant": "no"}, TypeError, "use_reentrant"),
         ({"early_stop": 0}, TypeError, "early_stop"),
         ({"debug": "yes"}, TypeError, "debug"),
+        ({"context_fn": lambda: None}, TypeError, "two context"),
+        ({"preserve_rng_state": "no"}, ValueError, "preserve_rng"),
         # As torch's.
         ({"use_reentrant": True, "scale": 2.0}, ValueError, "scale"),
         ({"use_reentrant": True, "debug": True}, ValueError, "use_reentrant=False"),
@@ -85,8 +72,33 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
 def test_wrong_options_are_an_error(options, error, message):
     with pytest.raises(error, match=message):
         functx.checkpoint(body, X, **options)
-    with pytest.raises(TypeError, match="callable"):
-        functx.checkpoint(body(X), X)
+
+
+def test_it_is_a_decorator_too_of_what_is_callable():
+    @functx.checkpoint(use_reentrant=False)
+    def f(x):
+        return x.sin()
+
+    assert f.__name__ == "f"
+    assert_same(functx.vmap(functx.grad(f))(X), X.cos())
+    for refused in (lambda: functx.checkpoint(body(X), X), lambda: functx.checkpoint()(3)):
+        with pytest.raises(TypeError, match="callable"):
+            refused()
+
+
+def test_saved_tensors_hooks_can_not_be_respected_by_a_region():
+    contexts = functools.partial(
+        theirs.create_selective_checkpoint_contexts, [torch.ops.aten.sin.default]
+    )
+    call = functools.partial(functx.checkpoint, torch.sin, X.clone().requires_grad_())
+    call(respect_saved_tensors_hooks=True, context_fn=contexts)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        call(respect_saved_tensors_hooks=True)
+        call(respect_saved_tensors_hooks=None, context_fn=contexts)
+        with pytest.raises(functx.RematError, match="offload"):
+            call(respect_saved_tensors_hooks=True, context_fn=contexts)
+    with pytest.raises(ValueError, match="respect_saved_tensors_hooks"):
+        call(use_reentrant=True, respect_saved_tensors_hooks=True)
 
 
 class TestErrors:
@@ -134,17 +146,31 @@ class TestContexts:
     def test_one_is_entered_around_the_forward_and_one_around_the_replay(self, way):
         log = []
 
-        def loss(x):
-            return functx.checkpoint(
-                body, x, context_fn=contexts_that_log(log), use_reentrant=False
-            ).sum()
+        @contextlib.contextmanager
+        def context(name):
+            log.append(name)
+            yield
 
+        contexts = lambda: (context("forward"), context("replay"))
+        loss = lambda x: functx.checkpoint(body, x, context_fn=contexts, use_reentrant=False).sum()
         if way == "backward":
             found = gradients(loss, X)[0]
         else:
             found = functx.vmap(functx.grad(loss))(X[None])[0]
         assert log == ["forward", "replay"]
         assert_same(found, gradients(lambda x: body(x).sum(), X)[0], eps=8)
+        with torch.no_grad():
+            functx.checkpoint(body, X, context_fn=contexts)
+        assert len(log) == 2
+
+    def test_they_must_let_exceptions_pass(self):
+        contexts = lambda: (contextlib.suppress(KeyError), contextlib.nullcontext())
+
+        def fails(x):
+            raise KeyError
+
+        with pytest.raises(functx.RematError, match="suppressed"):
+            functx.checkpoint(fails, X.clone().requires_grad_(), context_fn=contexts)
 
     @pytest.mark.parametrize(("way", "kind"), [("backward", "list"), ("vmap(grad)", "function")])
     def test_selective_contexts_are_policies(self, way, kind):
@@ -183,9 +209,7 @@ class TestSequential:
         chain = [torch.sin, torch.exp, torch.tanh, torch.sin, torch.cos]
         if kind == "modules":
             chain = nn.Sequential(*(nn.Linear(4, 4, dtype=DTYPE) for _ in chain))
-
-        def ours(x):
-            return functx.checkpoint_sequential(chain, segments, x, use_reentrant=False).sum()
+        ours = lambda x: functx.checkpoint_sequential(chain, segments, x, use_reentrant=False).sum()
 
         def plain(x):
             for f in chain:
@@ -207,11 +231,14 @@ class TestSequential:
         assert count(out.sum().backward)["sin"] == regions * (size - 1)
 
     def test_wrong_options_are_an_error(self):
-        for segments, options, message in (
-            (2, {"determinism_check": "sometimes"}, "determinism_check"),
-            (1, {"nothing": 1}, "Unexpected keyword arguments: nothing"),
-            (0, {}, "segments"),
-            (4, {}, "segments"),
+        sines = [torch.sin] * 3
+        for functions, segments, options, error, message in (
+            (sines, 2, {"determinism_check": "sometimes"}, ValueError, "determinism_check"),
+            (sines, 1, {"nothing": 1}, ValueError, "Unexpected keyword arguments: nothing"),
+            *((sines, n, {}, ValueError, "segments") for n in (0, 4)),
+            *((sines, n, {}, TypeError, "segments") for n in (1.5, True, None)),
+            ([torch.sin, X], 1, {}, TypeError, "Tensor"),
         ):
-            with pytest.raises(ValueError, match=message):
-                functx.checkpoint_sequential([torch.sin] * 3, segments, X, **options)
+            with pytest.raises(error, match=message):
+                functx.checkpoint_sequential(functions, segments, X, **options)
+        assert functx.checkpoint_sequential([], 1, X) is X

@@ -68,7 +68,6 @@ class Layers:
 
 
 layers = Layers()
-
 FORMS = {
     "bare": (decorated, body),
     "with options": (decorated_with_options, body),
@@ -115,20 +114,6 @@ def test_name_documentation_and_signature_are_kept():
     assert rematted.__wrapped__ is body
 
 
-def test_arguments_and_results_are_pytrees():
-    def f(tree, *rest, key, flag=True):
-        a, (b, number) = tree["a"], rest[0]
-        return {"out": [a.sin() * b + key["k"], number], "none": None, "flag": flag}
-
-    def program(f):
-        a, b, k = (numbers(4, start=float(i)).requires_grad_() for i in range(3))
-        out = f({"a": a}, (b, 7), key={"k": k.exp()}, flag="yes")
-        assert (out["out"][1], out["none"], out["flag"]) == (7, None, "yes")
-        return torch.autograd.grad(out["out"][0].exp().sum(), (a, b, k))
-
-    assert_same(program(functx.remat(f)), program(f), eps=8)
-
-
 class TestPickle:
     @pytest.mark.parametrize(
         "f", [decorated, layers.method, rematted, functx.remat(functools.partial(body, scale=2.0))]
@@ -153,8 +138,6 @@ class TestPickle:
 
 
 class TestStaticArguments:
-    """JAX's names and errors."""
-
     @staticmethod
     def power(x, n, mode="sin"):
         assert isinstance(n, int)

@@ -1,9 +1,6 @@
-"""After an interrupt or an exception torch is as it was, wherever it struck.
+"""After an interrupt or an exception torch is as it was; threads, elsewhere and several at once."""
 
-``sys.setprofile`` raises ``KeyboardInterrupt`` at each call of a Python function of the engine,
-or of this file, in turn, over a forward and a backward.
-"""
-
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,9 +14,12 @@ from torch import nn
 from torch.nn.functional import dropout
 
 import functx
+from functx._remat import generators
+
+from .programs import STACKS
+from .refusals import same
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 FILES = {os.path.dirname(f.__code__.co_filename) for f in (functx.remat, functx.grad)}
 PATIENCE = 30  # seconds until a run that waits for ever is given up; no result depends on it
 POINTS = 30  # of a program; all in sweeps
@@ -49,14 +49,10 @@ def state():
 BUFFER = torch.zeros(4, dtype=X.dtype)
 
 
-def inner(x):
-    return dropout(x.sin(), 0.5).exp()
-
-
 def region(x):
     with torch.no_grad():
         scale = x.exp() + BUFFER
-    return functx.remat(inner)(x * 2) * scale
+    return functx.remat(lambda x: dropout(x.sin(), 0.5).exp())(x * 2) * scale
 
 
 def loss(x):
@@ -69,19 +65,11 @@ def base():
     return x.grad
 
 
-def base_in_autocast():
-    x = numbers(4, 4).float().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = functx.remat(lambda x: (x @ x).tanh() @ x)(x).float().sum()
-    value.backward()
-    return x.grad
-
-
 def per_example():
     return functx.vmap(functx.grad(loss), randomness="different")(numbers(3, 4))
 
 
-PROGRAMS = {f.__name__: f for f in (base, base_in_autocast, per_example)}
+PROGRAMS = {f.__name__: f for f in (base, per_example)}
 
 
 class Interrupt:
@@ -146,29 +134,20 @@ def check(name, points):
         assert_same(again[0], expected, eps=8)
 
 
-def check_alone(name, points, patience):
-    """`check` in a process of its own: what an interrupt breaks there breaks no other test."""
+# Slow: each point is a run of a program, in a process of its own.
+@pytest.mark.parametrize("points", [POINTS, pytest.param(10**6, marks=pytest.mark.sweep)])
+def test_an_interrupt_leaves_torch_as_it_was(points):
+    """What an interrupt breaks in that process breaks no other test."""
+    code = f"from {__name__} import PROGRAMS, check; [check(name, {points}) for name in PROGRAMS]"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", f"from {__name__} import check; check({name!r}, {points})"],
+        [sys.executable, "-P", "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        timeout=patience,
+        timeout=100 * PATIENCE,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-# Slow: each point is a run of the program, in a process of its own.
-@pytest.mark.parametrize("name", ["base", "per_example"])
-def test_an_interrupt_leaves_torch_as_it_was(name):
-    check_alone(name, POINTS, 20 * PATIENCE)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_an_interrupt_anywhere_leaves_torch_as_it_was(name):
-    check_alone(name, 10**6, 60 * PATIENCE)
 
 
 class Faulty:
@@ -187,42 +166,35 @@ class Faulty:
         return y * scale
 
 
-def hessian(f):
-    return functx.jacrev(functx.grad(lambda x: f(x).sin().sum()))(X)
+def differentiated(stack):
+    def run(f):
+        if stack == "hessian":
+            return functx.jacrev(functx.grad(lambda x: f(x).sin().sum()))(X)
+        if stack == "nested":
+            region = functx.remat(lambda x: f(x.cos()))
+            return STACKS["double backward"](lambda x: region(x).sin().sum(), X)
+        return STACKS[stack](lambda x: f(x).sin().sum(), X)
+
+    return run
 
 
-def double_backward(f):
-    x = X.clone().requires_grad_()
-    (first,) = torch.autograd.grad(f(x).sin().sum(), x, create_graph=True)
-    return torch.autograd.grad(first.sum(), x)
-
-
-STACKS = {
-    "double backward": double_backward,
-    "nested": lambda f: double_backward(functx.remat(lambda x: f(x.cos()))),
-    "vmap(grad)": lambda f: functx.vmap(functx.grad(lambda x: f(x).sum()), randomness="different")(
-        numbers(3, 4)
-    ),
-    "hessian": hessian,
-}
-
-
+ORDERS = ("double backward", "nested", "vmap(grad)", "hessian")
 ERRORS = [ValueError, torch.OutOfMemoryError, KeyboardInterrupt]
 
 
-@pytest.mark.parametrize(("stack", "error"), [(s, ERRORS[i % 3]) for i, s in enumerate(STACKS)])
+@pytest.mark.parametrize(("stack", "error"), [(s, ERRORS[i % 3]) for i, s in enumerate(ORDERS)])
 def test_an_exception_of_the_function_leaves_torch_as_it_was(stack, error):
     """Whichever run raises: the forward, a replay, a replay of a replay. It comes out as it is."""
-    sound = Faulty(None, 0)
-    expected = seeded(lambda: STACKS[stack](functx.remat(sound)))
+    sound, run = Faulty(None, 0), differentiated(stack)
+    expected = seeded(lambda: run(functx.remat(sound)))
     assert sound.runs >= 1
     for at in range(1, sound.runs + 1):
         before, raised = state(), error("on purpose")
         with pytest.raises(error, match="on purpose") as caught:
-            seeded(lambda at=at, e=raised: STACKS[stack](functx.remat(Faulty(lambda _: e, at))))
+            seeded(lambda at=at, e=raised: run(functx.remat(Faulty(lambda _: e, at))))
         assert caught.value is raised
         assert state() == before
-        assert_same(seeded(lambda: STACKS[stack](functx.remat(Faulty(None, 0)))), expected)
+        assert_same(seeded(lambda: run(functx.remat(Faulty(None, 0)))), expected)
 
 
 def test_a_failed_replay_has_drawn_nothing_and_can_be_tried_again():
@@ -235,3 +207,170 @@ def test_a_failed_replay_has_drawn_nothing_and_can_be_tried_again():
     assert_same(torch.get_rng_state(), before)
     value.backward()
     assert x.grad.abs().sum() > 0
+
+
+VECTOR = numbers(4)
+SECONDS = 20  # seconds until a thread that waits for ever is given up; no result depends on it
+
+
+def start(f):
+    """``f()`` in a thread of its own, and a function that waits for what it returns or raises."""
+    found = []
+
+    def run():
+        try:
+            found.append((f(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(SECONDS)
+        assert found, "the thread hangs"
+        value, error = found[0]
+        if error is not None:
+            raise error
+        return value
+
+    return result
+
+
+elsewhere = lambda f: start(f)()
+noisy = lambda x: dropout(x.sin(), 0.5).exp()
+
+
+class TestPulledBackElsewhere:
+    def test_a_backward(self):
+        def program(remat):
+            torch.manual_seed(4)
+            w, x = numbers(4, start=1.0).requires_grad_(), VECTOR.clone().requires_grad_()
+            value = remat(lambda x: remat(noisy)(x) * w)(x).sum()
+            gradients = elsewhere(lambda: torch.autograd.grad(value, (w, x)))
+            return gradients, torch.rand(3)
+
+        same(program)
+
+    def test_pullbacks_of_a_vjp_and_a_second_order(self):
+        def program(remat):
+            torch.manual_seed(4)
+            w = numbers(4, start=1.0).requires_grad_()
+            _, pullback = functx.vjp(remat(lambda x: noisy(x) * w), VECTOR)
+            first = [pullback(VECTOR), elsewhere(lambda: pullback(VECTOR)), pullback(VECTOR)]
+            return first, elsewhere(lambda: torch.autograd.grad(first[1][0].sum(), w))
+
+        same(program)
+
+    def test_autocast_and_grad_mode_are_those_of_the_forward(self):
+        """They belong to a thread, and a new one has none."""
+
+        def program(remat):
+            x, v, w = (numbers(4, 4, start=i).float().requires_grad_() for i in range(3))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = remat(lambda x: torch.tanh(x @ v) @ w)(x).float().sum()
+            return elsewhere(lambda: torch.autograd.grad(value, (x, v, w)))
+
+        same(program, eps=0)
+
+
+class TestInsideAReplay:
+    """What a node's backward needs is no thread-local, and no lock is held while user code runs."""
+
+    def test_both_may_draw(self, monkeypatch):
+        """Or the draws of the other thread are refused; neither waits for ever."""
+        monkeypatch.setattr(generators, "_PATIENCE", 1.0)
+
+        def program(remat):
+            torch.manual_seed(5)
+            x = numbers(16).requires_grad_()
+
+            def region(x):
+                h, y = noisy(x), x.detach().requires_grad_()
+                (g,) = elsewhere(lambda: torch.autograd.grad(remat(noisy)(y).sum(), y))
+                return (h * g).exp()
+
+            return elsewhere(lambda: torch.autograd.grad(remat(region)(x).sum(), x))
+
+        with contextlib.suppress(functx.RematError):
+            same(program)
+
+    def test_a_forward_here_and_its_backward_in_another_thread(self):
+        def program(remat):
+            x = VECTOR.clone().requires_grad_()
+
+            def region(x):
+                y = x.detach().requires_grad_()
+                value = remat(lambda y: remat(torch.sin)(y).exp())(y).sum()
+                (g,) = elsewhere(lambda: torch.autograd.grad(value, y, create_graph=True))
+                (g,) = elsewhere(lambda: torch.autograd.grad(g.sum(), y))
+                return (x * g).sin()
+
+            return elsewhere(lambda: torch.autograd.grad(remat(region)(x).sum(), x))
+
+        same(program)
+
+
+THREADS, STEPS = 4, 4
+
+
+def together(work):
+    """``work(i)`` in several threads that start together."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(i):
+        barrier.wait(SECONDS)
+        return [work(i) for _ in range(STEPS)]
+
+    return [result() for result in [start(lambda i=i: run(i)) for i in range(THREADS)]]
+
+
+W = numbers(4, start=1.0)
+NETS = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double() for _ in range(THREADS)]
+
+
+def of_module(i, remat):
+    x = numbers(3, 4, start=float(i)).requires_grad_()
+    return torch.autograd.grad(remat(NETS[0])(x).square().sum(), x)
+
+
+def each_example(i, remat):
+    f = remat(lambda x: remat(lambda x: (x * W).sin().exp())(x.cos()))
+    return functx.vmap(functx.grad(lambda x: f(x).sum()))(numbers(3, 4, start=float(i)))
+
+
+def with_a_generator(i, remat):
+    generator = torch.Generator().manual_seed(i)
+    x = numbers(4, start=float(i)).requires_grad_()
+    f = lambda x: x.sin() * torch.randn(4, generator=generator, dtype=x.dtype)
+    return torch.autograd.grad((remat(f)(x) * remat(f)(x)).sum(), x)
+
+
+@pytest.mark.parametrize("work", [of_module, each_example, with_a_generator])
+def test_several_at_once(work):
+    for i, found in enumerate(together(lambda i: work(i, functx.remat))):
+        expected = work(i, lambda f: f)
+        for result in found:
+            assert_same(result, expected, eps=8)
+
+
+def test_replays_with_dropout_at_once_do_not_mix():
+    """Forwards one after another, then all backwards together, from the default generator."""
+    made = {}
+    for remat in (functx.remat, None):
+        torch.manual_seed(4)
+        made[remat] = []
+        for i in range(THREADS):
+            x = numbers(64, start=float(i)).requires_grad_()
+            made[remat].append((x, (remat or (lambda f: f))(noisy)(x).sum()))
+    before = torch.get_rng_state()
+
+    def work(i):
+        x, value = made[functx.remat][i]
+        return torch.autograd.grad(value, x, retain_graph=True)
+
+    for (x, value), found in zip(made[None], together(work), strict=True):
+        expected = torch.autograd.grad(value, x)
+        for gradient in found:
+            assert_same(gradient, expected, eps=8)
+    assert_same(torch.get_rng_state(), before)

@@ -1,14 +1,16 @@
-"""Kinds of tensors: what goes into a region, what comes out, and what is pulled back."""
+"""Kinds of tensors that go in and out and are pulled back; custom Functions, what they hide."""
 
 import pytest
 import torch
-from cases import DTYPE, numbers
-from references import assert_same
+from cases import DTYPE, custom_function, identity, numbers, saves_inputs
+from references import assert_same, count
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import functx
 
-from .programs import identity
+from .refusals import right_or_refused
+from .refusals import same as as_without
 
 pytestmark = pytest.mark.usefixtures("no_hooks")
 X = numbers(4)
@@ -47,35 +49,31 @@ def check(f, x=X, ways=("backward", "vmap(grad)")):
     assert_same(program(functx.remat), program(identity), eps=8)
 
 
-class TestResults:
-    @pytest.mark.parametrize(
-        "f",
-        [
-            lambda x: (x.sin(), x.detach().exp(), torch.ones(2, dtype=DTYPE)),
-            lambda x: (x.sin(), x.argsort(), (x > 0), x.detach().to(torch.int8)),
-            lambda x: (x, x.sin(), x),
-            lambda x: [y := x.sin(), y, {"again": y}, y.exp()],
-            lambda x: (x.sin(), x.new_empty(0), [], None, ()),
-            lambda x: (x.sin().view(2, 2), x.exp()[1:], x.cos().expand(3, 4)),
-            lambda x: (y := x.sin(), y.view(2, 2), y[1:]),
-            lambda x: torch.sort(x * 2),
-            lambda x: (x.sin(), x.sum() > 0, x.isnan().any(), x.size(0)),
-        ],
-        ids=[
-            "no gradient",
-            "integer and bool",
-            "an input",
-            "one twice",
-            "empty",
-            "views",
-            "views of each other",
-            "named tuple",
-            "scalars",
-        ],
-    )
-    def test_results(self, f):
-        check(f)
+RESULTS = {
+    "no gradient": lambda x: (x.sin(), x.detach().exp(), torch.ones(2, dtype=DTYPE)),
+    "integer and bool": lambda x: (x.sin(), x.argsort(), (x > 0), x.detach().to(torch.int8)),
+    "an input": lambda x: (x, x.sin(), x),
+    "one twice": lambda x: [y := x.sin(), y, {"again": y}, y.exp()],
+    "empty": lambda x: (x.sin(), x.new_empty(0), [], None, ()),
+    "views": lambda x: (x.sin().view(2, 2), x.exp()[1:], x.cos().expand(3, 4)),
+    "views of each other": lambda x: (y := x.sin(), y.view(2, 2), y[1:]),
+    "named tuple": lambda x: torch.sort(x * 2),
+    "scalars": lambda x: (x.sin(), x.sum() > 0, x.isnan().any(), x.size(0)),
+}
+INTERMEDIATES = {
+    "complex": lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1),
+    "conjugate": lambda x: torch.fft.fft(x * (1 + 2j)).conj().imag * x,
+    "a region of no elements": lambda x: torch.cat([functx.remat(torch.sin)(x[:0]), x.exp()]),
+}
 
+
+@pytest.mark.parametrize("name", [*RESULTS, *INTERMEDIATES])
+def test_kinds_of_results_and_intermediates(name):
+    ways = ("backward", "vmap(grad)") if name in RESULTS else ("backward",)
+    check((RESULTS | INTERMEDIATES)[name], ways=ways)
+
+
+class TestResults:
     def test_nothing_at_all(self):
         f = functx.remat(lambda x, nothing: nothing)
         for nothing in (None, (), [], {}):
@@ -110,7 +108,6 @@ INPUTS = {
 class TestInputs:
     @pytest.mark.parametrize("name", INPUTS)
     def test_kinds_of_inputs(self, name):
-        """Strides count too: they are part of what an operation sees."""
         x = INPUTS[name]
         ways = ("backward", "vmap(grad)") if x.is_contiguous() else ("backward",)
         check(lambda x: ((torch.sin(x) * torch.exp(x)).reshape(-1), x.stride()), x, ways)
@@ -124,28 +121,10 @@ class TestInputs:
 
         check(f)
 
-    @pytest.mark.parametrize(
-        "f",
-        [
-            lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1),
-            lambda x: torch.fft.fft(x * (1 + 2j)).conj().imag * x,
-            lambda x: torch.cat([functx.remat(torch.sin)(x[:0]), x.exp()]),
-        ],
-        ids=["complex", "conjugate", "a region of no elements"],
-    )
-    def test_kinds_of_intermediates(self, f):
-        check(f, ways=("backward",))
-
 
 class TestCotangents:
     @pytest.mark.parametrize(
-        "cotangent",
-        [
-            torch.ones(1, dtype=DTYPE).expand(4, 3),
-            numbers(3, 4).mT,
-            numbers(4, 6)[:, ::2],
-        ],
-        ids=["expanded", "transposed", "strided"],
+        "cotangent", [numbers(1).expand(4, 3), numbers(3, 4).mT, numbers(4, 6)[:, ::2]]
     )
     def test_layouts(self, cotangent):
         def program(remat):
@@ -177,80 +156,158 @@ class Tagged(torch.Tensor):
     """A subclass that torch carries through every operation."""
 
 
-class Twice(torch.Tensor):
-    """A wrapper of two tensors: its operations run on both."""
+def test_subclasses_by_torch_function():
+    def program(remat):
+        x = X.clone().as_subclass(Tagged).requires_grad_()
+        w = torch.nn.Parameter(X.clone().as_subclass(Tagged))
+        out = remat(lambda x: x.sin() * w.exp())(x)
+        found = torch.autograd.grad(out.sum(), (x, w))
+        return (out, found), type(out).__name__, [type(g).__name__ for g in found]
 
-    @staticmethod
-    def __new__(cls, a, b):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, a.shape, dtype=a.dtype, strides=a.stride(), requires_grad=a.requires_grad
-        )
-
-    def __init__(self, a, b):
-        self.a, self.b = a, b
-
-    def __tensor_flatten__(self):
-        return ["a", "b"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, meta, size, stride):
-        return Twice(inner["a"], inner["b"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        def part(name):
-            def get(t):
-                return getattr(t, name) if isinstance(t, Twice) else t
-
-            return func(*torch.utils._pytree.tree_map(get, args), **(kwargs or {}))
-
-        a, b = part("a"), part("b")
-        if not isinstance(a, torch.Tensor):
-            return a
-        return torch.utils._python_dispatch.return_and_correct_aliasing(
-            func, args, kwargs or {}, Twice(a, b)
-        )
+    assert_same(program(functx.remat), program(identity))
 
 
-class TestSubclasses:
-    def test_by_torch_function(self):
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_constant_of_regions_in_regions(sparse):
+    s = sparse(torch.eye(4, dtype=DTYPE))
+
+    def program(remat):
+        x = numbers(4, 3).requires_grad_()
+        region = remat(lambda x: (s @ x).sin())
+        return torch.autograd.grad(remat(lambda x: region(s @ x).cos())(x).sum(), x)
+
+    assert_same(program(functx.remat), program(identity))
+
+
+VECTOR, W, BATCH = numbers(4), numbers(4, start=1.0), numbers(3, 4)
+
+
+def scaled_backward(ctx, g):
+    x, w = ctx.saved_tensors
+    return g * x.cos() * w, g * x.sin()
+
+
+def scaled_jvp(ctx, dx, dw):
+    x, w = ctx.saved_tensors
+    return dx * x.cos() * w + dw * x.sin()
+
+
+# ``sin(x) * w``, by hand: the old form, with a context in forward; and as functorch wants it.
+scale = custom_function(
+    lambda ctx, x, w: (ctx.save_for_backward(x, w), x.sin() * w)[1], scaled_backward
+)
+mapped = custom_function(lambda x, w: x.sin() * w, scaled_backward, saves_inputs, scaled_jvp)
+
+
+def leaf(t):
+    return t.clone().requires_grad_()
+
+
+def test_its_forward_runs_again_and_its_backward_once():
+    x, w = leaf(VECTOR), leaf(W)
+    counts = count(lambda: functx.remat(scale)(x, w).sum().backward())
+    assert counts["cos"] == 1
+    assert 2 <= counts["sin"] <= 3  # forward, backward, and replay, if anything reads it
+
+
+class TestWhatTheyHide:
+    """``apply`` is not shown to function modes."""
+
+    @pytest.mark.parametrize("depth", [1, 3])
+    def test_captured_leaves_of_a_fused_layer_get_their_gradients_at_every_order(self, depth):
+        class Fused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(W.clone())
+
+            def forward(self, x):
+                return scale(x.cos(), self.weight).exp()
+
         def program(remat):
-            x = X.clone().as_subclass(Tagged).requires_grad_()
-            w = torch.nn.Parameter(X.clone().as_subclass(Tagged))
-            out = remat(lambda x: x.sin() * w.exp())(x)
-            found = torch.autograd.grad(out.sum(), (x, w))
-            return (out, found), type(out).__name__, [type(g).__name__ for g in found]
+            layer, x = Fused(), leaf(VECTOR)
+            region = layer
+            for _ in range(depth):
+                region = remat(lambda x, inner=region: inner(x))
+            out = region(x).sum()
+            first = torch.autograd.grad(out, (x, layer.weight), create_graph=True)
+            return first, torch.autograd.grad(sum(g.sum() for g in first), (x, layer.weight))
 
-        assert_same(program(functx.remat), program(identity))
+        as_without(program)
 
-    @pytest.mark.parametrize("captured", [True, False])
-    def test_by_torch_dispatch(self, captured):
+    @pytest.mark.parametrize("function", [scale, mapped])
+    def test_a_captured_non_leaf_is_right_or_an_error(self, function):
         def program(remat):
-            w = Twice(X.clone(), X.cos()).requires_grad_()
-            if captured:
-                out = remat(lambda x: x.sin() * w.exp())(X)
-            else:
-                out = remat(lambda w: X.sin() * w.exp())(w)
-            assert type(out) is Twice
-            (gradient,) = torch.autograd.grad(out, w, Twice(X, X * 2))
-            assert type(gradient) is Twice
-            return out.a, out.b, gradient.a, gradient.b
+            x, w = leaf(VECTOR), leaf(W)
+            h = w * 2
+            out = remat(lambda x: function(x, h).exp())(x).sum()
+            return torch.autograd.grad(out, (x, w))
 
-        assert_same(program(functx.remat), program(identity))
+        right_or_refused(program, way_out="argument")
+
+    @pytest.mark.parametrize("way", ["grad", "vmap(grad)"])
+    def test_under_transforms_a_capture_is_right_or_an_error(self, way):
+        def program(remat):
+            def f(x, h):
+                return (remat(lambda x: mapped(x, h * 1))(h) * x).sum() + remat(
+                    lambda x: mapped(x, h).exp()
+                )(x).sum()
+
+            gradient = functx.grad(f, argnums=(0, 1))
+            if way == "grad":
+                return gradient(VECTOR, W)
+            return functx.vmap(gradient, in_dims=(0, None))(BATCH, W)
+
+        right_or_refused(program)
+
+    @pytest.mark.parametrize("outer", ["backward", "grad"])
+    def test_a_pullback_made_outside_is_right_or_an_error(self, outer):
+        def program(remat):
+            def loss(x):
+                h = x * 2
+                y = h.exp()
+                region = lambda v: torch.autograd.grad(y, h, v, create_graph=True)[0] * v
+                return remat(region)(h.sin()).sum()
+
+            if outer == "grad":
+                return functx.grad(loss)(VECTOR)
+            x = leaf(VECTOR)
+            return torch.autograd.grad(loss(x), x)
+
+        right_or_refused(program, way_out="inside|outside|argument")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
-class TestOfOtherLayouts:
-    @pytest.mark.parametrize(("layout", "inner"), [("coo", True), ("csr", False)])
-    def test_a_sparse_constant_of_regions_in_regions(self, layout, inner):
-        s = torch.eye(4, dtype=DTYPE)
-        s = s.to_sparse() if layout == "coo" else s.to_sparse_csr()
+def adjoint(transforms):
+    """``y = exp(sin(theta) * x)`` with a backward that asks ``grad``, as adjoints are written."""
+
+    def backward(ctx, g):
+        weighted = lambda x, t: ((t.sin() * x).exp() * g).sum()
+        return transforms.grad(weighted, argnums=(0, 1))(*ctx.saved_tensors)
+
+    return custom_function(lambda x, theta: (theta.sin() * x).exp(), backward, saves_inputs)
+
+
+@pytest.mark.parametrize("inner", [functx, torch.func], ids=["functx", "torch.func"])
+class TestBackwardsThatDifferentiate:
+    @pytest.mark.parametrize("way", ["vmap(grad)", "vmap(grad) of a parameter"])
+    def test_under_transforms(self, inner, way):
+        def gradients(transforms, apply):
+            argnums = 1 if "parameter" in way else 0
+            gradient = transforms.grad(lambda x, w: (apply(x, w) * W).sum(), argnums=argnums)
+            return transforms.vmap(gradient, in_dims=(0, None))(BATCH, W)
+
+        expected = gradients(torch.func, adjoint(torch.func))
+        assert_same(gradients(functx, adjoint(inner)), expected, eps=8)
+
+    @pytest.mark.parametrize("way", ["backward", "vmap(grad)"])
+    def test_in_regions(self, inner, way):
+        apply = adjoint(inner)
 
         def program(remat):
-            x = numbers(4, 3).requires_grad_()
-            region = remat(lambda x: (s @ x).sin())
-            y = remat(lambda x: region(x if inner else s @ x).cos())(x)
-            y.sum().backward()
-            return x.grad
+            loss = lambda x, w: (remat(lambda x, w: apply(x.sin(), w * 2).exp())(x, w) * W).sum()
+            if way == "backward":
+                x, w = leaf(VECTOR), leaf(W)
+                return torch.autograd.grad(loss(x, w), (x, w))
+            return functx.vmap(functx.grad(loss, argnums=(0, 1)), in_dims=(0, None))(BATCH, W)
 
-        assert_same(program(functx.remat), program(identity))
+        as_without(program)

@@ -2,25 +2,15 @@
 
 import pytest
 import torch
-from cases import identity, numbers
+from cases import custom_function, identity, numbers
 from references import assert_same
 
 import functx
 
+from .programs import STACKS, by_backward
+
 pytestmark = pytest.mark.usefixtures("no_hooks")
-
-
-def eager(f, x):
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(f(x), x)[0]
-
-
-WAYS = {
-    "eager": eager,
-    "grad": lambda f, x: functx.grad(f)(x),
-    "vmap(grad)": lambda f, x: functx.vmap(functx.grad(f))(torch.stack([x, x * 0.5])),
-    "grad(grad)": lambda f, x: functx.grad(lambda x: functx.grad(f)(x).sin().sum())(x),
-}
+WAYS = {name: STACKS[name] for name in ("backward", "grad", "vmap(grad)", "grad(grad)")}
 
 
 def agrees(region, x, way, pick=0):
@@ -33,82 +23,50 @@ def agrees(region, x, way, pick=0):
         torch.testing.assert_close(WAYS[way](loss(ours), x), expected, rtol=1e-14, atol=1e-14)
 
 
-def hook_reads_a_sibling_of_the_result(x):
-    mask = (x * 3).sin()
-    y = x.cos()
+def with_mask(keep, read):
+    """A Function that keeps what is no ancestor of its result."""
+    return custom_function(
+        lambda x, mask: (x * 2, mask.sum()),
+        lambda ctx, first, second: (first * read(ctx), None),
+        lambda ctx, inputs, output: keep(ctx, inputs[1]),
+    )
+
+
+saves = with_mask(lambda ctx, mask: ctx.save_for_backward(mask), lambda ctx: ctx.saved_tensors[0])
+# Where only Python sees it.
+hides = with_mask(lambda ctx, mask: setattr(ctx, "mask", mask), lambda ctx: ctx.mask)
+
+
+def hooked(register, y, then):
+    """``y`` with a hook, where it is differentiated, and another result."""
     if y.requires_grad:
-        y.register_hook(lambda g: g * mask)
-    return y, mask.sum()
+        register(y)
+    return y, then.sum()
 
 
-def hook_reads_an_input(x):
-    y = x * 2
-    if y.requires_grad:
-        y.register_hook(lambda g: g * x)
-    return y, x.sum()
-
-
-def hook_of_a_node(x):
+def reads_a_sibling(x):
     mask = (x * 3).sin()
-    y = x * 2
-    if y.grad_fn is not None:
-        y.grad_fn.register_hook(lambda gi, go: tuple(g if g is None else g * mask for g in gi))
-    return y, mask.sum()
+    return hooked(lambda y: y.register_hook(lambda g: g * mask), x.cos(), mask)
 
 
-class Keeps(torch.autograd.Function):
-    """Saves what is no ancestor of its result."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, mask):
-        return x * 2, mask.sum()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, first, second):
-        return first * ctx.saved_tensors[0], None
+def of_a_node(x):
+    mask = (x * 3).sin()
+    hook = lambda gradients, _: tuple(g if g is None else g * mask for g in gradients)
+    return hooked(lambda y: y.grad_fn.register_hook(hook), x * 2, mask)
 
 
-class Hides(Keeps):
-    """Holds a tensor where only Python sees it."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mask = inputs[1]
-
-    @staticmethod
-    def backward(ctx, first, second):
-        return first * ctx.mask, None
+def mask_of(x):
+    return (x * 3).sin().detach()
 
 
-def function_saves_a_sibling(x):
-    return Keeps.apply(x, (x * 3).sin().detach())
-
-
-def function_hides_a_sibling(x):
-    return Hides.apply(x, (x * 3).sin().detach())
-
-
-def function_hides_a_result(x):
-    mask = (x * 3).sin().detach()
-    return Hides.apply(x, mask)[0], mask
-
-
-REGIONS = [
-    function_hides_a_result,
-    hook_reads_a_sibling_of_the_result,
-    hook_reads_an_input,
-    hook_of_a_node,
-    function_saves_a_sibling,
-    function_hides_a_sibling,
-]
+REGIONS = {
+    "a Function hides a result": lambda x: (lambda m: (hides(x, m)[0], m))(mask_of(x)),
+    "a hook reads a sibling": reads_a_sibling,
+    "a hook reads an input": lambda x: hooked(lambda y: y.register_hook(lambda g: g * x), x * 2, x),
+    "a hook of a node": of_a_node,
+    "a Function saves a sibling": lambda x: saves(x, mask_of(x)),
+    "a Function hides a sibling": lambda x: hides(x, mask_of(x)),
+}
 
 
 @pytest.mark.parametrize(
@@ -118,27 +76,18 @@ REGIONS = [
         (r, w)
         for i, r in enumerate(REGIONS)
         for j, w in enumerate(WAYS)
-        if (i + j) % 2 and (w != "vmap(grad)" or "hides" not in r.__name__)
+        if (i + j) % 2 and (w != "vmap(grad)" or "hides" not in r)
     ],
 )
 def test_python_on_the_tape_finds_what_it_reads(region, way):
-    agrees(region, numbers(4), way)
+    agrees(REGIONS[region], numbers(4), way)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(("way", "pick"), [("eager", 1), ("vmap(grad)", 2), ("grad(grad)", 1)])
+@pytest.mark.parametrize(("way", "pick"), [("backward", 1), ("vmap(grad)", 2), ("grad(grad)", 1)])
 def test_results_of_an_operator_read_each_other(way, pick):
     """Without a batching rule, each result of a factorization is stacked by itself."""
     agrees(lambda x: torch.linalg.lu(x @ x.mT + torch.eye(3)), numbers(3, 3), way, pick)
-
-
-def draws_with_computed_probability(x):
-    draw = torch.bernoulli(x.sigmoid().detach())
-    return x.sin(), draw
-
-
-def draws_with_computed_spread(x):
-    return (x * torch.normal(x, x.exp()).detach()).sin(), torch.rand_like(x)
 
 
 def pools_at_random(x):
@@ -146,14 +95,19 @@ def pools_at_random(x):
     return torch.nn.functional.fractional_max_pool2d(image, 2, output_size=2, return_indices=True)
 
 
+DRAWS = [
+    lambda x: (x.sin(), torch.bernoulli(x.sigmoid().detach())),
+    lambda x: ((x * torch.normal(x, x.exp()).detach()).sin(), torch.rand_like(x)),
+    pools_at_random,
+]
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("region", "way", "pick"),
     [
         (f, way, (i + j) % 2)
-        for i, f in enumerate(
-            [draws_with_computed_probability, draws_with_computed_spread, pools_at_random]
-        )
+        for i, f in enumerate(DRAWS)
         for j, way in enumerate(WAYS)
         if (i + j) % 3
     ],
@@ -162,14 +116,8 @@ def test_what_draws_has_its_inputs(region, way, pick):
     """A replay must draw, to leave the generator where it was, and reads to do so."""
 
     def seeded(region):
-        def loss(x):
-            return region(x)[pick].double().sin().sum() + x.sum()
-
         torch.manual_seed(3)
-        if way == "vmap(grad)":
-            xs = torch.stack([numbers(4), numbers(4, start=2.0)])
-            return functx.vmap(functx.grad(loss), randomness="different")(xs)
-        return WAYS[way](loss, numbers(4))
+        return WAYS[way](lambda x: region(x)[pick].double().sin().sum() + x.sum(), numbers(4))
 
     actual, expected = seeded(functx.remat(region)), seeded(region)
     torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)
@@ -188,7 +136,7 @@ def test_running_statistics_are_read_though_the_normalized_are_not():
         return lambda x: wrap(region)(x).sin().sum()
 
     x = numbers(4, 3)
-    assert torch.equal(eager(loss(functx.remat), x), eager(loss(lambda f: f), x))
+    assert torch.equal(by_backward(loss(functx.remat), x), by_backward(loss(lambda f: f), x))
 
 
 def test_forward_modes_zeros_stay_what_they_are():
@@ -265,10 +213,7 @@ def test_what_an_inner_policy_may_keep_is_written_to(write, used):
 
     def program(remat):
         policy = {} if remat is identity else {"policy": functx.checkpoint_policies.dots_saveable}
-
-        def outer(x):
-            return remat(inner, **policy)(x.tanh()).exp() + unread
-
+        outer = lambda x: remat(inner, **policy)(x.tanh()).exp() + unread
         x, unread = numbers(3, 4).requires_grad_(), numbers(4).requires_grad_()
         plain = torch.autograd.grad(remat(outer)(x).sum(), x)
         return plain, functx.jacrev(functx.grad(lambda x: remat(outer)(x).sum()))(x.detach())
@@ -284,36 +229,29 @@ def test_copies_that_forward_mode_makes_are_read_from_what_they_copy(reduce, out
     """A gradient that is expanded has no memory of its own; neither has its tangent."""
 
     def program(remat):
-        def f(x):
-            return remat(lambda p: reduce(remat(torch.square)(torch.outer(p, p))).sin())(x.cos())
-
-        def pushed(x):
-            if out == "vmap(jvp)":
-                basis = torch.eye(3, dtype=x.dtype)
-                return functx.vmap(lambda t: functx.jvp(gradient, (x,), (t,))[1])(basis)
-            return (
-                functx.jacfwd(gradient)(x)
-                if out == "jacfwd"
-                else functx.jvp(gradient, (x,), (x,))[1]
-            )
-
+        f = lambda x: remat(lambda p: reduce(remat(torch.square)(torch.outer(p, p))).sin())(x.cos())
+        pushed = lambda t: functx.jvp(gradient, (x,), (t,))[1]
         gradient = remat(functx.grad(f))
         x = numbers(3).requires_grad_()
-        value = pushed(x)
+        if out == "jacfwd":
+            value = functx.jacfwd(gradient)(x)
+        else:
+            value = pushed(x) if out == "jvp" else functx.vmap(pushed)(torch.eye(3, dtype=x.dtype))
         return value.detach(), torch.autograd.grad(value.sum(), x)
 
     assert_same(program(functx.remat), program(identity), eps=64)
 
 
-def test_forward_modes_zeros_meet_an_operator_of_a_number():
+@pytest.mark.parametrize("jacobian", [functx.jacrev, functx.jacfwd, torch.func.jacrev])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_modes_zeros_meet_an_operator_of_a_number(jacobian, requires_grad):
     """Called from a dispatch mode, that ends the process."""
 
-    def f(x, t):
-        return (x - t).pow(2).sum()
+    f = lambda x, t: (x - t).pow(2).sum()
 
     def g(t):
         zeros = torch.zeros_like(t)
         return functx.hessian(f)(zeros, t).sum(0) * functx.grad(f)(zeros, t)
 
-    t = numbers(3)
-    torch.testing.assert_close(functx.jacrev(functx.remat(g))(t), functx.jacrev(g)(t))
+    t = numbers(3).requires_grad_(requires_grad)
+    torch.testing.assert_close(jacobian(functx.remat(g))(t), jacobian(g)(t))

@@ -1,8 +1,5 @@
 """Later runs of a region follow the plan of the first one, and are right all the same."""
 
-import functools
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +11,7 @@ import functx
 from functx import _torch
 from functx._remat import plans
 
-from .programs import X, Y
-
-STACKS = {
-    "backward": lambda f, x: torch.autograd.grad(f(x.requires_grad_()), x),
-    "grad": lambda f, x: functx.grad(f)(x),
-    "vmap(grad)": lambda f, x: functx.vmap(functx.grad(f), randomness="same")(x[None]),
-    "grad(grad)": lambda f, x: functx.grad(lambda x: functx.grad(f)(x).sin().sum())(x),
-    "jvp(grad)": lambda f, x: functx.jvp(functx.grad(f), (x,), (Y,)),
-}
+from .programs import STACKS, X, Y
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +24,12 @@ def listens():
     return _torch.dispatch_depth() > 0
 
 
-def again_and_again(program, runs=4, stacks=STACKS):
+SOME = ("backward", "grad", "vmap(grad)", "grad(grad)", "jvp(grad)")
+
+
+def again_and_again(program, runs=4, new=False, stacks=SOME):
     """Each run of ``program(remat, i)``, a loss, has the gradients that it has without remat."""
-    for stack in stacks.values():
+    for stack in map(STACKS.get, stacks):
         torch.manual_seed(0)
         expected = [stack(program(lambda f: f, i), X.clone()) for i in range(runs)]
         torch.manual_seed(0)
@@ -49,7 +41,7 @@ def again_and_again(program, runs=4, stacks=STACKS):
             return region
 
         for i in range(runs):
-            region = None if program.__name__.startswith("new_") else region
+            region = None if new else region
             assert_same(stack(program(one, i), X.clone()), expected[i])
 
 
@@ -81,38 +73,6 @@ def test_the_first_run_is_listened_to_and_later_ones_are_not():
     assert seen_to_listen(lambda x: F.linear(x, weight, bias=Y), X) == [True, False, False]
 
 
-def test_partials_modules_and_regions_of_regions_have_plans():
-    block = nn.Linear(3, 3, dtype=torch.float64)
-    for f in (
-        functools.partial(torch.nn.functional.linear, weight=block.weight),
-        lambda x: functx.checkpoint(block, x),
-        lambda x, inner=torch.sin: functx.remat(lambda x: inner(x))(x),
-    ):
-        plans._plans.clear()
-        for _ in range(3):
-            functx.remat(f)(X.clone().requires_grad_())
-        assert None not in plans._plans.values()
-        before = dict(plans._plans)
-        functx.remat(f)(X.clone().requires_grad_())
-        assert plans._plans == before
-        assert before
-
-
-def test_inputs_of_another_kind_are_listened_to_anew():
-    notes = Notes()
-
-    @functx.remat
-    def region(x):
-        notes.seen.append(listens())
-        return x.sin().exp()
-
-    for x in (X, X, numbers(4), X.float(), X, numbers(4)):
-        region(x.clone().requires_grad_())
-    assert notes.seen == [True, False, True, True, False, False]
-    functx.grad(lambda x: region(x).sum())(X)
-    assert notes.seen[6] is True
-
-
 @pytest.mark.parametrize("stack", ["backward", "grad", "vmap(grad)"])
 def test_what_is_recomputed_stays_the_same(stack):
     region = functx.remat(lambda x: x.sin().cos().exp().sum())
@@ -129,8 +89,7 @@ def test_weights_of_a_module_may_be_others_each_time():
             lambda x: functx.functional_call(block, weights, (x,)).tanh().square().sum()
         )(x)
 
-    program.__name__ = "new_each_time"
-    again_and_again(program)
+    again_and_again(program, new=True)
 
 
 def test_numbers_of_each_run_are_those_of_its_replay():
@@ -138,8 +97,7 @@ def test_numbers_of_each_run_are_those_of_its_replay():
         k = 1.0 + i
         return lambda x: remat(lambda x: (x * k).sin().mul(k).sum())(x)
 
-    program.__name__ = "new_each_time"
-    again_and_again(program)
+    again_and_again(program, new=True)
 
 
 @pytest.mark.parametrize("first", ["sin", "exp"])
@@ -172,14 +130,10 @@ def test_dropout_has_one_mask_a_run_also_where_it_begins_later(inside):
 
     def program(remat, i):
         p = 0.0 if i < 2 else 0.5
-
-        def f(x):
-            return (F.dropout(x.sin(), p, training=i != 3) * torch.rand_like(x)).sum()
-
+        f = lambda x: (F.dropout(x.sin(), p, training=i != 3) * torch.rand_like(x)).sum()
         return (lambda x: remat(lambda x: functx.remat(f)(x * 2))(x)) if inside else remat(f)
 
-    program.__name__ = "new_each_time"
-    again_and_again(program, runs=5, stacks={k: STACKS[k] for k in ("backward", "grad(grad)")})
+    again_and_again(program, 5, new=True, stacks=("backward", "grad(grad)"))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -230,14 +184,11 @@ def test_what_leaves_in_a_later_run_only_is_attached():
 
 
 def test_another_number_of_a_captured_tensor_at_the_same_place():
-    """The same tensor twice, and then two."""
-
     def program(remat, i):
         v, w = Y, (Y if i < 2 else Y * 3)
         return lambda x: remat(lambda x: ((x * v).sin() * w).sum())(x)
 
-    program.__name__ = "new_each_time"
-    again_and_again(program)
+    again_and_again(program, new=True)
 
 
 def test_regions_inside_follow_plans_of_their_own():
@@ -247,10 +198,7 @@ def test_regions_inside_follow_plans_of_their_own():
         notes.seen.append(listens())
         return x.sin() * Y
 
-    def program(remat, i):
-        return remat(lambda x: functx.remat(inner)(x.exp()).cos().sum())
-
-    again_and_again(program)
+    again_and_again(lambda remat, i: remat(lambda x: functx.remat(inner)(x.exp()).cos().sum()))
     assert not all(notes.seen)
 
 
@@ -261,18 +209,12 @@ def test_a_region_inside_that_is_new_ends_the_plan_of_the_region_around():
         block = blocks[i > 1]
         return lambda x: remat(lambda x: block(x * 2).sum())(x)
 
-    program.__name__ = "new_each_time"
-    again_and_again(program)
+    again_and_again(program, new=True)
 
 
 def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
-    def around(f):
-        return functx.remat(lambda x: f(x * 2).sum())
-
-    def with_a_default(f):
-        return functx.remat(lambda x, f=f: f(x * 2).sum())
-
-    for make in (around, with_a_default):
+    with_a_default = lambda f: functx.remat(lambda x, f=f: f(x * 2).sum())
+    for make in (lambda f: functx.remat(lambda x: f(x * 2).sum()), with_a_default):
         for f in (torch.sin, torch.exp, torch.square):
             found = count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
             plans._plans.clear()
@@ -301,33 +243,12 @@ def test_other_calls_in_a_dispatch_mode_of_the_region_are_refused():
 def test_memory_that_python_reads_in_a_region_inside_is_computed():
     """The region around leaves out what nobody reads, but for ``tolist`` further in."""
 
-    def inner(x, v):
-        return x * len([t for t in v.tolist() if t > 0])
+    inner = lambda x, v: x * len([t for t in v.tolist() if t > 0])
 
     def program(remat, i):
         return remat(lambda x: functx.remat(inner)(x.sin(), (-Y).clone()).square().sum())
 
     again_and_again(program)
-
-
-def test_threads_may_run_one_region_at_once():
-    region, found = functx.remat(lambda x: (x.sin() * Y).exp().sum()), []
-
-    def run():
-        for _ in range(20):
-            x = X.clone().requires_grad_()
-            found.append(torch.autograd.grad(region(x), x)[0])
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    x = X.clone().requires_grad_()
-    (expected,) = torch.autograd.grad((x.sin() * Y).exp().sum(), x)
-    assert len(found) == 80
-    for gradient in found:
-        assert_same(gradient, expected)
 
 
 def test_plans_hold_no_tensor():

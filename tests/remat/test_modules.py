@@ -1,12 +1,8 @@
-"""`remat` of an ``nn.Module`` is an ``nn.Module``: state, hooks, copies, methods, training."""
-
-import copy
-import io
-import pickle
+"""`remat` of an ``nn.Module``: state, hooks, copies, training; hooks that swap its parameters."""
 
 import pytest
 import torch
-from cases import DTYPE, numbers
+from cases import COPIES, DTYPE, Block, identity, numbers, seeded
 from references import assert_same, count
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -14,28 +10,6 @@ from torch.nn.utils import parametrizations, parametrize
 import functx
 
 from .refusals import same
-
-
-class Block(nn.Module):
-    """A parameter, a buffer, a submodule, an attribute, a method."""
-
-    def __init__(self, width=3):
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=DTYPE)
-        self.scale = nn.Parameter(numbers(width))
-        self.register_buffer("shift", numbers(width, start=1.0))
-        self.factor = 2.0
-
-    def forward(self, x, power=1):
-        return torch.tanh(self.linear(x)) ** power * self.scale + self.shift * self.factor
-
-    def helper(self):
-        return self.factor
-
-
-def seeded(build=Block):
-    torch.manual_seed(1)
-    return build()
 
 
 def is_region(module, x=None):
@@ -64,7 +38,7 @@ def test_it_is_a_module_of_the_same_class_and_a_region():
 
 
 def test_the_names_of_its_state_are_the_same():
-    ours, plain = functx.remat(seeded()), seeded()
+    ours, plain = functx.remat(seeded(Block)), seeded(Block)
     for names in ("named_parameters", "named_buffers", "named_modules"):
         ours_names = [name for name, _ in getattr(ours, names)()]
         assert ours_names == [name for name, _ in getattr(plain, names)()]
@@ -86,20 +60,6 @@ def test_attributes_and_methods_are_those_of_the_original():
     assert {"extra", "child.weight"} <= {name for name, _ in region.named_parameters()}
 
 
-def roundtrip_by_torch(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": roundtrip_by_torch,
-    "deepcopy": copy.deepcopy,
-}
-
-
 @pytest.mark.parametrize("kind", COPIES)
 def test_a_copy_is_a_region_of_its_own(kind):
     region = functx.remat(Block())
@@ -114,7 +74,7 @@ def test_a_copy_is_a_region_of_its_own(kind):
 
 def test_hooks_of_the_module_run_as_without():
     def program(remat):
-        module, calls, seen = remat(seeded()), [], []
+        module, calls, seen = remat(seeded(Block)), [], []
         module.register_forward_pre_hook(lambda m, args: calls.append("pre") or (args[0] * 2,))
         module.register_forward_hook(lambda m, args, out: calls.append("post") or out * 3)
         module.linear.register_forward_hook(lambda m, args, out: out * 2)
@@ -127,31 +87,9 @@ def test_hooks_of_the_module_run_as_without():
     same(program)
 
 
-def train(net, steps=3):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = net(numbers(4, 3, start=float(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, [p.grad for p in net.parameters()], dict(net.state_dict())
-
-
-@pytest.mark.parametrize("around", [False, True])
-def test_a_net_of_regions_trains_bit_by_bit_as_without(around):
-    def program(remat):
-        torch.manual_seed(1)
-        net = nn.Sequential(remat(Block()), remat(nn.BatchNorm1d(3, dtype=DTYPE)), remat(Block()))
-        return train(remat(net) if around else net)
-
-    same(program, eps=0)
-
-
 def test_tied_weights_and_a_module_used_twice():
     def program(remat):
-        first, second = remat(seeded()), remat(Block())
+        first, second = remat(seeded(Block)), remat(Block())
         second.linear.weight = first.linear.weight
         x = numbers(4, 3).requires_grad_()
         out = second(first(first(x))) @ first.linear.weight
@@ -178,8 +116,6 @@ PARAMETRIZATIONS = {
     [("of the user", True), ("weight_norm", False), ("spectral_norm", True), ("orthogonal", False)],
 )
 def test_parametrizations_are_right_and_advance_once(kind, outside):
-    """Also where the region is around a module that holds it; buffers of power iterations once."""
-
     def program(remat):
         torch.manual_seed(1)
         m = nn.Linear(4, 4, dtype=DTYPE)
@@ -192,3 +128,80 @@ def test_parametrizations_are_right_and_advance_once(kind, outside):
         return found, dict(net.state_dict())
 
     same(program, eps=32)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4, dtype=DTYPE)
+
+
+def offloaded(how):
+    """A layer whose weight is there while its forward runs."""
+    layer = linear()
+    kept = layer.weight.detach().clone()
+
+    def load(module, args):
+        if how == "data":
+            module.weight.data = kept.clone()
+        else:
+            module._parameters["weight"] = nn.Parameter(kept.clone())
+
+    def unload(module, args, out):
+        if how == "data":
+            module.weight.data = torch.zeros_like(kept)
+        else:
+            module._parameters["weight"] = nn.Parameter(torch.empty(4, 4, device="meta"))
+
+    layer.register_forward_pre_hook(load)
+    layer.register_forward_hook(unload)
+    return layer
+
+
+@pytest.mark.parametrize("how", ["data", "parameter"])
+@pytest.mark.parametrize("around", [False, True])
+def test_hooks_that_swap_parameters_are_right_or_an_error_that_says_inside(how, around):
+    def gradient(layer, remat):
+        x = numbers(2, 4).requires_grad_()
+        out = remat(nn.Sequential(layer, nn.Tanh()) if around else layer)(x)
+        return torch.autograd.grad(out.sin().sum(), x)
+
+    try:
+        found = gradient(offloaded(how), functx.remat)
+    except functx.RematError as error:
+        assert "inside" in str(error)  # noqa: PT017
+    else:
+        assert_same(found, gradient(linear(), identity), eps=8)
+
+
+@pytest.fixture
+def group():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def wrap(kind):
+    if kind == "DDP":
+        return nn.parallel.DistributedDataParallel(linear())
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    return torch.distributed.fsdp.fully_shard(linear(), mesh=mesh)
+
+
+WAYS = {
+    "remat": lambda m, x: functx.remat(m)(x),
+    "a closure": lambda m, x: functx.remat(lambda x: m(x))(x),
+    "checkpoint": lambda m, x: functx.checkpoint(m, x, use_reentrant=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    # FSDP works in hooks, which run outside of the region that `remat` makes of a module's forward.
+    [(kind, way) for kind in ("DDP", "FSDP") for way in WAYS if (kind, way) != ("FSDP", "remat")],
+)
+def test_a_region_around_a_distributed_module_is_an_error_that_says_swap_them(group, kind, way):
+    x = numbers(2, 4).requires_grad_()
+    with pytest.raises(functx.RematError, match=r"inside|swap|around"):
+        WAYS[way](wrap(kind), x).sum().backward()

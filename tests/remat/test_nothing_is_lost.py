@@ -1,4 +1,4 @@
-"""Rule 4: a tensor that requires grad and leaves otherwise than by return."""
+"""Rule 4: a tensor that leaves otherwise than by return; writes, hooks and flags on others."""
 
 import threading
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from cases import DTYPE, numbers
 from references import assert_same
-from torch import nn
 
 import functx
 
@@ -15,15 +14,20 @@ from .refusals import refused, right_or_refused, same
 X = numbers(4)
 
 
-def appended(remat):
-    aux = []
+def leaves(aux, read=True):
+    """A body that leaves the sine of its argument behind, which its result reads or does not."""
 
-    def region(x):
+    def body(x):
         h = x.sin()
         aux.append(h)
-        return h.exp()
+        return (h if read else x).exp()
 
-    return lambda x: remat(region)(x).sum() + (aux.pop() * X).sum()
+    return body
+
+
+def appended(remat):
+    aux = []
+    return lambda x: remat(leaves(aux))(x).sum() + (aux.pop() * X).sum()
 
 
 def twice(remat):
@@ -31,13 +35,7 @@ def twice(remat):
 
     def f(x):
         aux = []
-
-        def region(x):
-            h = x.sin()
-            aux.append(h)
-            return x.exp()
-
-        y = remat(region)(remat(region)(x))
+        y = remat(leaves(aux, False))(remat(leaves(aux, False))(x))
         return remat(lambda y: (y * aux[0] * aux[1]).sum())(y) + (aux[0] * aux[1]).sum()
 
     return f
@@ -57,14 +55,7 @@ def by_attribute(remat):
 def of_an_inner_region(remat):
     """Kept by the inner of three regions, read in the next and outside of all."""
     aux = []
-
-    def inner(x):
-        h = x.sin()
-        aux.append(h)
-        return x.exp()
-
-    def outer(x):
-        return remat(inner)(x * 2) * aux[-1]
+    outer = lambda x: remat(leaves(aux, False))(x * 2) * aux[-1]
 
     def f(x):
         out = remat(lambda x: remat(outer)(x))(x).sum() + (aux[-1] * X).sum()
@@ -80,12 +71,9 @@ escapes = pytest.mark.parametrize("build", ESCAPES, ids=lambda f: f.__name__)
 
 @escapes
 def test_in_plain_autograd_it_is_a_further_result(build):
-    """Its gradient reaches captured leaves too, also in a region around it."""
-
     def program(remat):
         w, x = numbers(4, start=1.0).requires_grad_(), X.clone().requires_grad_()
-        value = build(remat)(x)
-        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        (first,) = torch.autograd.grad(build(remat)(x), x, create_graph=True)
         around = remat(lambda x: build(remat)(x * w))(x)
         second = torch.autograd.grad((first * X).sum(), x)
         return first, second, torch.autograd.grad(around, (x, w))
@@ -117,28 +105,19 @@ def test_under_other_transforms_it_is_never_a_constant(build, way):
     right_or_refused(lambda remat: WAYS[way](build(remat)), eps=16)
 
 
-def leaves_a_view(x, aux):
-    h = x.sin()
-    aux.append(h[1:])
-    return h.exp()
+OTHER_WAYS_TO_LEAVE = {
+    "as a view": lambda x, aux: (aux.append((h := x.sin())[1:]), h.exp())[1],
+    "and by return": lambda x, aux: (aux.append(x.sin()), aux[0])[1],
+    "as a leaf": lambda x, aux: (aux.append(x.detach().sin().requires_grad_()), aux[0] * x)[1],
+}
 
 
-def returns_it_too(x, aux):
-    aux.append(x.sin())
-    return aux[0]
-
-
-def makes_a_leaf(x, aux):
-    aux.append(x.detach().sin().requires_grad_())
-    return aux[0] * x
-
-
-@pytest.mark.parametrize("body", [leaves_a_view, returns_it_too, makes_a_leaf])
-def test_other_ways_to_leave_are_right_or_an_error(body):
+@pytest.mark.parametrize("way", OTHER_WAYS_TO_LEAVE)
+def test_other_ways_to_leave_are_right_or_an_error(way):
     def program(remat):
         aux, x = [], X.clone().requires_grad_()
-        value = remat(lambda x: body(x, aux))(x).sum()
-        if body is not makes_a_leaf:
+        value = remat(lambda x: OTHER_WAYS_TO_LEAVE[way](x, aux))(x).sum()
+        if way != "as a leaf":
             value = value + (aux[0] * X[: len(aux[0])]).sum()
         value.backward()
         return x.grad, aux[0].grad if aux[0].is_leaf else None
@@ -146,68 +125,24 @@ def test_other_ways_to_leave_are_right_or_an_error(body):
     right_or_refused(program)
 
 
-def test_what_does_not_require_grad_may_leave():
-    log = []
+def test_what_does_not_require_grad_or_is_gone_at_the_end_is_no_error():
+    log, scratch = [], []
 
-    def region(x):
+    def logs(x):
         h = x.sin()
         log.extend([h.detach(), h.detach().sum().item()])
         return h.exp()
 
-    x = X.clone().requires_grad_()
-    functx.remat(region)(x).sum().backward()
-    assert_same((log[0], x.grad), (X.sin(), X.cos() * X.sin().exp()), eps=8)
-    assert functx.grad(lambda x: functx.remat(region)(x).sum())(X).shape == (4,)
-
-
-def test_what_is_gone_when_the_region_ends_is_no_error():
-    scratch = []
-
-    def region(x):
+    def drops(x):
         scratch.append(x.sin())
         return scratch.pop().exp()
 
-    found = functx.grad(lambda x: functx.remat(region)(x).sum())(X)
-    assert_same(found, X.cos() * X.sin().exp(), eps=8)
-
-
-class TestForwardHooks:
-    """Models record hidden states and router logits so."""
-
-    @staticmethod
-    def gradients(remat, nested):
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(DTYPE) for _ in range(3)]
-        kept = []
-        for block in blocks:
-            block[0].register_forward_hook(lambda module, args, out: kept.append(out))
-        x = y = numbers(2, 4).requires_grad_()
-        for block in blocks:
-            y = remat(lambda y, b=block: remat(b)(y))(y) if nested else remat(block)(y)
-        value = y.sum() + sum(h.square().sum() * (i + 1) for i, h in enumerate(kept[:3]))
-        assert len(kept) == 3
-        return torch.autograd.grad(value, [x, *nn.ModuleList(blocks).parameters()])
-
-    @pytest.mark.parametrize("nested", [False, True])
-    def test_what_they_record_has_its_gradient(self, nested):
-        same(lambda remat: self.gradients(remat, nested))
-
-
-@pytest.mark.parametrize("transform", ["vjp", "vmap"])
-def test_a_leaf_that_a_transform_inside_hands_through_has_its_gradient(transform):
-    leaf = numbers(3, start=2.0).requires_grad_()
-
-    def program(remat):
-        def f(x):
-            if transform == "vmap":
-                return functx.vmap(lambda x: (x.sin(), leaf))(x)
-            return functx.vjp(lambda x: (x.sin(), leaf), x)[0]
-
-        x = numbers(2, 3).requires_grad_()
-        out = remat(f)(x)
-        return torch.autograd.grad(out[0].sum() + out[1].sin().sum(), [x, leaf])
-
-    same(program)
+    x, expected = X.clone().requires_grad_(), X.cos() * X.sin().exp()
+    functx.remat(logs)(x).sum().backward()
+    assert_same((log[0], x.grad), (X.sin(), expected), eps=8)
+    for body in (logs, drops):
+        found = functx.grad(lambda x, f=body: functx.remat(f)(x).sum())(X)
+        assert_same(found, expected, eps=8)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -226,46 +161,211 @@ def test_what_a_thread_of_the_region_computes_is_refused(captured):
 
 
 def test_what_leaves_below_a_transform_and_requires_grad_in_plain_autograd_is_refused():
-    w = numbers(3, start=2.0).requires_grad_()
-    kept = []
-
-    def f(x):
-        kept.append(w.sin())
-        return x * w
+    w, kept = numbers(3, start=2.0).requires_grad_(), []
 
     def outer(x):
-        out = functx.remat(f)(x)
+        out = functx.remat(lambda x: (kept.append(w.sin()), x * w)[1])(x)
         return out * kept.pop()
 
     with pytest.raises(functx.RematError, match="leaves it otherwise than by return"):
         functx.jacfwd(outer)(numbers(3))
 
 
-class Times(torch.autograd.Function):
-    """``x * w``, as a fused layer: what it is given no function mode is shown."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, w = ctx.saved_tensors
-        return cotangent * w, cotangent * x
+leaf = lambda: X.clone().requires_grad_()
+zeros = lambda: torch.zeros(4, dtype=X.dtype)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_weight_that_only_a_custom_function_is_given_has_its_gradient_at_any_depth(depth):
-    w = numbers(4, start=2.0).requires_grad_()
+WRITES = {
+    "an item": lambda buffer, a: buffer.__setitem__(1, a[1] * 2),  # an item
+    "a slice": lambda buffer, a: buffer[1:].copy_(a[1:] * 2),  # a slice
+    "add_": lambda buffer, a: buffer.add_(a),  # add_
+}
 
+
+def differentiate(way, f):
+    if way == "backward":
+        return torch.autograd.grad(f(leaf()).sum(), leaf(), allow_unused=True)
+    gradient = functx.grad(lambda x: f(x).sum())
+    return gradient(X) if way == "grad" else functx.vmap(gradient)(numbers(3, 4))
+
+
+@pytest.mark.parametrize("held", ["captured", "argument"])
+@pytest.mark.parametrize(("write", "way"), [*zip(WRITES, ["backward", "grad", "vmap(grad)"])])
+def test_history_written_into_what_the_region_did_not_make_is_an_error(write, way, held):
+    def f(x):
+        buffer = torch.zeros_like(x)  # made under the transforms: else torch itself refuses
+
+        def region(a, argument=buffer):
+            WRITES[write](buffer if held == "captured" else argument, a)
+            return a.sin()
+
+        return functx.remat(region)(x, *([buffer] if held == "argument" else []))
+
+    with refused(f"# {write}", "return|detach"):
+        differentiate(way, f)
+
+
+def test_history_written_into_a_tensor_of_the_region_around_is_an_error():
+    def outer(a):
+        buffer = zeros()
+
+        def inner(a):
+            buffer.copy_(a * 2)  # here
+            return a.sin()
+
+        return functx.remat(inner)(a.cos()) * buffer
+
+    with refused("# here", "return|detach"):
+        functx.remat(outer)(leaf())
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "vmap(grad)", "a capture"])
+def test_an_input_with_history_written_in_place_is_an_error(way):
+    def region(h):
+        h.mul_(2)  # here
+        return h.sin()
+
+    with refused("# here", "clone|return|out of place", shape=(4,)):
+        if way == "a capture":
+            h = leaf() * 2
+            functx.remat(lambda a: region(h) * a)(leaf())
+        differentiate(way, lambda x: functx.remat(region)(x * 1))
+
+
+def scatters(x):
+    index = torch.tensor([2, 0, 2])
+    y = x * 3
+    y.index_add_(0, index, x[:3].sin())
+    y.index_put_((index[:1],), x[:1] * 3)
+    return y.clone().scatter_(0, index, x[:3].cos()) * y.sin()
+
+
+def test_writes_into_what_the_region_made_are_right():
     def program(remat):
-        def f(x):
-            return Times.apply(x.sin(), w)
+        x, gradient = leaf(), functx.grad(lambda x: remat(scatters)(x).exp().sum())
+        return torch.autograd.grad(remat(scatters)(x).exp().sum(), x), gradient(X)
 
-        for _ in range(depth):
-            f = remat(lambda x, inner=f: inner(x))
-        x = X.clone().requires_grad_()
-        return torch.autograd.grad(f(x).sum(), [x, w])
+    same(program, eps=16)
 
-    same(program)
+
+HOOKS = {
+    "register_hook": lambda t: t.register_hook(lambda g: g * 3),  # register_hook
+    "retain_grad": lambda t: t.retain_grad(),  # retain_grad
+    "register_post_accumulate_grad_hook": (
+        lambda t: t.register_post_accumulate_grad_hook(print)  # register_post_accumulate_grad_hook
+    ),
+}
+PLACES = ["an argument", "a capture", "a parameter", "an argument under grad"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "what"),
+    [
+        *(("register_hook", what) for what in PLACES),
+        *(("retain_grad", what) for what in PLACES[:2]),
+        ("register_post_accumulate_grad_hook", "a parameter"),
+    ],
+)
+def test_hooks_on_what_the_region_did_not_make_are_an_error(hook, what):
+    h, w = leaf() * 2, torch.nn.Parameter(X.clone())
+
+    def region(a):
+        HOOKS[hook]({"a capture": h, "a parameter": w}.get(what, a))
+        return a.sin() * h * w
+
+    with refused(f"# {hook}", "outside|before"):
+        if what == "an argument under grad":
+            functx.grad(lambda x: functx.remat(region)(x * 2).sum())(X)
+        functx.remat(region)(h)
+
+
+FLAGS = {
+    "requires_grad_()": lambda t: t.requires_grad_(),  # requires_grad_()
+    "requires_grad = True": lambda t: setattr(t, "requires_grad", True),  # requires_grad = True
+    "freeze": lambda t: t.requires_grad_(False),  # freeze
+}
+
+
+@pytest.mark.parametrize(("flag", "what"), [*zip(FLAGS, PLACES)])
+def test_requires_grad_that_would_change_is_an_error(flag, what):
+    buffer, w = zeros(), torch.nn.Parameter(X.clone())
+
+    def region(a, b):
+        FLAGS[flag]({"an argument": b, "a capture": buffer}.get(what, w))
+        return a * (b + buffer) * w
+
+    with refused(f"# {flag}", "outside|before"):
+        functx.remat(region)(leaf(), X.clone())
+
+
+def test_requires_grad_that_changes_nothing_is_right():
+    w = torch.nn.Parameter(X.clone())
+
+    def region(a):
+        for flag in ("requires_grad_()", "requires_grad = True"):
+            FLAGS[flag](w)
+            FLAGS[flag](a.detach().clone())
+        return a * w
+
+    x = leaf()
+    functx.remat(region)(x).sum().backward()
+    assert_same((x.grad, w.grad), (X, X))
+
+
+CHANGES = {
+    "a key": (lambda c, h: c.update(h=h), {}),
+    "a key deep inside": (lambda c, h: c["a"].update(h=h), {"a": {}}),
+    "an item": (lambda c, h: c.append(h), []),
+    "a number": (lambda c, h: c.append(1), []),
+    "a key less": (lambda c, h: c.pop("a"), {"a": X}),
+}
+
+
+class TestContainers:
+    @staticmethod
+    def fills(x, cache):
+        cache["h"] = x.sin()
+        cache.setdefault("deep", []).append(x.cos())
+        return cache
+
+    @pytest.mark.parametrize("way", ["backward", "grad"])
+    def test_a_dict_that_is_filled_and_returned_is_right(self, way):
+        def program(remat):
+            def loss(x):
+                cache = remat(self.fills)(x, {})
+                assert sorted(cache) == ["deep", "h"]
+                return (cache["h"] * cache["deep"][0] * X).sum()
+
+            x = leaf()
+            return torch.autograd.grad(loss(x), x) if way == "backward" else functx.grad(loss)(X)
+
+        same(program)
+
+    @pytest.mark.parametrize(
+        ("change", "way"), [(c, ["backward", "grad"][i % 2]) for i, c in enumerate(CHANGES)]
+    )
+    def test_one_that_is_changed_and_not_returned_is_an_error(self, change, way):
+        make, container = CHANGES[change]
+        container = container.copy()
+
+        def region(x, container):
+            make(container, x.sin())
+            return x.exp()
+
+        loss = lambda x: functx.remat(region)(x, container).sum()
+        with pytest.raises(functx.RematError, match="return") as caught:
+            loss(leaf()) if way == "backward" else functx.grad(loss)(X)
+        assert type(container).__name__ in str(caught.value)
+
+
+SHARES = [lambda y: (y, y[1:]), lambda y: (y.view(3), y), lambda y: (z := y * 2, z[:2])]
+
+
+@pytest.mark.parametrize("f", SHARES, ids=["an input", "a view of it", "another result"])
+def test_a_result_that_shares_its_memory_can_not_be_written_in_place(f):
+    """torch says so; what it shares it with would not know."""
+    y = numbers(3).requires_grad_() * 1
+    for shared in functx.remat(f)(y):
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            shared.mul_(3)
+    functx.remat(lambda y: y.sin())(y).mul_(3)

@@ -1,14 +1,18 @@
-"""Rule 6: a pullback recomputes what it reads, once, and nothing else: counted."""
+"""Rules 6 and 7: a pullback recomputes what it reads, once; what saves nothing says so."""
 
+import functools
+import inspect
 import random
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from references import count
+from references import Operations, count
 
 import functx
 
-from .programs import identity, numbers, same
+from .programs import by_backward, identity, numbers, same
 
 X = numbers(4)
 W = [numbers(4, 4, start=float(i)) for i in range(4)]
@@ -63,26 +67,14 @@ PROGRAMS = {
     **{f"halves, {n}": (halves(n), count) for n, count in ((4, 1), (8, 5), (16, 17), (32, 49))},
     **{f"binomial, {n}": (binomial(n), count) for n, count in ((4, 4), (8, 12))},
 }
-
-
-def by_backward(f):
-    def gradient(x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(f(x).sum(), x)[0]
-
-    return gradient
-
-
 LEVELS = {
-    "backward": by_backward,
+    "backward": lambda f: lambda x: by_backward(lambda x: f(x).sum(), x),
     "grad": lambda f: functx.grad(lambda x: f(x).sum()),
     "vmap(grad)": lambda f: lambda x: functx.vmap(functx.grad(lambda x: f(x).sum()))(x[None])[0],
-    "backward(vmap)": lambda f: by_backward(lambda x: functx.vmap(f)(x[None])),
+    "backward(vmap)": lambda f: lambda x: by_backward(lambda x: functx.vmap(f)(x[None]).sum(), x),
     "torch.func.grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
     "jacrev": lambda f: functx.jacrev(lambda x: f(x).sum()),
 }
-
-
 OURS = [level for level in LEVELS if level != "torch.func.grad"]
 
 
@@ -156,17 +148,12 @@ class TestLayers:
 
     def test_a_region_without_a_differentiated_input_runs_once(self):
         x = numbers(4, 4)
-
-        def f(x, y):
-            return x.sum() * functx.remat(layers)(y).sum()
-
+        f = lambda x, y: x.sum() * functx.remat(layers)(y).sum()
         assert count(functx.grad(f), x, x)["tanh"] == len(W)
         assert count(lambda: f(x.clone().requires_grad_(), x).backward())["tanh"] == len(W)
 
 
 class TestWhatNobodyAsksFor:
-    """``needs_input_grad``, honoured."""
-
     @staticmethod
     def two_branches(a, b):
         return a.sin().sin().sin() + b.exp().exp().exp()
@@ -199,9 +186,7 @@ class TestWhatNobodyAsksFor:
             assert counts(functx.remat, *asked) == counts(identity, *asked) + 1
 
     def test_a_result_that_nobody_reads_is_not_computed_again(self):
-        def f(x):
-            return x.sin().sin(), x.exp().exp().exp()
-
+        f = lambda x: (x.sin().sin(), x.exp().exp().exp())
         x = X.clone().requires_grad_()
         counts = count(lambda: torch.autograd.grad(functx.remat(f)(x)[0].sum(), x))
         assert counts["sin"] == 3
@@ -233,3 +218,124 @@ class TestSecondOrder:
             return count(second, X)["sin"]
 
         assert sines(8) - sines(4) == 2 * (sines(4) - sines(2))
+
+
+LARGE = numbers(64, 64)
+BYTES = LARGE.numel() * LARGE.element_size()
+WEIGHT = numbers(64, 64, start=1.0) / 8
+
+
+def body(x):
+    for _ in range(6):
+        x = torch.tanh(x @ WEIGHT)
+    return x
+
+
+def generator(x):
+    yield body(x)
+
+
+async def coroutine(x):
+    return body(x)
+
+
+async def asynchronous_generator(x):
+    yield body(x)
+
+
+FORMS = {
+    "remat": lambda f, x: functx.remat(f)(x),
+    "a partial": lambda f, x: functx.remat(functools.partial(f))(x),
+    "checkpoint": lambda f, x: functx.checkpoint(f, x, use_reentrant=False),
+}
+LATER = [generator, coroutine, asynchronous_generator]
+
+
+@pytest.mark.parametrize(("f", "form"), [*zip(LATER, FORMS, strict=True)])
+def test_a_body_that_runs_after_the_call(f, form):
+    x = LARGE.clone().requires_grad_()
+    with pytest.warns(UserWarning, match=r"generator|coroutine") as caught:
+        out = FORMS[form](f, x)
+    assert any(w.filename == __file__ for w in caught)
+    if inspect.iscoroutine(out):
+        out.close()
+
+
+def in_a_thread(f):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(f).result()
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+LINEAR = torch.nn.Sequential(*[torch.nn.Linear(64, 64), torch.nn.Tanh()] * 6).double()
+six_layers = functx.remat(body)
+
+
+@torch.jit.script
+def scripted_layers(x):
+    w = x.detach() * 0 + 0.01
+    for _ in range(6):
+        x = torch.tanh(x @ w)
+    return x
+
+
+def within(context):
+    """A six_layers of six layers that is called in a context."""
+
+    def call(x):
+        with context():
+            return six_layers(x)
+
+    return call
+
+
+def no_hook(tensor):
+    return tensor
+
+
+WAYS = {
+    "plainly": six_layers,
+    "of a partial of a six_layers": functx.remat(six_layers),
+    "of a module": functx.remat(LINEAR),
+    "of a subclass of tensors": lambda x: six_layers(x.as_subclass(Tagged)),
+    "of a scripted_layers function": functx.remat(scripted_layers),
+    "of what runs in a thread": functx.remat(lambda x: in_a_thread(lambda: body(x))),
+    "of what enables grad": functx.remat(torch.enable_grad()(body)),
+    "under vmap": functx.vmap(functx.remat(lambda x: body(x[None])[0])),
+    "under functionalize": torch.func.functionalize(six_layers),
+    "with a hook on saved tensors": within(
+        lambda: torch.autograd.graph.saved_tensors_hooks(no_hook, no_hook)
+    ),
+    "under autocast": within(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_region_saves_memory_or_says_why_not(way):
+    x = LARGE.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            WAYS[way](x)
+        except functx.RematError:
+            return
+    with warnings.catch_warnings(record=True) as caught, Operations() as operations:
+        warnings.simplefilter("always")
+        out = WAYS[way](x)
+    said = any("remat" in str(w.message) for w in caught)
+    assert out.requires_grad
+    assert said or operations.live <= 2.5 * BYTES, f"{operations.live / BYTES} kept, and no word"
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_where_nothing_is_differentiated_nothing_is_said(context):
+    with context(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        functx.remat(body)(LARGE)
+        functx.vmap(functx.remat(lambda x: body(x[None])))(LARGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not functx.remat(body)(LARGE).requires_grad

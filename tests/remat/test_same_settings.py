@@ -1,21 +1,21 @@
-"""Rule 1: a replay finds the forward's autocast, grad mode, default device and dtype, SDPA
-backends, deterministic and matmul-precision flags; and afterwards they are the user's again.
-
-Each loss enters a setting for the forward only, and is differentiated when it has returned.
-"""
+"""Rule 1: a replay finds the forward's settings and random numbers, and leaves no trace of it."""
 
 import contextlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from references import count
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import dropout
 
 import functx
 
-from .programs import STACKS, X, Y, check, identity, numbers, same
+from .programs import STACKS, X, batch, by_backward, check, identity, numbers, same
 
-some_stacks = pytest.mark.parametrize("stack", ["backward", "vmap(grad)", "grad(grad)"])
+SOME = ["backward", "vmap(grad)", "grad(grad)"]
+some_stacks = pytest.mark.parametrize("stack", SOME)
 
 
 @contextlib.contextmanager
@@ -28,32 +28,21 @@ def flag(get, put, value):
         put(before)
 
 
-def default_dtype(dtype):
-    return flag(torch.get_default_dtype, torch.set_default_dtype, dtype)
-
-
 CUDA = torch.backends.cuda
 FLAGS = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "default dtype": (torch, "get_default_dtype", "set_default_dtype", torch.float64),
     "deterministic": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-        True,
+        torch,
+        *("are_deterministic_algorithms_enabled", "use_deterministic_algorithms", True),
     ),
     "matmul precision": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-        "medium",
+        torch,
+        *("get_float32_matmul_precision", "set_float32_matmul_precision", "medium"),
     ),
-    "flash attention": (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp, False),
-    "memory-efficient attention": (
-        CUDA.mem_efficient_sdp_enabled,
-        CUDA.enable_mem_efficient_sdp,
-        False,
-    ),
-    "math attention": (CUDA.math_sdp_enabled, CUDA.enable_math_sdp, False),
+    "flash attention": (CUDA, "flash_sdp_enabled", "enable_flash_sdp", False),
+    "memory-efficient": (CUDA, "mem_efficient_sdp_enabled", "enable_mem_efficient_sdp", False),
+    "math attention": (CUDA, "math_sdp_enabled", "enable_math_sdp", False),
 }
-SOME = ["backward", "vmap(grad)", "grad(grad)"]
 
 
 @pytest.mark.parametrize(
@@ -65,11 +54,9 @@ SOME = ["backward", "vmap(grad)", "grad(grad)"]
     ],
 )
 def test_a_flag_reads_as_in_the_forward(name, around, stack):
-    """Set around the forward only, or for the backward only; and it stays as it was set."""
-    get, put, value = FLAGS[name]
-
-    def f(x):
-        return x.sin() * x.sin() if get() == value else x.cos() * x.exp()
+    module, *names, value = FLAGS[name]
+    get, put = (getattr(module, name) for name in names)
+    f = lambda x: x.sin() * x.sin() if get() == value else x.cos() * x.exp()
 
     def program(remat):
         with flag(get, put, get()):
@@ -91,8 +78,7 @@ def test_a_flag_reads_as_in_the_forward(name, around, stack):
 
 @some_stacks
 def test_the_default_device(stack):
-    def f(x):
-        return (x.sin() if torch.empty(1).device.type == "meta" else x).sin()
+    f = lambda x: (x.sin() if torch.empty(1).device.type == "meta" else x).sin()
 
     def program(remat):
         def loss(x):
@@ -107,23 +93,15 @@ def test_the_default_device(stack):
     check(program)
 
 
-class TestGradMode:
-    @some_stacks
-    def test_a_part_without_it_stays_one(self, stack):
-        def f(x):
-            with torch.no_grad():
-                scale = x.exp()
-                assert not torch.is_grad_enabled()
-            return (x.sin() if torch.is_grad_enabled() else x).sin() * scale
-
-        check(lambda remat: STACKS[stack](lambda x: remat(f)(x).sum(), X))
-
-    def test_a_region_without_it_records_nothing(self):
-        x = X.clone().requires_grad_()
+@some_stacks
+def test_a_part_without_grad_mode_stays_one(stack):
+    def f(x):
         with torch.no_grad():
-            y = functx.remat(lambda x: x.sin() * float(torch.is_grad_enabled()))(x)
-        assert not y.requires_grad
-        same(y, torch.zeros(3, dtype=y.dtype))
+            scale = x.exp()
+            assert not torch.is_grad_enabled()
+        return (x.sin() if torch.is_grad_enabled() else x).sin() * scale
+
+    check(lambda remat: STACKS[stack](lambda x: remat(f)(x).sum(), X))
 
 
 def attention(x):
@@ -171,12 +149,9 @@ class TestAutocast:
     )
     def test_is_as_in_the_forward(self, where, cache):
         options = {"dtype": torch.bfloat16, "cache_enabled": cache}
-
-        def body(x, w):
-            return torch.tanh(torch.tanh(x @ w))
-
         ours, plain = (
-            self.program(remat, body, where, **options) for remat in (functx.remat, identity)
+            self.program(remat, lambda x, w: torch.tanh(torch.tanh(x @ w)), where, **options)
+            for remat in (functx.remat, identity)
         )
         assert ours[0].dtype == (torch.float32 if where == "backward" else torch.bfloat16)
         same(ours, plain, exact=True)
@@ -187,9 +162,7 @@ class TestAutocast:
     def test_a_cached_cast_loses_no_gradient(self, used_after):
         """The cast of a weight in a region is not what a later part of the forward uses."""
 
-        def body(x, w):
-            return torch.tanh(torch.tanh(x @ w) @ w)
-
+        body = lambda x, w: torch.tanh(torch.tanh(x @ w) @ w)
         ours, plain = (
             self.program(remat, body, "around", used_after, dtype=torch.bfloat16)
             for remat in (functx.remat, identity)
@@ -197,17 +170,181 @@ class TestAutocast:
         same(ours[0], plain[0], exact=True)
         torch.testing.assert_close(ours[1], plain[1], rtol=0.05, atol=0.05)
 
-    @pytest.mark.parametrize("stack", ["vmap(grad)", "backward(vmap)"])
-    def test_under_transforms(self, stack):
+
+QUICK = ("backward", "grad(grad)", "vmap(grad)", "jvp(grad)")
+every_stack = pytest.mark.parametrize(
+    "stack", [pytest.param(s, marks=() if s in QUICK else pytest.mark.sweep) for s in STACKS]
+)
+
+
+def noisy(x):
+    """Dropout, and noise that multiplies: the derivative reads both."""
+    return dropout(torch.sin(x), 0.5) * torch.randn_like(x).exp()
+
+
+@every_stack
+class TestDefaultGenerator:
+    def test_several_regions_with_draws_between_and_after(self, stack):
         def program(remat):
-            w = numbers(3, 3).float()
+            def loss(x):
+                for _ in range(2):
+                    x = remat(noisy)(x) + torch.rand(8)
+                return (x * torch.rand(8)).sum()
+
+            return STACKS[stack](loss, numbers(8)), torch.rand(2)
+
+        check(program)
+
+    def test_seeds_set_inside_and_between_forward_and_backward(self, stack):
+        def program(remat):
+            def f(x):
+                torch.manual_seed(11)
+                return noisy(x)
 
             def loss(x):
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    y = remat(lambda x: torch.tanh(torch.tanh(x @ w)))(x)
-                assert y.dtype == torch.bfloat16
-                return y.float().sum()
+                y = remat(f)(x)
+                torch.manual_seed(12)
+                return y.sum()
 
-            return STACKS[stack](loss, Y.float())
+            return STACKS[stack](loss, numbers(8)), torch.rand(2)
 
-        check(program, exact=True)
+        check(program)
+
+
+@every_stack
+class TestOwnGenerators:
+    def test_an_argument_and_a_captured_one(self, stack):
+        def program(remat):
+            given, captured = (torch.Generator().manual_seed(i) for i in (5, 6))
+
+            def f(x, generator):
+                own = torch.Generator().manual_seed(5)
+                x = x * torch.rand(3, generator=own, dtype=x.dtype)
+                a = torch.rand(3, generator=generator, dtype=x.dtype)
+                b = torch.rand(3, generator=captured, dtype=x.dtype)
+                return (x * a).sin() * b * torch.rand_like(x)
+
+            def loss(x):
+                y = remat(f)(remat(f)(x, given), generator=given)
+                torch.rand(2, generator=given)
+                captured.manual_seed(7)
+                return y.sum()
+
+            return STACKS[stack](loss, X), given.get_state(), captured.get_state()
+
+        check(program)
+
+
+@pytest.mark.parametrize(
+    ("stack", "randomness", "batched"),
+    [
+        ("vmap(grad)", "different", True),
+        ("vmap(grad)", "same", False),
+        ("grad(vmap)", "different", False),
+        ("backward(vmap)", "same", True),
+        ("backward(vmap)", "different", False),
+        ("vmap", "same", False),
+    ],
+)
+def test_both_kinds_of_randomness_of_vmap(stack, randomness, batched):
+    """Also where no input of the region is batched: its random numbers may still be."""
+
+    def program(remat):
+        loss = lambda w, x: (remat(noisy)(w) * x).sum()
+
+        def mapped(f):
+            dims = (0 if batched else None, 0)
+            return lambda w: functx.vmap(f, dims, randomness=randomness)(w, batch(X))
+
+        w = batch(X) if batched else X
+        if stack == "vmap":
+            return mapped(loss)(w)
+        if stack == "vmap(grad)":
+            return mapped(functx.grad(loss))(w)
+        if stack == "grad(vmap)":
+            return functx.grad(lambda w: mapped(loss)(w).sum())(w)
+        return by_backward(lambda w: mapped(loss)(w).sum(), w)
+
+    check(program, replays=stack != "vmap")
+
+
+def test_masks_differ_between_examples_where_they_should():
+    for randomness, distinct in (("different", 4), ("same", 1)):
+        gradient = functx.grad(lambda x: functx.remat(noisy)(x).sum())
+        found = functx.vmap(gradient, randomness=randomness)(torch.ones(4, 64))
+        assert len(torch.unique(found, dim=0)) == distinct
+
+
+@pytest.mark.parametrize("remat", [functx.remat, lambda f: f])
+def test_randomness_error_raises_as_without_remat(remat):
+    for f in (remat(noisy), functx.grad(lambda x: remat(noisy)(x).sum())):
+        with pytest.raises(RuntimeError, match="randomness"):
+            functx.vmap(f)(batch(X))
+
+
+@pytest.mark.parametrize("jacobian", ["jacrev", "jacfwd", "hessian"])
+def test_all_rows_of_a_jacobian_see_one_mask(jacobian):
+    def program(remat):
+        options = {} if jacobian == "jacrev" else {"randomness": "same"}
+        f = remat(noisy) if jacobian != "hessian" else (lambda x: remat(noisy)(x).sum())
+        transform = functx.jacfwd if jacobian == "jacfwd" else functx.jacrev
+        if jacobian == "hessian":
+            return functx.jacfwd(functx.jacrev(f), **options)(X)
+        return transform(f, **options)(X)
+
+    check(program, replays=jacobian != "jacfwd")
+
+
+class TestPreserveRngState:
+    """``True`` restores torch's generators, ``"all"`` Python's and NumPy's too, ``False`` none."""
+
+    @staticmethod
+    def gradient(f, **options):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        x = X.clone().requires_grad_()
+        y = functx.remat(f, **options)(x)
+        states = (
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+        )
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return y.detach(), gradient, states == after
+
+    def test_false_draws_anew(self):
+        y, gradient, untouched = self.gradient(
+            lambda x: x.sin() * torch.rand_like(x), preserve_rng_state=False
+        )
+        assert not torch.allclose(gradient, y / X.tan())
+        assert not untouched
+
+    @pytest.mark.parametrize("stack", QUICK)
+    def test_all_restores_pythons_and_numpys(self, stack):
+        f = lambda x: (x * random.random()).sin() * np.random.rand() * torch.rand_like(x)
+
+        def program(remat):
+            def loss(x):
+                y = remat(f, preserve_rng_state="all")(x)
+                return y.sum() * random.random() * np.random.rand()
+
+            return STACKS[stack](loss, X), random.random(), np.random.rand()
+
+        check(program)
+
+    @pytest.mark.parametrize(("draw", "preserve"), [(random.random, True), (np.random.rand, False)])
+    def test_otherwise_a_number_drawn_from_them_departs(self, draw, preserve):
+        with pytest.raises(functx.ReplayError):
+            self.gradient(lambda x: (x * draw()).sin(), preserve_rng_state=preserve)
+
+
+def test_the_comparison_can_fail():
+    redrawn = lambda f, **options: functx.remat(f, preserve_rng_state=False)
+    program = lambda remat: STACKS["vmap(grad)"](lambda x: remat(noisy)(x).sum(), X)
+    torch.manual_seed(3)
+    expected = program(lambda f: f)
+    torch.manual_seed(3)
+    with pytest.raises(AssertionError):
+        same(program(redrawn), expected)

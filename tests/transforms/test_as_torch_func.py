@@ -1,13 +1,14 @@
-"""The transforms are torch.func's: names, signatures, results, errors."""
+"""The transforms are torch.func's: names, signatures, results, errors; so is `linearize`."""
 
 import inspect
 
 import pytest
 import torch
-from cases import DTYPE, numbers
+from cases import DTYPE, identity, numbers
 from references import assert_same
 from torch import func as torch_func
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 import functx
 import functx._transforms as transforms
@@ -59,9 +60,7 @@ def test_keyword_arguments_and_pytrees_are_taken(name):
 @pytest.mark.parametrize("preallocate", [False, True])
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 3, 7, 100])
 def test_chunks_of_jacrev_change_nothing(chunk_size, preallocate):
-    def f(x):
-        return x.sin(), {"prod": x.prod(), "outer": x[:, None] * x}
-
+    f = lambda x: (x.sin(), {"prod": x.prod(), "outer": x[:, None] * x})
     options = {"chunk_size": chunk_size, "_preallocate_and_copy": preallocate}
     x = numbers(3)
     assert_same(transforms.jacrev(f, **options)(x), torch_func.jacrev(f)(x))
@@ -120,10 +119,7 @@ def test_unused_and_constant_outputs_have_zero_gradients():
 
 def test_complex_inputs_are_as_in_torch():
     z = torch.complex(numbers(3), numbers(3, start=1.0))
-
-    def f(z):
-        return (z * z.sin()).abs().sum()
-
+    f = lambda z: (z * z.sin()).abs().sum()
     assert_same(transforms.grad(f)(z), torch_func.grad(f)(z))
     _, ours = transforms.vjp(torch.sin, z)
     _, theirs = torch_func.vjp(torch.sin, z)
@@ -140,10 +136,7 @@ def test_complex_inputs_are_as_in_torch():
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("name", ["grad", "jacrev", "hessian"])
 def test_it_can_be_traced_and_functionalized(name, tracing_mode):
-    def f(x):
-        return torch.sin(x) if name == "jacrev" else loss(x)
-
-    transformed = getattr(transforms, name)(f)
+    transformed = getattr(transforms, name)(lambda x: torch.sin(x) if name == "jacrev" else loss(x))
     x = numbers(3)
     for traced in (transformed, transforms.functionalize(transformed)):
         graph = make_fx(traced, tracing_mode=tracing_mode)(x)
@@ -174,44 +167,40 @@ def refused(names, kind, match, *calls):
     return [(name, kind, match, call) for name in names for call in calls]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "match", "call"),
-    [
-        *refused(EVERY, TypeError, r"NAME: .* a callable.*shape \(2,\)", lambda t: t(X)(X)),
-        *refused(
-            (*EVERY, "jacfwd"),
-            RuntimeError,
-            "NAME.*argnums",
-            *(lambda t, n=n: t(loss, n)(X) for n in NO_ARGNUMS),
-        ),
-        *refused(
-            EVERY,
-            RuntimeError,
-            "positional inputs",
-            *(lambda t, n=n: t(loss, n)(X) for n in (1, -2, (0, 1), (0, -1))),
-        ),
-        *refused(
-            EVERY,
-            ValueError,
-            "must be a Tensor.* in argument 0",
-            *(lambda t, x=x: t(lambda x: ONE)(x) for x in NO_TENSORS),
-        ),
-        *refused(EVERY, RuntimeError, "floating point", lambda t: t(torch.sum)(torch.arange(3))),
-        *refused(SCALAR, RuntimeError, "got tensor with 1 .*vjp or jac", lambda t: t(torch.sin)(X)),
-        *refused(
-            SCALAR,
-            RuntimeError,
-            "to return a Tensor",
-            *(lambda t, out=out: t(lambda x: out)(X) for out in (1.0, None, [ONE])),
-        ),
-        *refused(
-            SCALAR,
-            RuntimeError,
-            r"tuple: \(output, aux\)",
-            *(lambda t, o=o: t(lambda x: o, has_aux=True)(X) for o in (1.0, (1, 2, 3), [ONE, 1])),
-        ),
-    ],
-)
+def gives(output, **options):
+    return lambda t: t(lambda x: output, **options)(X)
+
+
+# The error says NAME, which is that of the transform.
+REFUSED = [
+    *refused(EVERY, TypeError, r"NAME: .* a callable.*shape \(2,\)", lambda t: t(X)(X)),
+    *refused(
+        (*EVERY, "jacfwd"),
+        *(RuntimeError, "NAME.*argnums"),
+        *(lambda t, n=n: t(loss, n)(X) for n in NO_ARGNUMS),
+    ),
+    *refused(
+        EVERY,
+        *(RuntimeError, "positional inputs"),
+        *(lambda t, n=n: t(loss, n)(X) for n in (1, -2, (0, 1), (0, -1))),
+    ),
+    *refused(
+        EVERY,
+        *(ValueError, "must be a Tensor.* in argument 0"),
+        *(lambda t, x=x: t(lambda x: ONE)(x) for x in NO_TENSORS),
+    ),
+    *refused(EVERY, RuntimeError, "floating point", lambda t: t(torch.sum)(torch.arange(3))),
+    *refused(SCALAR, RuntimeError, "got tensor with 1 .*vjp or jac", lambda t: t(torch.sin)(X)),
+    *refused(SCALAR, RuntimeError, "to return a Tensor", *map(gives, (1.0, None, [ONE]))),
+    *refused(
+        SCALAR,
+        *(RuntimeError, r"tuple: \(output, aux\)"),
+        *(gives(output, has_aux=True) for output in (1.0, (1, 2, 3), [ONE, 1])),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "match", "call"), REFUSED)
 def test_an_error_says_what_is_wrong(name, kind, match, call):
     with pytest.raises(kind, match=match.replace("NAME", name)):
         call(getattr(transforms, name))
@@ -236,6 +225,76 @@ def test_vjp_and_jacrev_say_what_is_wrong():
         transforms.jacrev(lambda x: x > 0)(X)
 
 
-def test_mismatched_batch_sizes_are_an_error():
-    with pytest.raises(ValueError, match="same size in the mapped dimension"):
-        transforms.vmap(transforms.grad(loss))(numbers(2, 3), numbers(4, 3))
+V, Y = numbers(4), numbers(4, start=1.0)
+Z = torch.complex(V, Y)
+CASES = {
+    "one": (torch.sin, (V,)),
+    "two": (lambda x, y: {"a": x * y, "b": (x.sum(), torch.tensor(3), x > 0)}, (V, Y)),
+    "a tree": (lambda d: d["a"] * d["b"][0].exp(), ({"a": V, "b": [Y]},)),
+    "complex": (lambda z: z * z.conj() + z.exp(), (Z,)),
+    "complex to real": (torch.abs, (Z,)),
+    "real to complex": (lambda x: torch.complex(x, x.sin()), (V,)),
+    "constant": (lambda x: torch.ones(2, dtype=DTYPE), (V,)),
+    "no tensors": (lambda x: (x * 2, None, 3), (V,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("remat", [functx.remat, identity])
+def test_values_and_tangents_are_those_of_torch(case, remat):
+    f, primals = CASES[case]
+    tangents = pytree.tree_map(lambda t: t.flip(0), primals)
+    value, linear = functx.linearize(remat(f), *primals)
+    expected, expected_linear = torch.func.linearize(f, *primals)
+    assert_same(value, expected)
+    for _ in range(2):
+        assert_same(linear(*tangents), expected_linear(*tangents), eps=16)
+
+
+def body(x):
+    return torch.nn.functional.dropout(x.sin().exp(), 0.5) * x
+
+
+class TestRegions:
+    def test_it_runs_once_and_draws_once(self):
+        runs = []
+
+        def f(x):
+            runs.append(1)
+            return body(x)
+
+        _, linear = functx.linearize(f, V)
+        assert_same(linear(Y), linear(Y))
+        assert len(runs) == 1
+
+    @pytest.mark.parametrize("remat", [functx.remat, identity])
+    def test_every_call_is_of_the_same_function(self, remat):
+        value, linear = functx.linearize(remat(body), V)
+        jacobian = functx.vmap(linear)(torch.eye(4, dtype=DTYPE))
+        assert_same(jacobian.diagonal() == 0, value == 0)
+        assert_same(jacobian @ Y, linear(Y), eps=8)
+
+    @pytest.mark.parametrize("remat", [functx.remat, identity])
+    def test_it_works_under_transforms(self, remat):
+        f = remat(lambda x: x.sin())
+        derivative = lambda x: functx.linearize(f, x)[1](torch.ones_like(x))
+        assert_same(functx.vmap(derivative)(V), V.cos(), eps=4)
+        assert_same(functx.grad(lambda x: derivative(x).sum())(V), -V.sin(), eps=4)
+        with torch.no_grad():
+            assert_same(derivative(V), V.cos(), eps=4)
+
+
+@pytest.mark.parametrize(
+    ("tangents", "match"),
+    [
+        ((V[:2],), "shape"),
+        ((V.float(),), "dtype"),
+        ((V, V), "structure"),
+        ((), "structure"),
+    ],
+)
+def test_tangents_that_do_not_fit_are_an_error(tangents, match):
+    linear = functx.linearize(torch.sin, V)[1]
+    with pytest.raises(RuntimeError, match=match):
+        linear(*tangents)

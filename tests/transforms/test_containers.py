@@ -41,8 +41,7 @@ def test_transforms_see_the_tensors_in_a_registered_class():
     outputs, pullback = functx.vjp(lambda x: Batch(x.sin(), x.cos()), X)
     assert_same(pullback(Batch(X, Y.new_zeros(5, 3)))[0], X * X.cos())
     assert_same(outputs.x, X.sin())
-    region = functx.remat(loss)
-    found = functx.vmap(functx.grad(region), (None, Batch(0, 0)))(W, batch)
+    found = functx.vmap(functx.grad(functx.remat(loss)), (None, Batch(0, 0)))(W, batch)
     assert_same(found, torch.func.vmap(torch.func.grad(loss), (None, 0))(W, batch))
 
 
@@ -55,12 +54,9 @@ def test_per_sample_maps_the_tensors_in_one(chunk_size):
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [Unknown(X, Y), collections.UserDict(x=X, y=Y)],
-    ids=["dataclass", "mapping"],
+    "batch", [Unknown(X, Y), collections.UserDict(x=X, y=Y)], ids=["dataclass", "mapping"]
 )
 def test_what_is_no_container_is_not_shared_by_mistake(batch):
-    """Each example would see the whole batch."""
     f = per_sample.grads(lambda w, batch, y: (batch["x"] @ w - y).square().sum())
     with pytest.raises(ValueError, match=r"is no pytree: pass a dict"):
         f(W, batch, Y)
@@ -109,12 +105,8 @@ PARAMS = {"a": numbers(3), "b": numbers(3, start=2.0)}
 BATCH = {"u": numbers(3), "v": numbers(4, 3)}
 
 
-def fit(p, x):
-    return (p["a"] * x["u"]).sin().sum() + (p["b"] * x["v"]).cos().sum()
-
-
-def turned(tree):
-    return dict(reversed(tree.items()))
+fit = lambda p, x: (p["a"] * x["u"]).sin().sum() + (p["b"] * x["v"]).cos().sum()
+turned = lambda tree: dict(reversed(tree.items()))
 
 
 @pytest.mark.parametrize(
@@ -152,9 +144,7 @@ def test_dimensions_that_vmap_takes_go_by_key(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_dimensions_that_vmap_gives_go_by_key(chunk_size):
-    def f(x):
-        return {"a": x.expand(3, 2), "b": [2 * x.expand(5, 2), x.sum()]}
-
+    f = lambda x: {"a": x.expand(3, 2), "b": [2 * x.expand(5, 2), x.sum()]}
     x = numbers(7, 2)
     expected = torch.func.vmap(f, out_dims={"a": 1, "b": 0}, chunk_size=chunk_size)(x)
     assert expected["a"].shape == (3, 7, 2)

@@ -51,37 +51,33 @@ EXPERTS = GROUPED | {
     "experts_implementation": "batched_mm",  # the others depend on values, which vmap can't
 }
 EXPERTS_OF_3 = EXPERTS | sizes("num_experts=3 moe_intermediate_size=8")
+SWIN = sizes("image_size=8 patch_size=2 num_channels=1 embed_dim=8 window_size=2")
+SWIN |= {"depths": [1, 1], "num_heads": [2, 2]}
+TASKS = {
+    "causal": "ForCausalLM",
+    "labels": "ForSequenceClassification",
+    "images": "ForImageClassification",
+    "translation": "ForConditionalGeneration",
+}
 
 
-def of(name, options, task="ForCausalLM", kind="causal", config=""):
-    return Case(name + task, (config or name) + "Config", options, kind)
-
-
-def labels(name, options):
-    return of(name, options, "ForSequenceClassification", "labels")
-
-
-def images(name, options=IMAGES):
-    return of(name, options, "ForImageClassification", "images")
-
-
-def translation(name, options):
-    return of(name, options, "ForConditionalGeneration", "translation")
+def of(name, options, kind="causal", config="", task=""):
+    return Case(name + (task or TASKS[kind]), (config or name) + "Config", options, kind)
 
 
 CASES = {
-    "gpt2": of("GPT2", GPT2 | sizes("bos_token_id=1 eos_token_id=2"), "LMHeadModel"),
+    "gpt2": of("GPT2", GPT2 | sizes("bos_token_id=1 eos_token_id=2"), task="LMHeadModel"),
     "llama": of("Llama", GROUPED),
     "mistral": of("Mistral", GROUPED | {"sliding_window": 4}),
     "qwen2": of("Qwen2", GROUPED),
-    "bert": labels("Bert", TEXT),
-    "vit": images("ViT"),
+    "bert": of("Bert", TEXT, "labels"),
+    "vit": of("ViT", IMAGES, "images"),
     "mixtral": of("Mixtral", EXPERTS | {"num_local_experts": 3}),
     "qwen2_moe": of(
         "Qwen2Moe", EXPERTS_OF_3 | sizes("shared_expert_intermediate_size=8 decoder_sparse_step=1")
     ),
-    "t5": translation("T5", T5),
-    "bart": translation("Bart", BART),
+    "t5": of("T5", T5, "translation"),
+    "bart": of("Bart", BART, "translation"),
     "gemma2": of("Gemma2", GROUPED | HEADS),
     "opt": of("OPT", TEXT | sizes("ffn_dim=24 word_embed_proj_dim=16")),
     "falcon": of("Falcon", TEXT),
@@ -89,11 +85,11 @@ CASES = {
 }
 MORE = {  # for the sweep
     "phi": of("Phi", TEXT),
-    "distilbert": labels(
-        "DistilBert", sizes("vocab_size=31 dim=16 n_layers=3 n_heads=2 hidden_dim=24")
+    "distilbert": of(
+        "DistilBert", sizes("vocab_size=31 dim=16 n_layers=3 n_heads=2 hidden_dim=24"), "labels"
     ),
-    "roberta": labels("Roberta", TEXT | {"max_position_embeddings": 64}),
-    "modernbert": labels("ModernBert", TEXT),
+    "roberta": of("Roberta", TEXT | {"max_position_embeddings": 64}, "labels"),
+    "modernbert": of("ModernBert", TEXT, "labels"),
     "gemma3": of("Gemma3", GROUPED | HEADS, config="Gemma3Text"),
     "qwen3": of("Qwen3", GROUPED | HEADS),
     "gptj": of("GPTJ", GPT2 | {"rotary_dim": 4}),
@@ -103,12 +99,8 @@ MORE = {  # for the sweep
     "qwen3_moe": of("Qwen3Moe", EXPERTS_OF_3 | HEADS),
     "mamba": of("Mamba", RECURRENT | {"state_size": 4}),
     "rwkv": of("Rwkv", RECURRENT | {"context_length": 32}),
-    "dinov2": images("Dinov2"),
-    "swin": images(
-        "Swin",
-        sizes("image_size=8 patch_size=2 num_channels=1 embed_dim=8 window_size=2")
-        | {"depths": [1, 1], "num_heads": [2, 2]},
-    ),
+    "dinov2": of("Dinov2", IMAGES, "images"),
+    "swin": of("Swin", SWIN, "images"),
 }
 
 

@@ -47,16 +47,9 @@ def batch():
     return torch.randn(BATCH * dist.get_world_size(), WIDTH, generator=g, dtype=torch.float64)
 
 
-def mine():
-    return batch().chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def loss(model, x):
-    return model(x).square().mean()
-
-
-def full(t):
-    return t.full_tensor() if isinstance(t, DTensor) else t
+mine = lambda: batch().chunk(dist.get_world_size())[dist.get_rank()]
+loss = lambda model, x: model(x).square().mean()
+full = lambda t: t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def same_gradients(model, steps=1):
@@ -105,6 +98,24 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def communicates_once(model, x):
+    return communicates(lambda: loss(model, x).backward())
+
+
+def trained(model, x):
+    """Whether gradients are right, also where nobody counts; and how often collectives ran."""
+    counts = communicates_once(model, x)
+    right = same_gradients(model)
+    model.zero_grad()
+    for _ in range(2):
+        loss(model, x).backward()
+    return right and same_gradients(model, steps=2), counts
+
+
+def regions(model):
+    return functx.apply_remat(model, "*")
+
+
 def ddp_applied_after():
     model = net()
     wrapped = DistributedDataParallel(model)
@@ -114,32 +125,9 @@ def ddp_applied_after():
     return same_gradients(model, steps=2)
 
 
-def trained(model, x):
-    """Whether gradients are right, also where nobody counts; and how often collectives ran."""
-    counts = communicates(lambda: loss(model, x).backward())
-    right = same_gradients(model)
-    model.zero_grad()
-    for _ in range(2):
-        loss(model, x).backward()
-    return right and same_gradients(model, steps=2), counts
-
-
-def fsdp_apply_before():
-    return trained(shard(functx.apply_remat(net(), "*")), mine())
-
-
-def fsdp_apply_after():
-    return trained(functx.apply_remat(shard(net()), "*"), mine())
-
-
-def fsdp_remat_modules():
-    return trained(shard(nn.Sequential(*map(functx.remat, net()))), mine())
-
-
 def fsdp_per_example():
-    model = shard(functx.apply_remat(net(), "*"))
+    model, expected = shard(regions(net())), net()
     ours = functx.vmap(functx.grad(lambda x: model(x).sum()))(mine())
-    expected = net()
     return torch.allclose(ours, functx.vmap(functx.grad(lambda x: expected(x).sum()))(mine()))
 
 
@@ -152,7 +140,7 @@ def clipped(model, x, **options):
 
 
 def clipped_sum_of_split_layers():
-    ours = clipped(split(functx.apply_remat(net(), "*")), batch(), chunk_size=1)
+    ours = clipped(split(regions(net())), batch(), chunk_size=1)
     expected = clipped(net(), batch())
     return all(torch.allclose(ours[k], expected[k]) for k in expected)
 
@@ -195,9 +183,7 @@ def clipped_sum_needs_whole_parameters():
     spread = split(net())
 
     def of_function():
-        def loss(params, x):
-            return functx.functional_call(spread, params, (x,)).sum()
-
+        loss = lambda params, x: functx.functional_call(spread, params, (x,)).sum()
         per_sample.norms(loss)(dict(spread.named_parameters()), mine())
 
     for run, words in (
@@ -213,34 +199,6 @@ def clipped_sum_needs_whole_parameters():
             if words not in str(error):
                 raise
     return True
-
-
-def refused(run):
-    try:
-        run()
-    except functx.RematError as error:
-        return "Swap the order" in str(error)
-    return False
-
-
-def around_fsdp_is_refused():
-    model = shard(net())
-    region = functx.remat(lambda x: model(x))
-    return refused(lambda: loss(region, mine()))
-
-
-def around_ddp_is_refused():
-    model = DistributedDataParallel(net())
-    return refused(lambda: functx.checkpoint(model, mine()))
-
-
-def tensor_parallel_as_it_is():
-    model = split(net())
-    return communicates(lambda: loss(model, batch()).backward())
-
-
-def tensor_parallel_apply():
-    return trained(functx.apply_remat(split(net()), "*"), batch())
 
 
 def program(x, w):
@@ -276,57 +234,13 @@ def collectives_inside():
     )
 
 
-def regions(remat, model, **options):
-    return functx.apply_remat(model, "*", **options) if remat else model
-
-
-def backward(model):
-    loss(model, mine()).backward()
-
-
-def same(build, run=backward):
-    """Whether gradients are the same with and without regions."""
-
-    def gradients(remat):
-        torch.manual_seed(0)
-        model = build(remat)
-        run(model)
-        return [p.grad for p in model.parameters()]
-
-    return all(
-        a is b or torch.allclose(full(a), full(b), rtol=1e-9, atol=1e-12)
-        for a, b in zip(gradients(True), gradients(False), strict=True)
-    )
-
-
-def fsdp_that_accumulates():
-    def run(model):
-        model.set_requires_gradient_sync(False)
-        loss(model, mine()).backward()
-        model.set_requires_gradient_sync(True)
-        loss(model, 2 * mine()).backward()
-
-    return same(lambda remat: shard(regions(remat, net())), run)
-
-
-def fsdp_with_dropout():
-    def build(remat):
-        layers = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(3))
-        return shard(regions(remat, nn.Sequential(*layers).double()))
-
-    def run(model):
-        torch.manual_seed(7 + dist.get_rank())
-        backward(model)
-
-    return same(build, run)
-
-
-def ddp(**options):
-    return lambda remat: DistributedDataParallel(regions(remat, net()), **options)
-
-
-def ddp_of_a_static_graph():
-    return same(ddp(static_graph=True), lambda model: [backward(model) for _ in range(3)])
+WAYS = {
+    "fsdp_apply_before": lambda: trained(shard(regions(net())), mine()),
+    "fsdp_apply_after": lambda: trained(regions(shard(net())), mine()),
+    "fsdp_remat_modules": lambda: trained(shard(nn.Sequential(*map(functx.remat, net()))), mine()),
+    "tensor_parallel_apply": lambda: trained(regions(split(net())), batch()),
+    "tensor_parallel_as_it_is": lambda: communicates_once(split(net()), batch()),
+}
 
 
 def main():
@@ -334,7 +248,7 @@ def main():
     found = {}
     for name in sys.argv[1:]:
         try:
-            found[name] = globals()[name]()
+            found[name] = (globals() | WAYS)[name]()
         except Exception:
             found[name] = traceback.format_exc(limit=-4)
     everyone = [None] * dist.get_world_size()

@@ -1,34 +1,20 @@
-"""apply_remat: submodules of an existing model become regions, and nothing else changes."""
+"""apply_remat: the submodules that it means become regions, and nothing else changes."""
 
-import copy
 import functools
 import inspect
-import io
-import pickle
+import re
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import DTYPE, identity, numbers, seeded
+from cases import COPIES, DTYPE, Block, identity, numbers, seeded
 from references import assert_same, count
 from torch import nn
 
 import functx
+from functx._apply import RegionForward
 
 pytestmark = pytest.mark.usefixtures("hooks")
-
-
-class Block(nn.Module):
-    """A block with a parameter, a buffer, a submodule and an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3, dtype=DTYPE)
-        self.scale = nn.Parameter(numbers(3))
-        self.register_buffer("shift", numbers(3, start=1.0))
-        self.factor = 2.0
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x)) * self.scale + self.shift * self.factor
 
 
 class Net(nn.Module):
@@ -45,12 +31,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def plain():
-    return seeded(Net, identity)
-
-
-def ours(where="blocks.*", **options):
-    return functx.apply_remat(plain(), where, **options)
+plain = lambda: seeded(Net, identity)
+ours = lambda where="blocks.*", **options: functx.apply_remat(plain(), where, **options)
 
 
 def step(net, x=None):
@@ -75,10 +57,7 @@ def test_values_and_gradients_are_those_of_the_model():
 def test_the_model_works_under_transforms():
     def gradients(net):
         parameters = {k: v.detach() for k, v in net.named_parameters()}
-
-        def loss(parameters, x):
-            return functx.functional_call(net, parameters, (x,)).square().mean()
-
+        loss = lambda parameters, x: functx.functional_call(net, parameters, (x,)).square().mean()
         return functx.vmap(functx.grad(loss), (None, 0))(parameters, numbers(5, 4, 3))
 
     assert_same(gradients(ours()), gradients(plain()))
@@ -98,14 +77,12 @@ class TestNothingElseChanges:
 
     def test_signatures_do_not(self):
         net = ours()
-        assert inspect.signature(net.blocks[0].forward) == inspect.signature(plain().first.forward)
-        assert net.blocks[0].forward.__self__ is net.blocks[0]
-        assert net.blocks[0].forward.__func__ is type(net.blocks[0]).forward
-        assert "blocks.0 (Block)" in repr(net.blocks[0].forward)
         mine, theirs = net.blocks[0].forward, plain().blocks[0].forward
-        assert inspect.getfullargspec(mine).args == [
-            a for a in inspect.getfullargspec(theirs).args if a != "self"
-        ]
+        args = [a for a in inspect.getfullargspec(theirs).args if a != "self"]
+        assert inspect.getfullargspec(mine).args == args
+        assert inspect.signature(mine) == inspect.signature(theirs)
+        assert mine.__func__ is type(net.blocks[0]).forward
+        assert "blocks.0 (Block)" in repr(mine)
         for name in ("__name__", "__qualname__", "__doc__"):
             assert getattr(mine, name) == getattr(theirs, name)
 
@@ -127,15 +104,10 @@ class TestNothingElseChanges:
 
 
 class TestCopies:
-    @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+    @pytest.mark.parametrize("way", COPIES)
     def test_a_copy_has_regions_of_its_own(self, way):
-        net, buffer = ours(), io.BytesIO()
-        if way == "torch.save":
-            torch.save(net, buffer)
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=False)
-        else:
-            other = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
+        net = ours()
+        other = COPIES[way](net)
         assert [type(m) for m in other.modules()] == [type(m) for m in net.modules()]
         assert_same(step(other), step(net))
         assert tanhs(other) == 2
@@ -175,10 +147,6 @@ class TestAgain:
         assert_same(step(shared), step(build(identity)))
         assert tanhs(shared) == 2  # it runs twice
 
-    def test_what_remat_made_is_refused(self):
-        with pytest.raises(ValueError, match="is a region already"):
-            functx.apply_remat(seeded(Net), "blocks.*")
-
     def test_nothing_happens_where_one_can_not_be(self):
         net = plain()
         net.blocks[1] = functx.remat(net.blocks[1])
@@ -210,17 +178,6 @@ def test_a_forward_that_was_set_on_the_instance_is_called(before):
         assert net.blocks[0].forward is own
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"determinism_check": "sometimes"}, {"preserve_rng_state": "sometimes"}, {"policy": 3}],
-)
-def test_options_that_are_not_known_are_an_error(option):
-    net = plain()
-    with pytest.raises((ValueError, TypeError), match="remat"):
-        functx.apply_remat(net, "blocks.*", **option)
-    assert "forward" not in vars(net.blocks[0])
-
-
 def test_an_error_names_the_module():
     net = ours()
     net.blocks[1].flag = True
@@ -235,3 +192,153 @@ def test_an_error_names_the_module():
     net.blocks[1].flag = False
     with pytest.raises(functx.ReplayError, match=r"blocks\.1 \(Block\)"):
         out.sum().backward()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class Special(Layer):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 3)
+        self.layers = nn.ModuleList(Special() if i == 2 else Layer() for i in range(4))
+        self.shared = self.layers[1]
+        self.experts = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def regions_of(model):
+    return [
+        n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), RegionForward)
+    ]
+
+
+def chosen(where, **options):
+    model = Model()
+    where = where.of(model) if isinstance(where, Part) else where
+    assert functx.apply_remat(model, where, **options) is model
+    found = regions_of(model)
+    assert functx.remove_remat(model) is model
+    assert not regions_of(model)
+    return found
+
+
+class Part(NamedTuple):
+    of: Any  # a function of the model
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (Layer, LAYERS),
+        (Special, ["layers.2"]),
+        ((Special, nn.LayerNorm), [f"layers.{i}.norm" for i in range(2)]),
+        ("layers.0", ["layers.0"]),
+        ("layers.*", LAYERS),
+        ("layers.[02]", ["layers.0", "layers.2"]),
+        ("layers.[!02]", ["layers.1", "layers.3"]),
+        ("layers.?.norm", [f"layers.{i}.norm" for i in range(4)]),
+        ("**.norm", [f"layers.{i}.norm" for i in range(4)]),
+        ("shared", ["layers.1"]),
+        ("shared.norm", ["layers.1.norm"]),
+        ("Special", ["layers.2"]),
+        ("Layer", LAYERS),
+        (re.compile(r"layers\.\d"), LAYERS),
+        (re.compile(r"shared"), ["layers.1"]),
+        (lambda name, module: name.endswith(("1", "3")), ["layers.1", "layers.3"]),
+        (lambda module: isinstance(module, Special), ["layers.2"]),
+        (lambda name, *rest: name == "embed", ["embed"]),
+        (["layers.3", "embed"], ["embed", "layers.3"]),
+        ([Special, "embed", re.compile("layers.0")], ["embed", "layers.0", "layers.2"]),
+        (Part(lambda model: model.layers[3]), ["layers.3"]),
+        (Part(lambda model: model.layers), LAYERS),
+        (Part(lambda model: model.layers[::2]), ["layers.0", "layers.2"]),
+        (Part(lambda model: list(model.layers)[1:3]), ["layers.1", "layers.2"]),
+        (Part(lambda model: model.experts), ["experts.a", "experts.b"]),
+        ("", [""]),
+        (["", "embed"], ["", "embed"]),
+    ],
+)
+def test_where_means(where, expected):
+    found = chosen(where)
+    if where == (Special, nn.LayerNorm):
+        assert set(found) == {"layers.2", *(f"layers.{i}.norm" for i in range(4))}
+    else:
+        assert found == expected
+
+
+def test_every_takes_one_of_some():
+    assert chosen(Layer, every=2) == ["layers.0", "layers.2"]
+    assert chosen("layers.*", every=3) == ["layers.0", "layers.3"]
+    assert chosen("layers.*", every=9) == ["layers.0"]
+    for every, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="every"):
+            functx.apply_remat(Model(), Layer, every=every)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("layer.0", r"'layers\.0'"),
+        ("layers.7", r"'layers\.0'"),
+        ("Layr", r"'Layer'"),
+        ("nothing.*", r"There are 'embed'"),
+        (nn.Conv2d, r"the class Conv2d matches no submodule"),
+        (re.compile("layers"), "Name what is in it"),
+        (re.compile("ayers.*"), "match a whole name"),
+        (lambda name, module: False, "the predicate"),
+        (["layers.0", "layer.1"], r"'layers\.1'"),
+        ([], "where is empty"),
+        ("layers", r"ModuleList.*'layers\.\*'"),
+        (Model, r"functx\.remat\(model\)"),
+        ("gradient_checkpointing", "no layer of Model is marked"),
+        (nn.Linear(3, 3), "no part of the model"),
+    ],
+)
+def test_what_matches_nothing_is_an_error_that_says_what_there_is(where, says):
+    model = Model()
+    with pytest.raises(ValueError, match=says):
+        functx.apply_remat(model, where)
+    assert not regions_of(model)
+
+
+NO_MODULES = [
+    *((lambda w=w: functx.apply_remat(Model(), w), "where holds") for w in (3, None, [3])),
+    (lambda: functx.apply_remat(lambda x: x, "layers.*"), r"nn\.Module"),
+    (lambda: functx.remove_remat(lambda x: x, "layers.*"), r"nn\.Module"),
+    (lambda: functx.apply_remat(nn.Linear(2, 2), "weight"), r"functx\.remat\(model\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), NO_MODULES)
+def test_what_can_mean_no_module_is_an_error(call, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        call()
+
+
+def test_some_can_be_removed():
+    model = functx.apply_remat(Model(), Layer)
+    functx.remove_remat(model, ["layers.0", "layers.2"])
+    assert regions_of(model) == ["layers.1", "layers.3"]
+    functx.remove_remat(model, "layers.0")
+    assert regions_of(model) == ["layers.1", "layers.3"]
+    with pytest.raises(ValueError, match="remove_remat"):
+        functx.remove_remat(model, "nothing")

@@ -1,11 +1,11 @@
-"""Models of Hugging Face with checkpointing: per-sample gradients, training, less memory.
+"""Models of Hugging Face with checkpointing: per-sample gradients, training, less memory."""
 
-What `tests/remat/test_transformers.py` asserts of three of them holds for all families.
-"""
+import warnings
 
 import pytest
 import torch
 from references import assert_same, peak
+from transformers import DynamicCache
 
 import functx
 
@@ -13,13 +13,12 @@ from . import hf
 
 pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")
-
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing_enable.*:FutureWarning",
     "ignore:functx.*cache of keys",
+    "ignore:.*use_cache:UserWarning",
     "ignore:There is a performance drop",  # experts are counted by histc
 )
-
 LENGTH = 28
 WAYS = ("patch", "apply")
 # Hooks record router logits, which leave the layers otherwise than by return.
@@ -27,9 +26,7 @@ RECORDING = ("mixtral", "qwen2_moe")
 
 
 def per_sample(model, inputs):
-    def loss(parameters, inputs):
-        return functx.functional_call(model, parameters, (), inputs).loss
-
+    loss = lambda parameters, inputs: functx.functional_call(model, parameters, (), inputs).loss
     return functx.vmap(functx.grad(loss), (None, 0), randomness="different")(
         hf.parameters(model), inputs
     )
@@ -55,13 +52,6 @@ def test_per_sample_gradients_of_more_models(name, way):
     model, context = hf.checkpointed(hf.build(name), way)
     with context:
         assert_same(per_sample(model, inputs), per_sample(hf.build(name), inputs), eps=1024)
-
-
-def test_without_functx_they_raise():
-    model = hf.build("llama")
-    model.gradient_checkpointing_enable()
-    with pytest.raises(RuntimeError, match=r"requires_grad_|saved tensor hooks"):
-        per_sample(model, hf.batch("llama"))
 
 
 @pytest.mark.parametrize("name", RECORDING)
@@ -194,3 +184,51 @@ def test_a_transformer_of_diffusers_with_one_list_of_blocks():
     functx.apply_remat(model, "gradient_checkpointing")
     assert_same(gradients(), expected, eps=64)
     assert peak(gradients) < 0.8 * plain_peak
+
+
+def inputs_of(name, **options):
+    return {key: value[0] for key, value in hf.batch(name, **options).items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_recorded_hidden_states_and_router_logits_are_on_the_tape(name, way):
+    wanted = {"output_hidden_states": True, "use_cache": False}
+    if name == "mixtral":
+        wanted["output_router_logits"] = True
+
+    def run(model):
+        out = model(**inputs_of(name), **wanted)
+        recorded = [*out.hidden_states, *(out.router_logits if name == "mixtral" else ())]
+        total = sum((i + 1) * t.square().sum() for i, t in enumerate(recorded))
+        gradients = torch.autograd.grad(
+            total, list(model.parameters()), allow_unused=True, materialize_grads=True
+        )
+        return [t.detach() for t in recorded], gradients
+
+    model, context = hf.checkpointed(hf.build(name), way)
+    with context:
+        ours = run(model)
+    assert_same(ours, run(hf.build(name)), eps=512)
+
+
+def test_a_cache_of_keys_as_an_argument_is_an_error_that_names_use_cache():
+    def region(x, cache):
+        keys, values = cache.update(x.sin(), x.cos(), 0)
+        return keys * values
+
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    with pytest.raises(functx.RematError, match="use_cache=False"):
+        functx.remat(region)(x.clone().requires_grad_(), DynamicCache())
+    with pytest.raises(functx.RematError, match="use_cache=False"):
+        functx.grad(lambda x: functx.remat(region)(x, cache=DynamicCache()).sum())(x)
+
+
+def test_generation_uses_its_cache():
+    model = functx.apply_remat(hf.build("llama").eval(), "gradient_checkpointing")
+    ids = inputs_of("llama")["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = model.generate(ids, max_new_tokens=5, do_sample=False)
+    plain = hf.build("llama").eval()
+    assert torch.equal(ours, plain.generate(ids, max_new_tokens=5, do_sample=False))

@@ -60,8 +60,7 @@ def test_any_tensor_is_read_as_it_is(x):
 @settings(deadline=None, max_examples=20)
 @given(layouts())
 def test_any_tensor_passes_through_a_function(x):
-    f = from_jax(lambda x: x, enable_x64=True)
-    y = f(x)
+    y = from_jax(lambda x: x, enable_x64=True)(x)
     assert y.dtype == x.dtype
     np.testing.assert_array_equal(values(y), values(x))
     assert y.is_contiguous()

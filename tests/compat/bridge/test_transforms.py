@@ -1,28 +1,23 @@
-"""functx's transforms of JAX arrays are JAX's, and a mixture of arrays and tensors is refused."""
+"""functx's transforms, policies and loops of JAX arrays are JAX's; a mixture is refused."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 import functx
+from functx import checkpoint_policies as ours
 from functx.compat import from_jax, to_jax
 
 X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
 W = jnp.array([0.5, -1.0, 2.0])
 
 
-def g(w, x):
-    return jnp.tanh(w * x) + jnp.sin(x) * w
-
-
-def total(w, x):
-    return g(w, x).sum()
-
-
-def with_aux(w, x):
-    return total(w, x), {"twice": 2 * x}
+g = lambda w, x: jnp.tanh(w * x) + jnp.sin(x) * w
+total = lambda w, x: g(w, x).sum()
+with_aux = lambda w, x: (total(w, x), {"twice": 2 * x})
 
 
 def pair(f):
@@ -174,5 +169,210 @@ def test_an_option_that_jax_lacks_is_refused(call, option):
 
 def test_a_lowered_region_without_arguments_is_torch_s():
     """A region without arguments is JAX's where JAX is tracing, but not while torch is."""
-    outer = lambda x: functx.remat(lambda: torch.sin(x))().sum()  # noqa: E731
+    outer = lambda x: functx.remat(lambda: torch.sin(x))().sum()
     np.testing.assert_allclose(jax.jit(jax.grad(to_jax(outer)))(W), jnp.cos(W), rtol=1e-6)
+
+
+theirs = jax.checkpoint_policies
+ROWS = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+SQUARE = jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
+
+
+def body(name, w, x):
+    a = jnp.sin(name(jnp.exp(jnp.tanh(x @ w)), "a"))
+    b = jnp.einsum("bi,bi->b", a, jnp.cos(a))  # a product with a batch dimension
+    return jnp.sin(name(jnp.sin(b), "b")).sum()
+
+
+def kept(region):
+    """Shapes of what the forward pass keeps beside the arguments, by JAX's account."""
+    _, pullback = jax.vjp(region, SQUARE, ROWS)
+    leaves = jax.tree_util.tree_leaves(pullback)
+    return sorted(a.shape for a in leaves if a is not SQUARE and a is not ROWS and a.shape)
+
+
+def same(policy):
+    return policy(ours), policy(theirs)
+
+
+SAME = {
+    "nothing": same(lambda p: p.nothing_saveable),
+    "everything": same(lambda p: p.everything_saveable),
+    "dots": same(lambda p: p.dots_saveable),
+    "dots without batch": same(lambda p: p.dots_with_no_batch_dims_saveable),
+    "only": same(lambda p: p.save_only_these_names("a")),
+    "any but": same(lambda p: p.save_any_names_but_these("a")),
+    "either": (
+        ours.dots_with_no_batch_dims_saveable | ours.save_only_these_names("b"),
+        theirs.save_from_both_policies(
+            theirs.dots_with_no_batch_dims_saveable, theirs.save_only_these_names("b")
+        ),
+    ),
+    "both": (
+        ours.dots_saveable & ours.dots_with_no_batch_dims_saveable,
+        theirs.dots_with_no_batch_dims_saveable,
+    ),
+    "none of either": (ours.dots_saveable & ~ours.dots_saveable, theirs.nothing_saveable),
+}
+
+
+def region(policy):
+    return functx.remat(lambda *a: body(functx.checkpoint_name, *a), policy=policy)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_policy_keeps_what_that_of_jax_keeps(name):
+    policy, expected = SAME[name]
+    plain = lambda *a: body(checkpoint_name, *a)
+    assert kept(region(policy)) == kept(jax.checkpoint(plain, policy=expected))
+    assert jnp.allclose(functx.grad(region(policy))(SQUARE, ROWS), jax.grad(plain)(SQUARE, ROWS))
+
+
+def test_policies_keep_different_things_and_all_but_products_no_named_product():
+    assert len({tuple(kept(region(policy))) for policy, _ in SAME.values()}) >= 5
+    named = lambda w, x: functx.checkpoint_name(x @ w, "y").sum() ** 2
+    assert kept(functx.remat(named, policy=~ours.dots_saveable)) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ~ours.save_only_these_names("a"),
+        ours.dots_saveable & ours.save_only_these_names("a"),
+        ours.dots_saveable | ours.save_smaller_than(100),
+        lambda ctx, op, *args, **kwargs: True,
+    ],
+)
+def test_a_policy_that_jax_can_not_express_is_refused(policy):
+    with pytest.raises(TypeError, match="no counterpart for JAX arrays"):
+        functx.remat(jnp.sin, policy=policy)(ROWS)
+    with pytest.raises(TypeError, match="a budget is for torch tensors"):
+        functx.remat(lambda x: x, budget=0.5)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ours.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        ours.offload(ours.save_only_these_names("a")),
+        ours.save_and_offload_only_these_names(
+            names_which_can_be_saved=["b"],
+            names_which_can_be_offloaded=["a"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ],
+)
+def test_offload_goes_to_host_memory(policy):
+    jaxpr = str(jax.make_jaxpr(jax.grad(region(policy)))(SQUARE, ROWS))
+    assert "pinned_host" in jaxpr or "Host" in jaxpr
+
+
+MATRIX = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32) / 2
+XS = {"a": jnp.asarray(np.random.default_rng(1).normal(size=(23, 3)), jnp.float32)}
+START = jnp.ones(3)
+
+
+def scan_body(carry, x):
+    new = jnp.tanh(carry @ MATRIX + x["a"])
+    return new, {"sum": new.sum(), "none": None}
+
+
+def plain_scan(carry, xs, reverse=False):
+    return jax.lax.scan(scan_body, carry, xs, reverse=reverse)
+
+
+def scan_loss(scan):
+    def f(carry, xs):
+        carry, ys = scan(carry, xs)
+        return (carry**2).sum() + (ys["sum"] ** 2).sum()
+
+    return f
+
+
+def close(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
+
+
+def scanned(**options):
+    return lambda carry, xs: functx.remat_scan(scan_body, carry, xs, **options)
+
+
+@pytest.mark.parametrize(
+    ("slots", "reverse"), [(None, False), (None, True), (8, True), (22, False)]
+)
+def test_a_scan_is_that_of_jax(slots, reverse):
+    ours = scanned(reverse=reverse, slots=slots)
+    theirs = lambda carry, xs: plain_scan(carry, xs, reverse)
+    close(ours(START, XS), theirs(START, XS))
+    close(*(jax.grad(scan_loss(f), (0, 1))(START, XS) for f in (ours, theirs)))
+    if slots == 22:
+        f, g, rows = scan_loss(ours), scan_loss(theirs), jnp.stack([START, 2 * START])
+        close(*(functx.vmap(functx.grad(h), (0, None))(rows, XS) for h in (f, g)))
+        close(*(jax.jit(jax.jacfwd(jax.grad(h)))(START, XS) for h in (f, g)))
+        close(*(functx.jvp(h, (START, XS), (START, XS)) for h in (f, g)))
+
+
+# Of 23 steps by scans of 23; 5 and 5; 3, 3 and 3; 2, 2, 2, 2 and 2.
+@pytest.mark.parametrize(
+    ("slots", "depth", "outer"), [(23, 1, 23), (22, 2, 5), (9, 2, 5), (8, 3, 3), (6, 5, 2)]
+)
+def test_no_more_carries_than_slots_are_kept(slots, depth, outer):
+    f = scanned(slots=slots)
+    jaxpr = str(jax.make_jaxpr(f)(START, XS))
+    assert jaxpr.count("scan[") >= depth
+    pullback = jax.vjp(lambda c: scan_loss(f)(c, XS), START)[1]
+    kept = sum(
+        leaf.nbytes
+        for leaf in jax.tree.leaves(pullback)
+        if leaf.shape[1:] == (3,) and leaf is not MATRIX
+    )
+    # Carries, and the slices of xs that are read again, which are an argument.
+    assert kept - XS["a"].nbytes <= outer * START.nbytes
+
+
+def test_a_loop_is_a_scan_of_its_carry():
+    def ours(x, n=13, **options):
+        return functx.remat_loop(lambda h: jnp.tanh(h @ MATRIX), x, n, **options).sum()
+
+    def theirs(x):
+        for _ in range(13):
+            x = jnp.tanh(x @ MATRIX)
+        return x.sum()
+
+    close(*(jax.grad(f)(START) for f in (ours, theirs)))
+    close(jax.grad(ours)(START), jax.grad(lambda x: ours(x, slots=6))(START))
+    close(ours(START, 0), START.sum())
+    assert "scan" in str(jax.make_jaxpr(ours)(START))
+    # One that counts in Python is unrolled.
+    weights = [MATRIX, MATRIX * 2, MATRIX * 3]
+    step = lambda s: (s[0] + 1, s[1] @ weights[s[0]])
+    close(functx.remat_loop(step, (0, START), 3), (3, START @ MATRIX @ MATRIX @ MATRIX * 6))
+
+
+def test_a_loop_with_a_condition():
+    def root(a, **options):
+        return functx.remat_loop(
+            lambda x: (x + a / x) / 2, a, cond=lambda x: jnp.abs(x * x - a) > 1e-5, **options
+        )
+
+    numbers = jnp.array([4.0, 9.0, 16.0])
+    close(functx.vmap(root)(numbers), jnp.sqrt(numbers))
+    close(jax.jit(jax.jvp, static_argnums=0)(root, (4.0,), (1.0,)), (2.0, 0.25))
+    bounded = functx.vmap(functx.grad(lambda a: root(a, steps=20)))(numbers)
+    close(bounded, 0.5 / jnp.sqrt(numbers))
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        functx.grad(root)(numbers[0])
+
+
+def test_wrong_use_says_what_to_do():
+    with pytest.raises(ValueError, match=r"23 steps over JAX arrays need 6 slots or more, got 5"):
+        functx.remat_scan(scan_body, START, XS, slots=5)
+    with pytest.raises(ValueError, match="length"):
+        functx.remat_scan(scan_body, START, XS, 4)
+    with pytest.raises(TypeError, match="expected a callable, got 3"):
+        functx.remat_loop(lambda x: x, START, 3, cond=3)
+    close(functx.remat_scan(lambda c, _: (c * 2, None), START, length=4)[0], START * 16)
+    empty = {"a": jnp.zeros((0, 3))}
+    assert functx.remat_scan(scan_body, START, empty)[1]["sum"].shape == (0,)

@@ -1,8 +1,9 @@
-"""A disagreement is seen, named by operation and line, printed, saved and raised."""
+"""A disagreement is seen, named by line, printed, saved and raised; by the command too."""
 
 import dataclasses
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import jax
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 import functx
-from functx.compat import crosscheck
+from functx.__main__ import main
+from functx.compat import crosscheck, testing
 from functx.compat._lowering import _table
 from functx.compat._report import _plain
+from functx.compat.testing import assert_agrees
 
 
 def block(x, w):
@@ -163,3 +166,154 @@ def test_no_operation_to_blame_says_what_else_there_is():
     message = " ".join(report.problems())
     assert "state that is not the same at every call" in message
     assert not crosscheck(stateful, torch.randn(3), peak=False, locate=False).searched
+
+
+NET = """
+import torch, functx
+
+def loss(w, x, scale=1.0):
+    return functx.remat(lambda w, x: torch.tanh(x @ w))(w, x).square().sum() * scale
+
+def inputs():
+    return pair
+
+def keywords():
+    return {"w": torch.randn(3, 3), "x": torch.randn(4, 3)}
+
+pair = torch.randn(3, 3), torch.randn(4, 3)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+net = Net()
+
+def drops(x):
+    return torch.nn.functional.dropout(x)
+
+def reads(x):
+    return torch.nonzero(x)
+
+def broken():
+    raise ValueError("no data")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "net_to_check.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("net_to_check", None)
+
+
+def run(*arguments):
+    return main(["crosscheck", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["net_to_check.py:loss"],
+        ["net_to_check:loss", "--inputs", "pair", "--transforms", "value", "jvp"],
+        ["net_to_check:loss", "--inputs", "net_to_check:keywords"],
+        ["net_to_check:loss", "--inputs", "pair", "--in-dims", "None,0"],
+        ["net_to_check:loss", "--args", "float32[3,3]", "float32[4,3]", "0.5"],
+        ["net_to_check:net.layer", "--args", "float32[4,3]", "--argnums", "(0, 1)"],
+    ],
+)
+def test_agreement_is_status_0(arguments, folder, capsys):
+    assert run(*arguments) == 0
+    captured = capsys.readouterr()
+    assert "grad" in captured.out or "jvp" in captured.out
+    assert captured.err == ""
+
+
+def test_disagreement_is_status_1_and_says_where(folder, capsys):
+    assert run("net_to_check.py:loss", "--rtol", "-1") == 1
+    captured = capsys.readouterr()
+    assert "DIFFERENT" in captured.out
+    assert "functx crosscheck: the grad differs at [0]" in captured.err
+    assert "net_to_check.py:5 in <lambda>" in captured.err
+
+
+def test_files_are_written(folder, capsys):
+    assert (
+        run("net_to_check.py:loss", "--json", "r.json", "--html", "r.html", "--repeats", "1") == 0
+    )
+    assert json.loads((folder / "r.json").read_text())["agrees"] is True
+    assert "torch and JAX agree" in (folder / "r.html").read_text()
+    assert "written: r.json" in capsys.readouterr().out
+    assert run("net_to_check.py:loss", "--json", "nowhere/r.json") == 2
+    assert "can't write nowhere/r.json: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss"], "as in module:function or file.py:function"),
+        (["nowhere.py:loss"], "there is no file nowhere.py"),
+        (["no_such_module:loss"], "a file (file.py:name)?"),
+        (["net_to_check.py:lost"], "has no 'lost'; it has Net, broken, drops"),
+        (["net_to_check.py:loss", "--inputs", "lost"], "has no 'lost'"),
+        (["net_to_check.py:loss", "--inputs", "broken"], "broken() raised ValueError: no data"),
+        (["net_to_check.py:loss", "--inputs", "pair", "--args", "1"], "give one of them"),
+        (["net_to_check.py:loss", "--args", "float32[3"], "neither a tensor such as"),
+        (["net_to_check.py:loss", "--args", "real[3]"], "torch has no dtype 'real'"),
+        (["net_to_check.py:loss", "--transforms", "sum"], "no transform 'sum'"),
+        (["net_to_check.py:drops", "--args", "float32[3]"], "functx.compat.random"),
+        (["net_to_check.py:reads", "--args", "float32[3]"], "aten.nonzero.default has a result"),
+        (["net_to_check:loss", "--args", "float32[3,3]", "float64[4,3]"], "RuntimeError"),
+        (["functx.compat.random:key"], "define `inputs` next to it"),
+        (["torch.nn:Linear", "--args", "float32[3]"], "can't be made without arguments"),
+    ],
+)
+def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys):
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("functx crosscheck: ")
+    assert message in captured.err
+    assert "TRACEBACK" not in captured.err
+    assert captured.out == ""
+
+
+def test_wrong_usage_is_status_2(capsys):
+    for arguments in ([], ["a:b", "--rtol", "x"], ["a:b", "--in-dims", "x"], ["a:b", "--colour"]):
+        with pytest.raises(SystemExit) as stop:
+            run(*arguments)
+        assert stop.value.code == 2
+    assert "--in-dims" in capsys.readouterr().err
+
+
+def test_without_jax_it_says_what_to_install(folder, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    monkeypatch.delitem(functx.compat.__dict__, "crosscheck", raising=False)
+    assert run("net_to_check.py:loss") == 2
+    assert "pip install 'functx[jax]'" in capsys.readouterr().err
+
+
+def loss(w, x):
+    return torch.tanh(functx.remat(torch.matmul)(x, w)).square().sum()
+
+
+def test_assert_agrees_raises_with_a_message():
+    args = torch.randn(3, 3), torch.randn(5, 3)
+    report = assert_agrees(loss, *args, in_dims=(None, 0), transforms=("value", "vmap(grad)"))
+    assert set(report.differences) == {"value", "vmap(grad)"}
+    with pytest.raises(AssertionError, match="the batch\ntorch and JAX disagree about loss:"):
+        assert_agrees(loss, *args, rtol=-1.0, msg="the batch")
+    assert_agrees(loss, *args, rtol=0.0, atol=1e-3)
+
+
+def test_assert_agrees_sees_kept_bytes(monkeypatch):
+    args = torch.randn(3, 3), torch.randn(5, 3)
+    monkeypatch.setattr("functx.compat._report.Crosscheck.kept_equal", False)
+    with pytest.raises(AssertionError, match="bytes kept at region boundaries differ"):
+        assert_agrees(loss, *args)
+    assert_agrees(loss, *args, kept=False)
+    assert testing.__all__ == ["assert_agrees"]

@@ -1,5 +1,6 @@
-"""Derivatives of from_jax functions where it is easy to be silently wrong."""
+"""Derivatives of from_jax functions, where it is easy to be silently wrong, and in the compiler."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,24 +9,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import functx
 from functx import memory
+from functx._errors import LoweringError
 from functx.compat import from_jax
+from functx.compat._call import program_of
 
 # Memory formats of forward mode are compared with a loop that warns.
-pytestmark = pytest.mark.filterwarnings("ignore:Input #")
-
-
-def mixed(a, b):
-    return jnp.sin(a) * b.conj()
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Input #",
+    *("ignore::UserWarning", "ignore::DeprecationWarning"),  # which are the compiler's own business
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_all_modes_are_those_of_finite_differences(dtype):
-    """All modes of plain autograd, batched ones among them."""
-    f = from_jax(mixed, enable_x64=True)
+    f = from_jax(lambda a, b: jnp.sin(a) * b.conj(), enable_x64=True)
     leaves = [torch.randn(2, dtype=dtype).requires_grad_() for _ in range(2)]
     batched = {"check_batched_grad": True, "check_batched_forward_grad": True}
     assert torch.autograd.gradcheck(f, leaves, check_forward_ad=True, **batched)
@@ -48,37 +49,13 @@ def test_custom_derivative_rules_are_kept():
 
 
 def test_what_has_no_reverse_mode_raises_only_when_asked():
-    def g(x):
-        return jax.lax.while_loop(lambda y: (y < 10).all(), lambda y: 2 * y, x)
-
-    f = from_jax(g)
+    f = from_jax(lambda x: jax.lax.while_loop(lambda y: (y < 10).all(), lambda y: 2 * y, x))
     x = torch.ones(2, requires_grad=True)
     y = f(x)
     assert y.tolist() == [16, 16]
     assert torch.func.jvp(f, (x.detach(),), (x.detach(),))[1].tolist() == [16, 16]
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         y.sum().backward()
-
-
-def test_forward_and_reverse_mode_mix_in_plain_autograd():
-    """Forward over reverse and reverse over forward, both at the level of plain autograd."""
-    f = from_jax(lambda x: jnp.sin(x) * x, enable_x64=True)
-    twin = lambda x: torch.sin(x) * x  # noqa: E731
-    results = []
-    for function in (f, twin):
-        x = torch.linspace(0, 1, 3, dtype=torch.float64).requires_grad_()
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, torch.full_like(x, 2.0))
-            out = function(dual)
-            value, tangent = forward_ad.unpack_dual(out)
-            (reverse_of_forward,) = torch.autograd.grad(tangent.sum(), x, retain_graph=True)
-            (gradient,) = torch.autograd.grad(out.sum(), dual, create_graph=True)
-            forward_of_reverse = forward_ad.unpack_dual(gradient).tangent
-            (last,) = torch.autograd.grad(out.square().sum(), dual)
-            forward_of_last = forward_ad.unpack_dual(last).tangent
-        results.append([value, tangent, reverse_of_forward, forward_of_reverse, forward_of_last])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_in_place_writes_before_the_backward_are_noticed():
@@ -139,11 +116,8 @@ def test_threads_share_one_trace():
 
 
 def test_what_all_examples_share_is_kept_once():
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(jnp.tanh(w) @ x))
-
     w, xs = torch.randn(64, 64), torch.randn(50, 64)
-    f = from_jax(loss)
+    f = from_jax(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(w) @ x)))
     one = w.numel() * 4
     peak = memory.peak(lambda: functx.grad(lambda w: torch.vmap(f, (None, 0))(w, xs).sum())(w))
     assert peak < 6 * one + 20 * xs.numel() * 4
@@ -163,3 +137,86 @@ def test_a_region_keeps_only_its_inputs():
     network(f)
     assert network(f) > 24
     assert network(functx.remat(f)) < 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def compiled(f, **options):
+    return torch.compile(f, backend="aot_eager", **options)
+
+
+def test_structures_numbers_and_none_are_in_the_graph():
+    def g(tree, scale, *, shift=None, mode="double", n=1):
+        factor = 2 if mode == "double" else 1
+        y = tree["x"] * scale * factor * n
+        return {"a": y if shift is None else y + shift, "b": [tree["y"]]}
+
+    f = from_jax(g, static_argnames="n")
+    run = compiled(lambda tree: f(tree, 3.0, shift=None, n=2)["a"] + 1, fullgraph=True)
+    assert run({"x": torch.ones(2), "y": torch.ones(3)}).tolist() == [13, 13]
+
+
+def test_each_shape_and_number_is_a_signature():
+    f = from_jax(lambda x, s: x.sum() * s * jnp.ones(x.shape))
+    run = compiled(lambda x, s: f(x, s) * 2, dynamic=True)
+    for n in range(2, 5):
+        for s in (n / 2, n):
+            assert run(torch.ones(n), s).tolist() == [2.0 * n * s] * n
+
+
+@pytest.mark.parametrize("where", ["argument", "closure"])
+def test_a_key_breaks_the_graph(where):
+    key = jax.random.key(0)
+    f = from_jax(lambda key, x: x * jax.random.normal(key, x.shape))
+    x = torch.ones(3, requires_grad=True)
+    if where == "argument":
+        y = compiled(lambda key, x: f(key, x) * 1)(key, x)
+    else:
+        y = compiled(lambda x: f(key, x) * 1)(x)
+    y.sum().backward()
+    assert torch.equal(y, f(key, x))
+    assert torch.equal(x.grad, f(key, torch.ones(3)))
+
+
+# Slow: inductor writes and compiles C++.
+def test_inductor_compiles_forward_and_backward():
+    def make():
+        f = from_jax(lambda x: jnp.sin(x))
+        return torch.compile(lambda x: 2 * f(x), fullgraph=True)
+
+    compiled = make()
+    gc.collect()  # the graph keeps the function
+    x = torch.ones(2, requires_grad=True)
+    compiled(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.cos(x.detach()))
+
+
+def test_a_transform_of_it_compiles():
+    f = from_jax(lambda w, x: (w * x**2).sum())
+    w, x = torch.ones(3), torch.randn(4, 3)
+    expected = x.square()
+    for t in (torch.func, functx):
+        per_example = t.vmap(t.grad(f), (None, 0))
+        torch.testing.assert_close(compiled(lambda w, x: per_example(w, x))(w, x), expected)  # noqa: B023
+
+
+def test_it_is_a_call_in_traced_and_exported_graphs():
+    f = from_jax(jnp.sin)
+    graph = make_fx(torch.func.grad(lambda x: f(x).sum()))(torch.ones(3))
+    assert "functx.jax_call" in graph.code
+    torch.testing.assert_close(graph(torch.zeros(3)), torch.ones(3))
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return f(x) * 2
+
+    exported = torch.export.export(Net(), (torch.ones(3),))
+    torch.testing.assert_close(exported.module()(torch.zeros(3)), torch.zeros(3))
+
+
+def test_a_graph_of_another_process_is_refused():
+    with pytest.raises(LoweringError, match=r"not in this process.*saved and loaded"):
+        program_of("sin 0123456789abcdef")

@@ -4,7 +4,6 @@ Each is trained three steps by plain gradient descent in both frameworks, and mu
 """
 
 import copy
-import re
 
 import equinox as eqx
 import flax.linen as linen
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from project import house
 
 import functx
 from functx.compat import from_jax, module_from_jax
@@ -64,8 +62,7 @@ MODELS = {"linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}
 
 
 def trained_in_jax(fn, params, steps=3):
-    def loss(params):
-        return jnp.mean((fn(params, X) - Y) ** 2)
+    loss = lambda params: jnp.mean((fn(params, X) - Y) ** 2)
 
     @jax.jit
     def step(params):
@@ -99,10 +96,7 @@ def test_a_model_trains_as_in_jax_and_has_its_per_example_gradients(name):
         optimizer.step()
     assert_same(net.jax_params(), trained_in_jax(fn, params))
     assert_same(params, MODELS[name]()[1])  # the model's own arrays are as they were
-
-    def loss(weights, x):
-        return torch.func.functional_call(net, weights, (x[None],)).square().mean()
-
+    loss = lambda weights, x: torch.func.functional_call(net, weights, (x[None],)).square().mean()
     got = functx.vmap(functx.grad(loss), (None, 0))(dict(net.named_parameters()), x)
     gradient = jax.grad(lambda p, x: jnp.mean(fn(p, x[None]) ** 2))
     expected = jax.jit(jax.vmap(gradient, (None, 0)))(net.jax_params(), X)
@@ -137,7 +131,6 @@ def test_modes_statistics_and_keys_of_linen_go_over():
     out.sum().backward()
     expected = jax.jit(jax.grad(lambda p: apply(p, statistics, X, key)[0].sum()))(params)
     assert_same(jax.tree.map(lambda t: t.grad.numpy(), tensors), arrays(expected))
-
     net = module_from_jax(model.apply, variables, static_argnames=("train",))
     evaluated = net(torch.from_numpy(X), train=False)
     np.testing.assert_allclose(
@@ -188,11 +181,3 @@ def test_leaves_that_are_no_parameters_are_kept():
 def test_names_that_collide_are_refused():
     with pytest.raises(ValueError, match="taken twice"):
         module_from_jax(lambda p: 0, {"a.b": jnp.ones(1), "a_b": jnp.ones(1)})
-
-
-# Slow: the page trains three models.
-def test_the_page_runs():
-    page = (house.ROOT / "docs" / "from_jax.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) >= 5
-    exec(compile("\n".join(blocks), "docs/from_jax.md", "exec"), {"__name__": "page"})

@@ -13,10 +13,43 @@ from hypothesis import strategies as st
 from functx.compat import random
 
 from ..helpers import as_usual
-from .draws import FLOATS, keys_same, same, torch_dtype
 
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8"]
 SHAPES = [(), (0,), (7,), (3, 5), (4, 1, 6)]
+
+
+torch_dtype = lambda name: getattr(torch, name)
+numpy_of = lambda x: x.to(torch.float64).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def same(ours, theirs):
+    """The same shape, dtype and bits."""
+    theirs = np.asarray(theirs)
+    assert str(ours.dtype).removeprefix("torch.") == str(theirs.dtype)
+    assert tuple(ours.shape) == theirs.shape
+    theirs = theirs.astype(np.float64) if str(theirs.dtype) == "bfloat16" else theirs
+    np.testing.assert_array_equal(numpy_of(ours), theirs)
+
+
+def keys_same(ours, theirs):
+    theirs = jax.random.key_data(theirs)
+    same(random.key_data(ours), theirs)
+
+
+def ulps(ours, theirs):
+    """The largest distance, in steps between neighbouring numbers of the dtype."""
+    theirs = np.asarray(theirs)
+    assert str(ours.dtype).removeprefix("torch.") == str(theirs.dtype)
+    bits = {2: np.int16, 4: np.int32, 8: np.int64}[theirs.itemsize]
+    view = {2: torch.int16, 4: torch.int32, 8: torch.int64}[theirs.itemsize]
+    a = ours.contiguous().view(view).numpy().astype(object if bits == np.int64 else np.int64)
+    b = theirs.view(bits).astype(a.dtype)
+    least = int(np.iinfo(bits).min)
+    ordered = [np.where(x < 0, least - x, x) for x in (a, b)]
+    return int(np.max(np.abs(ordered[0] - ordered[1]), initial=0))
+
+
 TORCH = SimpleNamespace(**vars(random), dtype=torch_dtype, array=torch.tensor)
 JAX = SimpleNamespace(**vars(jax.random), dtype=jnp.dtype, array=lambda x: x)
 LOW, HIGH = np.float32([-3.0, -1.5, 0.25]), np.float32([[0.5], [9.0]])
@@ -100,7 +133,7 @@ def test_a_draw_is_that_of_jax(name):
     for seed in (0, 2**31 - 1):
         wide = any(word in name for word in ("64", "permutation (", "categorical"))
         with jax.enable_x64(wide or ("tensors" in name and "randint" in name)):
-            draw = lambda key: DRAWS[name](JAX, key)  # noqa: E731
+            draw = lambda key: DRAWS[name](JAX, key)
             expected = (as_usual(draw) if "between" in name else draw)(jax.random.key(seed))
         ours = DRAWS[name](TORCH, random.key(seed))
         if "replace" in name or (name.endswith("False)") and "categorical" in name):
@@ -191,3 +224,46 @@ def test_the_generator_of_torch_is_left_alone():
     before, key = torch.get_rng_state(), random.key(0)
     random.normal(key, (3,)), random.permutation(key, 9), random.dropout(key, torch.ones(3))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_normal_is_within_3_ulp(dtype):
+    with jax.enable_x64(True):
+        expected = jax.random.normal(jax.random.key(5), (100_000,), dtype)
+    ours = random.normal(random.key(5), (100_000,), torch_dtype(dtype))
+    assert ulps(ours, expected) <= 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("exponential", {}), ("gumbel", {}), ("gumbel", {"mode": "high"})]
+)
+def test_exponential_and_gumbel_are_within_ulps(name, arguments, dtype):
+    options = {"shape": (50_000,), **arguments}
+    with jax.enable_x64(True):
+        expected = getattr(jax.random, name)(jax.random.key(6), dtype=dtype, **options)
+    ours = getattr(random, name)(random.key(6), dtype=torch_dtype(dtype), **options)
+    if name != "gumbel":
+        assert ulps(ours, expected) <= 3
+    rtol = 4 * np.finfo(dtype).eps
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lower", "upper"),
+    [
+        ("float16", -1.0, 2.5),
+        ("bfloat16", -3.0, -1.0),
+        ("float32", -3.0, -1.0),
+        ("float64", -1.0, 2.5),
+    ],
+)
+def test_truncated_normal_is_within_3_ulp(dtype, lower, upper):
+    with jax.enable_x64(True):
+        draw = as_usual(
+            lambda *args: jax.random.truncated_normal(*args, shape=(50_000,), dtype=dtype)
+        )
+        expected = draw(jax.random.key(6), lower, upper)
+    shape = (50_000,)
+    ours = random.truncated_normal(random.key(6), lower, upper, shape, torch_dtype(dtype))
+    assert ulps(ours, expected) <= 3

@@ -1,4 +1,4 @@
-"""Tensor hooks, and what a function asks of its tape (`requires_grad`, `grad_fn`), are torch's."""
+"""Hooks, what a function asks of its tape, and where derivatives stop are as in torch."""
 
 import jax
 import pytest
@@ -20,34 +20,15 @@ def wide():
         yield
 
 
-def hooked(x):
-    y = x * 2
-    if y.requires_grad:
-        y.register_hook(lambda g: g * 3)
-    return y.sin() * x
+def times(factor):
+    return lambda g: g * factor
 
 
-def on_an_input(x):
-    x.register_hook(lambda g: g * 3)
-    x.register_hook(lambda g: g.sin() + x)
-    return x.sin() * x
-
-
-def written_to_after(x):
-    y = x.sin()
-    y.register_hook(lambda g: g * 3)
-    y.mul_(2)
-    return y * x
-
-
-def in_a_region(x):
-    def region(x):
-        y = x.sin()
-        if y.requires_grad:
-            y.register_hook(lambda g: g * 3)
-        return y * x
-
-    return functx.remat(region)(x) * functx.remat(region)(x.detach())
+def hooked(y, *hooks):
+    """``y``, with hooks where it is on a tape."""
+    for hook in hooks if y.requires_grad else ():
+        y.register_hook(hook)
+    return y
 
 
 def under_grad_inside(x):
@@ -59,30 +40,23 @@ def under_grad_inside(x):
     return functx.grad(inside)(x)
 
 
+def inner(y, x):
+    return torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0] * x
+
+
+REGION = functx.remat(lambda x: hooked(x.sin(), times(3)) * x)
 HOOKS = {
-    f.__name__: f
-    for f in (
-        hooked,
-        on_an_input,
-        written_to_after,
-        in_a_region,
-        under_grad_inside,
-    )
+    "hooked": lambda x: hooked(x * 2, times(3)).sin() * x,
+    "on an input": lambda x: hooked(x, times(3), lambda g: g.sin() + x).sin() * x,
+    "written to after": lambda x: hooked(x.sin(), times(3)).mul_(2) * x,
+    "in a region": lambda x: REGION(x) * REGION(x.detach()),
+    "under grad inside": under_grad_inside,
 }
-
-
-def keeps_grad(x):
-    y = x * 1
-    y.retain_grad()
-    torch.autograd.backward(y.sin().sum(), create_graph=True)
-    return y.grad * x
-
-
 ASKS = {
     "requires_grad": lambda x: x * 2 if not (x.detach() * 1).requires_grad else x * 3,
     "is_leaf": lambda x: x * 3 if x.is_leaf and not (x * 2).is_leaf else x,
     "grad_fn": lambda x: x * 3 if (x * 2).grad_fn is not None and x.grad_fn is None else x,
-    "in a region": lambda x: functx.remat(lambda x: x.sin() if x.requires_grad else x.cos())(x),
+    "in a region, asked": functx.remat(lambda x: x.sin() if x.requires_grad else x.cos()),
     "by checkpoint": lambda x: inner(
         torch.utils.checkpoint.checkpoint(lambda x: x.sin() * x, x, use_reentrant=False), x
     ),
@@ -90,8 +64,11 @@ ASKS = {
 LINEAR = ("requires_grad", "is_leaf", "grad_fn")
 
 
-def inner(y, x):
-    return torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0] * x
+def keeps_grad(x):
+    y = x * 1
+    y.retain_grad()
+    torch.autograd.backward(y.sin().sum(), create_graph=True)
+    return y.grad * x
 
 
 def derivatives(f, twice=True):
@@ -103,12 +80,12 @@ def derivatives(f, twice=True):
 @pytest.mark.parametrize("name", [*HOOKS, *ASKS])
 def test_values_and_derivatives_are_as_in_torch(name):
     f = (HOOKS | ASKS)[name]
-    scalar = lambda x: to_jax(f)(x).sum()  # noqa: E731
+    scalar = lambda x: to_jax(f)(x).sum()
     assert_close(to_jax(f)(arrays(X)), f(X.clone().requires_grad_()))
     first, second = derivatives(f, twice=name not in LINEAR)
     assert_close(jax.grad(scalar)(arrays(X)), first)
     twice = jax.grad(lambda x: (jax.grad(scalar)(x) ** 2).sum())
-    if name == "on_an_input":  # not linear: one sum in torch, its parts in JAX
+    if name == "on an input":  # not linear: one sum in torch, its parts in JAX
         with pytest.raises(LoweringError, match=r"TensorHook.*no second derivative"):
             twice(arrays(X))
     elif name not in LINEAR:
@@ -136,20 +113,19 @@ def test_a_function_that_asks_nothing_is_traced_once():
 def reads_later(x):
     y = x * 2
     z = y.exp()
-    y.register_hook(lambda g: g * z)
+    y.register_hook(times(z))
     return z
 
 
 def view_is_written(x):
     y = x.sin()
-    y[1:3].register_hook(lambda g: g * 3)
-    y.mul_(2)
-    return y * x
+    y[1:3].register_hook(times(3))
+    return y.mul_(2) * x
 
 
 def removes(x):
     y = x.sin()
-    with y.register_hook(lambda g: g * 3):
+    with y.register_hook(times(3)):
         return y * 2
 
 
@@ -193,3 +169,52 @@ def test_saved_tensor_hooks_that_change_no_value_are_fine():
     assert_close(jax.grad(lambda x: to_jax(f)(x).sum())(arrays(X)), derivatives(f)[0])
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # of the caller
         assert_close(to_jax(lambda x: x.sin())(arrays(X)), X.sin())
+
+
+def no_grad_block(x):
+    with torch.no_grad():
+        s = torch.sin(x)
+    return s * torch.tanh(x)
+
+
+def write_to_a_view_without_grad(x):
+    y = x * 3
+    with torch.no_grad():
+        y[1:3].mul_(2)
+    return torch.sin(y)
+
+
+CASES = {
+    "no_grad": no_grad_block,
+    "detach": lambda x: x.detach() * torch.tanh(x),
+    "detach_": lambda x: (x * 3).detach_() * x,
+    "write to a view in no_grad": write_to_a_view_without_grad,
+    "enable_grad in no_grad": lambda x: torch.no_grad()(torch.enable_grad()(torch.exp))(x),
+    "grad without create_graph": lambda x: x * _inner_gradient(x, False),
+    "grad with create_graph": lambda x: x * _inner_gradient(x, True),
+}
+
+
+def _inner_gradient(x, create_graph, f=lambda y: torch.sigmoid(y) ** 3):
+    y = x * 1
+    if not y.requires_grad:
+        y.requires_grad_()
+    return torch.autograd.grad(f(y).sum(), y, create_graph=create_graph)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_derivative_stops_where_torch_stops_it(name):
+    f = CASES[name]
+    assert_close(to_jax(f)(arrays(X)), f(X))
+    regions = [f] if name.startswith("grad") else [f, functx.remat(f)]
+    for g in regions:
+        expected = torch.autograd.functional.jacobian(f, X)
+        assert_close(jax.jacrev(to_jax(g))(arrays(X)), expected)
+
+
+@pytest.mark.parametrize("op", [torch.tanh, lambda x: x.softmax(0)])
+def test_saved_outputs_are_not_cut(op):
+    """Autograd detaches outputs that it saves; cut there, second derivatives would be wrong."""
+
+    f = lambda x: _inner_gradient(x, True, lambda y: op(y + 2) ** 2)
+    assert_close(jax.jacrev(to_jax(f))(arrays(X)), torch.autograd.functional.jacobian(f, X))

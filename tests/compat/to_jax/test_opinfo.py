@@ -1,29 +1,289 @@
-"""torch's own operator database: a selection always, all of it in ``make sweep``.
+"""torch's own operator database: a selection always, all of it in ``make sweep``."""
 
-It runs in a process of its own, because importing torch's test utilities changes global settings.
-"""
-
+import contextlib
+import itertools
 import json
-import subprocess
-import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+import torch
+from opinfo.database import as_function, entries, name_of, one_line
 
-from .opinfo_exceptions import (
-    DATA_DEPENDENT,
-    EXCEPTIONS,
-    OTHER_GRADIENT,
-    TABLE,
-    page,
-    runnable,
-)
+import functx
+from functx._errors import LoweringError
+from functx.compat import to_jax
+from functx.compat._dlpack import array_from_torch
 
-TESTS = Path(__file__).parents[2]
+from ..helpers import apart
+
+TABLE = Path(__file__).parents[3] / "docs" / "opinfo_jax.md"
+_SHAPE = "the shape of the result depends on values; refused by name"
+_VALUE = "reads values as Python numbers; refused by name"
+_SPARSE = "sparse layout; JAX arrays are dense. Refused"
+_FACTOR = "LAPACK's packed factors have no counterpart in JAX; named as missing"
+DATA_DEPENDENT = {
+    "allclose": _VALUE,
+    "argwhere": _SHAPE,
+    "combinations": _SHAPE,
+    "equal": _VALUE,
+    "item": _VALUE,
+    "linalg.lstsq": "the shape of the residuals depends on the rank; refused by name",
+    "linalg.lstsq.grad_oriented": "the shape of the residuals depends on the rank; refused by name",
+    "masked_select": _SHAPE,
+    "narrow": "a start given as a tensor is read as a number; refused by name",
+    "nonzero": _SHAPE,
+    "repeat_interleave": _SHAPE,
+    "tensor_split": "indices given as a tensor are read as numbers; refused by name",
+    "unique": _SHAPE,
+    "unique_consecutive": _SHAPE,
+}
+OTHER_LAYOUTS = {
+    "chalf": "JAX has no complex32; refused",
+    "resize_as_": "changes the memory of its argument; named as missing",
+    "sparse.mm.reduce": _SPARSE,
+    "sparse.sampled_addmm": _SPARSE,
+    "to_sparse": _SPARSE,
+}
+NOT_ON_CPU = {"as_strided.partial_views": "torch itself fails on the sample"}
+NO_RULE = {
+    "geqrf": _FACTOR,
+    "hash_tensor": "no counterpart in JAX; named as missing",
+    "histogramdd": "no rule yet; named as missing",
+    "linalg.ldl_factor": _FACTOR,
+    "linalg.ldl_factor_ex": _FACTOR,
+    "linalg.ldl_solve": _FACTOR,
+    "nn.functional.linear_cross_entropy.chunked": "no rule yet; named as missing",
+    "nn.functional.linear_cross_entropy.chunked_none": "no rule yet; named as missing",
+    "special.airy_ai": "no counterpart in JAX; named as missing",
+}
+EXCEPTIONS = DATA_DEPENDENT | OTHER_LAYOUTS | NOT_ON_CPU | NO_RULE
+
+# The value matches, the gradient does not.
+OTHER_GRADIENT = {
+    "as_strided_scatter": "several elements of the sample share a place; torch's gradient counts"
+    " all of them, JAX's the one that was written last",
+    "linalg.eigh": "equal for perturbations that keep the argument Hermitian",
+    "linalg.pinv.hermitian": "the sample is not Hermitian, which torch's formula takes it to be",
+    "nextafter": "JAX has no derivative for it; an error",
+}
+
+
+def runnable(verdicts):
+    """The verdicts of entries that can run on a CPU."""
+    return {v["name"]: v for v in verdicts if not v["name"].startswith("jiterator")}
+
+
+def page(verdicts, versions):
+    """The documentation page."""
+    found = runnable(verdicts)
+    outcomes = Counter(v["outcome"] for v in found.values())
+    gradients = Counter(v["gradient"] for v in found.values() if v["gradient"])
+    lines = [
+        "# torch's operator database in JAX",
+        "",
+        "Every entry that runs in float32 on a CPU, lowered by `to_jax` and compared with torch:"
+        " values, by distribution where an entry draws random numbers, and gradients of the first"
+        " sample that has one."
+        f" {versions}. Written by `make sweep`, which runs it again and holds it to the exceptions"
+        " named here.",
+        "",
+        "| | entries |",
+        "|---|---:|",
+        f"| runnable | {len(found)} |",
+        f"| value matches | {outcomes['match']} |",
+        f"| distribution matches | {outcomes['match in distribution']} |",
+        f"| gradient matches | {gradients['match']} |",
+        f"| gradient differs | {gradients.total() - gradients['match']} |",
+        f"| refused or missing | {len(EXCEPTIONS)} |",
+        "",
+        "## Exceptions",
+        "",
+        "| entry | reason |",
+        "|---|---|",
+        *(f"| `{name}` | {reason} |" for name, reason in sorted(EXCEPTIONS.items())),
+        *(f"| `{name}` (gradient) | {why} |" for name, why in sorted(OTHER_GRADIENT.items())),
+        "",
+        "## All entries",
+        "",
+        "| entry | value | gradient |",
+        "|---|---|---|",
+        *(
+            f"| `{name}` | {v['outcome']} | {OTHER_GRADIENT.get(name, v['gradient'])} |"
+            for name, v in sorted(found.items())
+            if name not in EXCEPTIONS
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+_RTOL = 2e-3
+_DRAWS = 400
+_KS = 0.1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one entry: its name, the outcome, and why."""
+
+    name: str
+    outcome: str
+    detail: str = ""
+    gradient: str = ""
+
+
+def judge(op, most=4):
+    """Compare up to ``most`` samples of one entry in value and, where it has one, in gradient."""
+    name = name_of(op)
+    try:
+        samples = _samples(op, most)
+    except Exception as err:
+        return Verdict(name, "no samples", one_line(err, 300))
+    gradient = ""
+    for sample in samples:
+        try:
+            function, given = as_function(op, sample)
+            leaves, wants = [t.detach() for t in given], [t.requires_grad for t in given]
+            call = lambda *tensors, f=function: _plain(f(*tensors))
+            expected = call(*[x.clone() for x in leaves])
+        except Exception as err:
+            return Verdict(name, "torch fails", one_line(err, 300))
+        try:
+            arrays = [array_from_torch(x) for x in leaves]
+            lowered = to_jax(call, rng=True)
+            got = jax.jit(lowered)(jax.random.key(0), *arrays)
+        except LoweringError as err:
+            kind = "missing" if "no rule" in str(err) else "refused"
+            return Verdict(name, kind, one_line(err, 300))
+        except Exception as err:
+            return Verdict(name, "error", f"{type(err).__name__}: {one_line(err, 300)}")
+        if (wrong := _compare(expected, got)) is not None:
+            if op.name.startswith(("empty", "new_empty")):
+                return Verdict(name, "match", "undefined values")
+            if _draws(call, arrays):
+                apart = _distance(call, lowered, leaves, arrays)
+                matches = "match in distribution" if apart < _KS else "mismatch"
+                return Verdict(name, matches, f"KS {apart:.3f}")
+            return Verdict(name, "mismatch", wrong)
+        if op.supports_autograd and not gradient:
+            gradient = _gradient(call, leaves, wants)
+    return Verdict(name, "match", "", gradient)
+
+
+def _samples(op, most):
+    out = []
+    torch.manual_seed(0)
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd):
+        out.append(sample)
+        if len(out) == most:
+            break
+    return out
+
+
+def _plain(out):
+    # torch's named results (torch.return_types.max) are tuples, but not to JAX.
+    if isinstance(out, tuple | list):
+        return tuple(_plain(x) for x in out)
+    return out
+
+
+def _tensors(tree):
+    return [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, torch.Tensor | jax.Array)]
+
+
+def _compare(expected, got):
+    a, b = _tensors(expected), _tensors(got)
+    if not a:
+        same = [int(x) for x in jax.tree_util.tree_leaves(got)] == jax.tree_util.tree_leaves(
+            expected
+        )
+        return None if same else "other numbers"
+    if len(a) != len(b):
+        return f"{len(a)} results against {len(b)}"
+    for x, y in zip(a, b):
+        x = x.detach().resolve_conj().resolve_neg()
+        x = (x.float() if x.dtype == torch.bfloat16 else x).numpy(force=True)
+        y = np.asarray(y)
+        if x.shape != y.shape:
+            return f"shape {x.shape} against {y.shape}"
+        if not x.size:
+            continue
+        wide = np.complex128 if np.iscomplexobj(x) else np.float64
+        x, y = x.astype(wide), y.astype(wide)
+        finite = x[np.isfinite(x)]
+        scale = max(float(np.abs(finite).max(initial=0.0)), 1e-3)
+        if not np.allclose(x, y, rtol=_RTOL, atol=_RTOL * scale, equal_nan=True):
+            with np.errstate(invalid="ignore"):
+                worst = np.nanmax(np.abs(x - y))
+            return f"differs by {worst:.3g} at scale {scale:.3g}"
+    return None
+
+
+def _draws(call, arrays):
+    try:
+        to_jax(call).program(*arrays)
+    except LoweringError as err:
+        return "need a key" in str(err)
+    return False
+
+
+@contextlib.contextmanager
+def _fresh_seeds():
+    """The database's wrappers seed before each call; let them seed differently each time."""
+    real, count = torch.manual_seed, itertools.count()
+    torch.manual_seed = lambda _: real(next(count))
+    try:
+        yield
+    finally:
+        torch.manual_seed = real
+
+
+def _distance(call, lowered, leaves, arrays):
+    """Kolmogorov-Smirnov distance between many draws in both frameworks."""
+    draw = jax.jit(jax.vmap(lambda key: lowered(key, *arrays)))
+    got = [np.asarray(x) for x in _tensors(draw(jax.random.split(jax.random.key(1), _DRAWS)))]
+    with _fresh_seeds():
+        runs = [_tensors(call(*[x.clone() for x in leaves])) for _ in range(_DRAWS)]
+    expected = [torch.stack(xs).numpy(force=True) for xs in zip(*runs)]
+    return max(map(apart, got, expected), default=0.0)
+
+
+def _gradient(call, leaves, wants):
+    """Compare gradients of a weighted sum of the results that can be differentiated."""
+    at = [i for i, x in enumerate(leaves) if wants[i] and x.is_floating_point()]
+    which = []
+
+    def loss(*tensors):
+        outs = [o for o in _tensors(call(*tensors)) if o.is_floating_point()]
+        which[:] = which or [i for i, o in enumerate(outs) if o.requires_grad]
+        weights = [torch.linspace(0.5, 1.5, outs[i].numel()).reshape(outs[i].shape) for i in which]
+        return sum((w * outs[i]).sum() for w, i in zip(weights, which))
+
+    try:
+        inputs = [x.clone().requires_grad_(i in at) for i, x in enumerate(leaves)]
+        total = loss(*inputs)
+        if not which or not at:
+            return ""
+        of = [inputs[i] for i in at]
+        expected = torch.autograd.grad(total, of, allow_unused=True, materialize_grads=True)
+    except Exception as err:
+        return f"torch fails: {one_line(err, 300)}"
+    try:
+        gradient = jax.grad(to_jax(loss, rng=True), tuple(i + 1 for i in at))
+        got = jax.jit(gradient)(jax.random.key(0), *[array_from_torch(x) for x in leaves])
+    except Exception as err:
+        return f"{type(err).__name__}: {one_line(err, 300)}"
+    wrong = _compare(expected, got)
+    return "match" if wrong is None else wrong
+
+
 # Where the parts of the whole sweep are kept, until the last has been run.
-KEPT = TESTS.parent / ".sweep"
+KEPT = Path(__file__).parents[3] / ".sweep"
 PARTS = 8
-
 SELECTION = """
 add addmm amax argmax avg_pool2d batch_norm bmm cat clamp conv2d conv_transpose2d cross_entropy
 cumsum diagonal embedding exp expand flip gather gelu group_norm index_add index_put index_select
@@ -33,33 +293,49 @@ split std topk tril unfold var where
 """.split()  # noqa: SIM905
 
 
-def verdicts(path, *options):
-    command = [sys.executable, "-m", "compat.to_jax.opinfo", "--out", str(path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS)
-    assert done.returncode == 0, done.stderr
-    head, *lines = path.read_text().splitlines()
-    return head, [json.loads(line) for line in lines]
+@pytest.fixture(autouse=True)
+def _values_are_compared():
+    """In 64 bits, and not optimized: half of the time would be XLA's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.enable_x64(True):
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def verdicts(chosen, samples):
+    found = []
+    for count, op in enumerate(chosen):
+        found.append(asdict(judge(op, samples)))
+        if count % 64 == 63:
+            jax.clear_caches()
+    return found
 
 
 def wrong_gradient(v):
     return bool(v["gradient"]) and not v["gradient"].startswith(("match", "torch fails"))
 
 
-# Slow: a process of its own, which imports torch's test utilities and compiles 70 programs.
-def test_a_selection_matches(tmp_path):
+# Slow: it compiles 70 programs.
+@pytest.mark.filterwarnings("ignore")
+def test_a_selection_matches():
     names = [p + n for n in SELECTION for p in ("", "nn.functional.")]
-    _, found = verdicts(tmp_path / "verdicts", "--samples", "1", "--exact", *names)
+    found = verdicts([op for op in entries(torch.float32) if name_of(op) in names], 1)
     assert len(found) >= len(SELECTION)
     assert [v for v in found if v["outcome"] != "match" or wrong_gradient(v)] == []
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_but_the_exceptions_match(part):
     KEPT.mkdir(exist_ok=True)
     paths = [KEPT / f"opinfo-{i}" for i in range(PARTS)]
-    options = ("--samples", "5", "--part", f"{part}/{PARTS}")
-    found = runnable(verdicts(paths[part], *options)[1])
+    chosen = sorted(entries(torch.float32), key=name_of)[part::PARTS]
+    lines = verdicts(chosen, 5)
+    versions = f"torch {torch.__version__.split('+')[0]}, JAX {jax.__version__}"
+    head = f"{len(chosen)} entries, {versions}, functx {functx.__version__}"
+    paths[part].write_text("\n".join([head, *map(json.dumps, lines)]) + "\n")
+    found = runnable(lines)
     matched = {n for n, v in found.items() if v["outcome"].startswith("match")}
     assert found.keys() - matched == found.keys() & EXCEPTIONS.keys()
     wrong = {n for n, v in found.items() if wrong_gradient(v)}

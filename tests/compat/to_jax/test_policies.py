@@ -10,7 +10,7 @@ from functx import checkpoint_policies as cp
 from functx.compat import to_jax
 from functx.compat._lowering._graph import modules_of
 
-from ..helpers import arrays, assert_close, count_dots
+from ..helpers import arrays, assert_close, count_dots, weights
 
 LAYERS = 4
 PLAIN = LAYERS + LAYERS + (LAYERS - 1)
@@ -30,10 +30,6 @@ def net(policy):
     return f
 
 
-def tanh_only(ctx, op, *args, **kwargs):
-    return op is torch.ops.aten.tanh.default
-
-
 # How many of the four products of the forward run again.
 POLICIES = {
     "none": (None, 4),
@@ -47,7 +43,7 @@ POLICIES = {
     "but names": (cp.save_any_names_but_these("middle"), 4),
     "except names": (cp.save_anything_except_these_names("middle"), 0),
     "operators": ([torch.ops.aten.mm], 0),
-    "function": (tanh_only, 0),
+    "function": (lambda ctx, op, *args, **kwargs: op is torch.ops.aten.tanh.default, 0),
     "or": (cp.save_only_these_names("middle") | cp.save_these_operators(torch.ops.aten.mm), 0),
     "and": (cp.dots_saveable & cp.save_smaller_than(1), 4),
     "small": (cp.save_smaller_than(1 << 20), 0),
@@ -57,8 +53,7 @@ POLICIES = {
 
 @pytest.fixture
 def args():
-    torch.manual_seed(0)
-    return [torch.randn(8, 8) / 3 for _ in range(LAYERS)], torch.randn(4, 8)
+    return weights(LAYERS)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -76,7 +71,7 @@ def test_a_policy_changes_no_value(name, args):
     f, plain = to_jax(net(POLICIES[name][0])), net(None)
     assert_close(jax.grad(f)(ws, x), torch.func.grad(plain)(*args), rtol=1e-5)
     twice = jax.jvp(lambda x: jax.grad(f, 1)(ws, x), (x,), (x,))[1]
-    inner = lambda x: torch.func.grad(plain, 1)(args[0], x)  # noqa: E731
+    inner = lambda x: torch.func.grad(plain, 1)(args[0], x)
     expected = torch.func.jvp(inner, (args[1],), (args[1],))[1]
     assert_close(twice, expected, rtol=1e-5)
 
@@ -85,15 +80,11 @@ def test_an_outer_vmap_does_not_change_what_is_kept(args):
     """JAX would take batched products for products with batch dimensions."""
     ws, x = arrays(args)
     rows = jnp.stack([x] * 3)
-
-    def dots(policy):
-        return count_dots(jax.vmap(jax.grad(to_jax(net(policy))), (None, 0)), ws, rows)
-
+    dots = lambda policy: count_dots(jax.vmap(jax.grad(to_jax(net(policy))), (None, 0)), ws, rows)
     assert dots(None) - dots(cp.dots_with_no_batch_dims_saveable) == LAYERS
 
 
 def test_names_are_those_of_jax(args):
-    """Of the function, for a policy of JAX's around it; also where there is no region."""
     f = to_jax(lambda ws, x: (layer(x, *ws[:2]) ** 2).sum())
     assert "name=middle" in str(jax.make_jaxpr(f)(*arrays(args)))
     policy = jax.checkpoint_policies.save_only_these_names("middle")
@@ -189,8 +180,7 @@ BODIES = {"results": several, "writes": writes, "detach": stops}
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_policy_holds_for_any_body(body, args):
-    policy = cp.dots_saveable
-    region = functx.remat(BODIES[body], policy=policy)
+    region = functx.remat(BODIES[body], policy=cp.dots_saveable)
 
     def f(region):
         return lambda w, x: (region(w, x) ** 2).sum()

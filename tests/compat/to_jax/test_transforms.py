@@ -1,13 +1,22 @@
-"""A lowered function under every JAX transform, and with transforms of torch inside."""
+"""A lowered function under JAX's transforms, with torch's inside, on devices; when it is traced."""
 
 import collections
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax import lax
 
 import functx
+from functx._errors import LoweringError
 from functx.compat import to_jax
 
 from ..helpers import arrays, assert_close
@@ -15,76 +24,44 @@ from ..helpers import arrays, assert_close
 X = torch.linspace(-1.0, 1.0, 6)
 
 
-def f(x):
-    return torch.tanh(x * 2) * x.flip(0)
+f = lambda x: torch.tanh(x * 2) * x.flip(0)
+loss = lambda x: f(x).sum()
 
 
-def loss(x):
-    return f(x).sum()
-
-
+# Of jax, torch.func or functx, each with a function.
 COMPOSITIONS = {
-    "jit": (jax.jit, lambda g: g, f),
-    "grad": (jax.grad, torch.func.grad, loss),
-    "vmap(grad)": (
-        lambda g: jax.vmap(jax.grad(g)),
-        lambda g: torch.vmap(torch.func.grad(g)),
-        lambda x: torch.sin(x) * x,
-    ),
-    "jvp": (
-        lambda g: lambda x: jax.jvp(g, (x,), (x,))[1],
-        lambda g: lambda x: torch.func.jvp(g, (x,), (x,))[1],
-        f,
-    ),
-    "vjp": (
-        lambda g: lambda x: jax.vjp(g, x)[1](x)[0],
-        lambda g: lambda x: torch.func.vjp(g, x)[1](x)[0],
-        f,
-    ),
-    "jvp(grad)": (
-        lambda g: lambda x: jax.jvp(jax.grad(g), (x,), (x,))[1],
-        lambda g: lambda x: torch.func.jvp(torch.func.grad(g), (x,), (x,))[1],
-        loss,
-    ),
-    "grad(jvp)": (
-        lambda g: lambda x: jax.grad(lambda y: jax.jvp(g, (y,), (x,))[1])(x),
-        lambda g: lambda x: torch.func.grad(lambda y: torch.func.jvp(g, (y,), (x,))[1])(x),
-        loss,
-    ),
-    "hessian": (jax.hessian, torch.func.hessian, loss),
-    "checkpoint": (lambda g: jax.grad(jax.checkpoint(g)), torch.func.grad, loss),
-    "grad(scan(checkpoint))": (
-        lambda g: jax.grad(
-            lambda x: lax.scan(lambda c, _: (jax.checkpoint(g)(c), None), x, length=3)[0].sum()
-        ),
-        lambda g: torch.func.grad(lambda x: g(g(g(x))).sum()),
-        f,
-    ),
+    "grad": (lambda of, g: of.grad(g), loss),
+    "vmap(grad)": (lambda of, g: of.vmap(of.grad(g)), lambda x: torch.sin(x) * x),
+    "jvp": (lambda of, g: lambda x: of.jvp(g, (x,), (x,))[1], f),
+    "vjp": (lambda of, g: lambda x: of.vjp(g, x)[1](x)[0], f),
+    "jvp(grad)": (lambda of, g: lambda x: of.jvp(of.grad(g), (x,), (x,))[1], loss),
+    "grad(jvp)": (lambda of, g: of.grad(lambda y: of.jvp(g, (y,), (2 * y,))[1]), loss),
+    "jacrev": (lambda of, g: of.jacrev(g), f),
+    "jacfwd": (lambda of, g: of.jacfwd(g), f),
+    "hessian": (lambda of, g: of.hessian(g), loss),
 }
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_a_transform_of_jax_is_that_of_torch(name):
-    in_jax, in_torch, g = COMPOSITIONS[name]
-    assert_close(jax.jit(in_jax(to_jax(g)))(arrays(X)), in_torch(g)(X), rtol=1e-5)
+def test_a_transform_of_jax_and_one_inside_are_that_of_torch(name):
+    transform, g = COMPOSITIONS[name]
+    expected = transform(torch.func, g)(X)
+    assert_close(jax.jit(transform(jax, to_jax(g)))(arrays(X)), expected, rtol=1e-5)
+    inside = to_jax(transform(functx, g))
+    assert_close(jax.jit(inside)(arrays(X)), expected, rtol=1e-5)
+    expected = torch.func.jacfwd(transform(torch.func, g))(X)
+    assert_close(jax.jit(jax.jacrev(inside))(arrays(X)), expected, rtol=1e-5)
 
 
-TRANSFORMS_INSIDE = {
-    "grad": lambda: functx.grad(loss),
-    "vmap(grad)": lambda: functx.vmap(functx.grad(lambda x: torch.sin(x) * x)),
-    "jvp": lambda: lambda x: functx.jvp(f, (x,), (x,))[1],
-    "jacrev": lambda: functx.jacrev(f),
-    "jacfwd": lambda: functx.jacfwd(f),
-    "hessian": lambda: functx.hessian(loss),
-}
+def test_in_jit_checkpoint_and_scan_it_is_the_function():
+    lowered = to_jax(f)
 
+    def repeated(x):
+        return lax.scan(lambda c, _: (jax.checkpoint(lowered)(c), None), x, length=3)[0].sum()
 
-@pytest.mark.parametrize("name", TRANSFORMS_INSIDE)
-def test_a_transform_inside_is_that_of_torch_and_can_be_differentiated(name):
-    g = TRANSFORMS_INSIDE[name]()
-    assert_close(jax.jit(to_jax(g))(arrays(X)), g(X), rtol=1e-5)
-    expected = torch.func.jacfwd(g)(X)
-    assert_close(jax.jit(jax.jacrev(to_jax(g)))(arrays(X)), expected, rtol=1e-5)
+    assert_close(jax.jit(lowered)(arrays(X)), f(X))
+    found = jax.jit(jax.grad(repeated))(arrays(X))
+    assert_close(found, torch.func.grad(lambda x: f(f(f(x))).sum())(X), rtol=1e-5)
 
 
 def test_pytrees_go_in_and_out():
@@ -110,3 +87,180 @@ def test_writes_to_views_are_as_in_torch():
     assert_close(to_jax(g)(arrays(X)), g(X))
     expected = torch.func.jacrev(g)(X)
     assert_close(jax.jacrev(to_jax(g))(arrays(X)), expected)
+
+
+class Log:
+    """Compared by identity, so that filling it does not count as another environment."""
+
+    def __init__(self):
+        self.traces = []
+
+
+def test_new_shapes_dtypes_and_statics_trace_again():
+    log = Log()
+
+    def g(x, flag):
+        log.traces.append((tuple(x.shape), x.dtype, flag))
+        return x + 1 if flag else x - 1
+
+    h = to_jax(g)
+    for x in (jnp.ones(2), jnp.ones(3), jnp.ones(3, jnp.float16), jnp.ones(3)):
+        h(x, True)
+    np.testing.assert_array_equal(h(jnp.ones(3), False), np.zeros(3))
+    np.testing.assert_array_equal(h(jnp.ones(3), 1), 2 * np.ones(3))
+    assert log.traces == [
+        ((2,), torch.float32, True),
+        ((3,), torch.float32, True),
+        ((3,), torch.float16, True),
+        ((3,), torch.float32, False),
+        ((3,), torch.float32, 1),  # which is not True
+    ]
+
+
+def test_what_is_closed_over_is_read_at_each_call():
+    w = torch.ones(3)
+    h = to_jax(lambda x: x * w)
+    assert h(jnp.ones(3)).tolist() == [1, 1, 1]
+    w.mul_(2)
+    assert h(jnp.ones(3)).tolist() == [2, 2, 2]
+    w = torch.zeros(3)
+    assert h(jnp.ones(3)).tolist() == [0, 0, 0]
+    scale = 1
+    h = to_jax(lambda x: x * scale)
+    assert h(jnp.ones(3)).tolist() == [1, 1, 1]
+    scale = 2
+    assert h(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+def test_writes_past_the_version_counter_are_seen(dtype):
+    """Through ``.data``, as initialisation and clipping do, and to inference tensors."""
+    w = torch.tensor([1, 0, 1], dtype=dtype)
+    with torch.inference_mode():
+        v = torch.zeros(3, dtype=dtype)
+    h = to_jax(lambda: (w * 1, v * 1))
+    h()
+    w.data.zero_()
+    with torch.inference_mode():
+        v.fill_(1)
+    assert [x.tolist() for x in h()] == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_a_module_is_read_at_each_call():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).eval()
+    h = to_jax(lambda x: net(x))
+    x = torch.ones(1, 2)
+    assert_close(h(arrays(x)), net(x))
+    with torch.no_grad():
+        net[0].bias.add_(1)
+    assert_close(h(arrays(x)), net(x))
+    net[0].weight = torch.nn.Parameter(torch.ones(2, 2))
+    assert_close(h(arrays(x)), net(x))
+    net.train()
+    with pytest.raises(LoweringError, match="need a key"):
+        h(arrays(x))
+
+
+def test_a_counter_that_is_only_increased_traces_nothing_again():
+    appended, counts, n = [], {"n": 0}, 0
+
+    def f(x):
+        nonlocal n
+        appended.append(x.shape)
+        counts["n"] += 1
+        n += 1
+        return x * 2
+
+    h = to_jax(f)
+    for size, expected in ((3, 1), (3, 1), (4, 2), (3, 2)):
+        h(jnp.ones(size))
+        assert (len(appended), counts["n"], n) == (expected,) * 3
+
+
+def test_ambient_settings_trace_again():
+    h = to_jax(lambda x: x @ x)
+    x = jnp.ones((2, 2))
+    assert h(x).dtype == jnp.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert h(x).dtype == jnp.bfloat16
+    assert h(x).dtype == jnp.float32
+    with torch.no_grad():  # JAX differentiates, whatever torch's mode
+        assert float(jax.grad(to_jax(torch.sin))(0.0 * jnp.ones(()))) == 1
+
+
+def test_a_function_that_is_dropped_is_freed():
+    w = torch.ones(3)
+    h = to_jax(lambda x: x * w)
+    h(jnp.ones(3))
+    ref = weakref.ref(h)
+    del h
+    gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    assert ref() is None
+
+
+SETUP = """
+import jax, jax.numpy as jnp, numpy as np, torch, functx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from functx.compat import to_jax
+
+assert len(jax.devices()) == 4
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+def loss(w, x):
+    h = functx.remat(lambda w, x: torch.tanh(x @ w))(w, x)
+    return (h ** 2).sum()
+
+f = to_jax(loss)
+w = jnp.asarray(np.random.RandomState(0).randn(8, 8), jnp.float32) / 3
+x = jnp.asarray(np.random.RandomState(1).randn(16, 8), jnp.float32)
+expected = np.asarray(jax.jit(jax.grad(f))(w, x))
+"""
+CASES = {
+    "from_jax gathers": """
+from functx.compat import from_jax
+weights = jax.device_put(jnp.arange(4.0), rows)
+assert from_jax(lambda: weights * 2)().tolist() == [0, 2, 4, 6]
+assert from_jax(lambda w: w * 2)(weights).tolist() == [0, 2, 4, 6]
+""",
+    "sharded arguments": """
+got = jax.jit(jax.grad(f))(jax.device_put(w, whole), jax.device_put(x, rows))
+np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+out = jax.jit(to_jax(lambda w, x: torch.tanh(x @ w)))(w, jax.device_put(x, rows))
+assert out.sharding.is_equivalent_to(rows, 2)
+""",
+    "export": """
+exported = jax.export.export(jax.jit(f))(w, x)
+np.testing.assert_allclose(exported.call(w, x), f(w, x), rtol=1e-5)
+""",
+}
+RUN = """
+import json, sys, traceback
+failures = {}
+for name, code in json.load(sys.stdin).items():
+    try:
+        exec(code, dict(globals()))
+    except BaseException:
+        failures[name] = traceback.format_exc()
+print(json.dumps(failures))
+"""
+
+
+# Slow: a process of its own.
+def test_a_lowered_function_runs_on_four_devices():
+    flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
+    fails = {"a case that fails": "assert len(jax.devices()) == 5"}
+    run = subprocess.run(
+        [sys.executable, "-c", SETUP + RUN],
+        input=json.dumps(CASES | fails),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+    assert run.returncode == 0, run.stderr
+    failures = json.loads(run.stdout.splitlines()[-1])
+    assert failures.keys() == fails.keys(), failures
