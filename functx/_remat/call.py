@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,35 +81,26 @@ def _has_tangents(args: Any, kwargs: Any) -> bool:
 def _prepared(
     f: Any, frozen: Any, args: Any, kwargs: Any, name: str
 ) -> tuple[list[Tensor], Any, Any]:
-    """The tensors in the arguments, each once, and calls of the function with stand-ins."""
-    if not kwargs and all(type(a) is Tensor for a in args) and len({*map(id, args)}) == len(args):
+    """The tensors in the arguments, and calls of the function with stand-ins."""
+    if not kwargs and all(type(a) is Tensor for a in args):
         return [*args], f, frozen
     arguments.check(args, kwargs, name)
     leaves, spec = _tree.flatten((args, kwargs))
-    tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
-    numbers = {key: number for number, key in enumerate(tensors)}
-    places = [(place, numbers[id(x)]) for place, x in enumerate(leaves) if id(x) in numbers]
-    for place, _ in places:
-        leaves[place] = None
-
-    def build(ts: Any) -> Any:
-        filled = list(leaves)
-        for place, number in places:
-            filled[place] = ts[number]
-        return _tree.unflatten(spec, filled)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
 
     def call(*ts: Tensor) -> Any:
-        args, kwargs = build(ts)
+        args, kwargs = _built(ts, (spec, others))
         containers = arguments.containers(args, kwargs)
         out = f(*args, **kwargs)
         arguments.check_unchanged(containers, out, name)
         return out
 
     def call_again(*ts: Tensor) -> Any:
-        args, kwargs = build(ts)
+        args, kwargs = _built(ts, (spec, others))
         return frozen(*args, **kwargs)
 
-    return [*tensors.values()], call, call_again
+    return tensors, call, call_again
 
 
 def _flat(out: Any, result: list[Any]) -> list[Tensor]:
@@ -122,7 +113,7 @@ def _flat(out: Any, result: list[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def _built(results: list[Tensor], how: Any) -> Any:
+def _built(results: Sequence[Tensor], how: Any) -> Any:
     if how is None:
         return results[0]
     (spec, others), tensors = how, iter(results)

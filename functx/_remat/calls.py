@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
+from functx import _torch, _tree
 
 INSIDE = 1 << 40
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
@@ -46,6 +46,10 @@ MAKERS |= {Tensor.new_tensor}
 # What reads memory behind torch's back.
 READERS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 READERS |= {Tensor.untyped_storage}
+# What reads the numbers in sequences that it is given.
+_SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+SEQUENCE_READERS = {Tensor.__getitem__, Tensor.__setitem__, Tensor.new}
+SEQUENCE_READERS |= {getattr(torch, f"sparse_{layout}_tensor") for layout in _SPARSE}
 _SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape and dtype are
 
 
@@ -74,6 +78,14 @@ class Call:
 def in_a_row(args: Any, kwargs: Any) -> list[Any]:
     """Arguments as `Call.given` lists them."""
     return [*args, *(x for item in kwargs.items() for x in item)]
+
+
+def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a function reads behind torch's back."""
+    if func in READERS:
+        return [args[0]]
+    sequences = [a for a in (*args, *kwargs.values()) if type(a) in (list, tuple)]
+    return [t for t in _tree.leaves(sequences) if isinstance(t, Tensor) and t.dim() == 0]
 
 
 def is_simple(a: Any) -> bool:

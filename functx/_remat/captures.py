@@ -21,7 +21,7 @@ from torch import Tensor
 from functx import _torch
 from functx._remat import departures, distributed, examples, levels, plans
 from functx._remat.calls import DATA, INSIDE, Call, is_simple
-from functx._remat.ledger import Ledger, Record
+from functx._remat.ledger import Record, ledgers
 from functx._remat.listener import Listener
 from functx._remat.operators import storage_of, tensors_in
 from functx._remat.region import Inputs
@@ -334,10 +334,8 @@ _SPECIAL = {*_ENGINE, *_REQUIRES, _LABEL}
 
 def _modes_entered() -> int:
     """How many dispatch modes there are that are no ledgers."""
-    if not _torch.dispatch_depth():
-        return 0
-    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
-    return sum(not isinstance(mode, Ledger) for mode in modes)
+    depth = _torch.dispatch_depth()
+    return depth and depth - len(ledgers())
 
 
 def tape_of(t: Tensor, first: int) -> Any:

@@ -169,7 +169,7 @@ def run(
 ) -> list[Tensor]:
     """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
-    Both take ``tensors``, no two of them the same, and return tensors. A plan is found by the
+    Both take ``tensors`` and return tensors. A plan is found by the
     ``identity`` of the function. ``forward`` makes a `Forward` of the region and the listener
     around; if ``None``, what traces here does, or that itself.
     """
@@ -179,6 +179,12 @@ def run(
     if outer is not None:
         tensors = outer.take(options.name, tensors)
         last = outer.last
+    different = {id(t): t for t in tensors}
+    if len(different) < len(tensors):  # after they were taken in: objects may be others in a replay
+        numbers = {key: number for number, key in enumerate(different)}
+        places = [numbers[id(t)] for t in tensors]
+        body, again = _spread(body, places), _spread(again, places)
+        tensors = [*different.values()]
     with Entry(outer) as entry:
         entry.stop_caching(entry.settings)
         entry.take_hooks()
@@ -191,6 +197,11 @@ def run(
         outer.give(results)
         outer.give_further(further)
     return results
+
+
+def _spread(body: Body, places: list[int]) -> Body:
+    """A body that is given each tensor once."""
+    return lambda *ts: body(*[ts[i] for i in places])
 
 
 def _required(values: list[Tensor], k: int, inputs: Inputs) -> list[bool]:

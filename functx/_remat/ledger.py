@@ -103,6 +103,12 @@ class Ledger(_torch.TorchDispatchMode):
         return self.saver
 
 
+def ledgers() -> list[Ledger]:
+    """Those that listen, of regions around and their replays too; outermost first."""
+    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+    return [mode for mode in modes if isinstance(mode, Ledger)]
+
+
 class Record(Ledger):
     """The ledger of a forward."""
 
@@ -176,7 +182,10 @@ class Record(Ledger):
         live = bytearray(len(self.entries))
         for i in range(len(self.entries) - 1, -1, -1):
             entry = self.entries[i]
-            live[i] = entry.kind in (VIEW, ALWAYS) or not needed.isdisjoint(entry.writes)
+            if entry.kind is VIEW:
+                live[i] = 1
+                continue
+            live[i] = entry.kind is ALWAYS or not needed.isdisjoint(entry.writes)
             if live[i] and i in kept:
                 kept[i].read = needed.intersection(entry.writes)
             if entry.kind is NEW:

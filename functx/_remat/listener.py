@@ -28,12 +28,15 @@ from functx._remat.calls import (
     NAMED,
     READERS,
     RETURN,
+    SEQUENCE_READERS,
     Call,
     in_a_row,
     is_plain,
     listed,
+    read_by,
     same_call,
 )
+from functx._remat.ledger import ledgers
 from functx._remat.names import kept_copy, named
 from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
@@ -333,9 +336,10 @@ class Listener(TorchFunctionMode):
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a call."""
-        if func in READERS:
-            for ledger in self.ledgers:
-                ledger.need(levels.base_of(args[0]))
+        if func in READERS or func in SEQUENCE_READERS:
+            for t in read_by(func, args, kwargs):
+                for ledger in ledgers():
+                    ledger.need(levels.base_of(t))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def is_operand(self, t: Tensor) -> bool:

@@ -21,7 +21,7 @@ from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
 from functx._remat.generators import Restored
 from functx._remat.guard import Entry
-from functx._remat.ledger import BeginAgain, Record, Rerun
+from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
@@ -129,9 +129,8 @@ def _within(around: list[Any], region: Region, depth: int, run: Callable[[], Any
 
 def _tell_of_draws(region: Region) -> None:
     """Regions around whose forward this replay is part of note the generators as they are."""
-    for i in range(_torch.dispatch_depth()):
-        mode = _torch.dispatch_mode_at(i)
-        if isinstance(mode, Record) and mode.draws is not None and region.draws is not None:
+    for mode in ledgers():
+        if isinstance(mode, Record) and mode.draws is not None:
             for generator in region.draws.before:
                 mode.draws.note(generator)
 

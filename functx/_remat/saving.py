@@ -20,8 +20,8 @@ from torch import Tensor
 
 from functx import _offload, _torch
 from functx._policies import Decision, Everything, Policy, Value
-from functx._remat import departures, examples, levels
-from functx._remat.ledger import Entry, Ledger, Record, filled, unwritten
+from functx._remat import departures, examples, ledger, levels
+from functx._remat.ledger import Entry, Record, filled
 from functx._remat.operators import NEW, storage_of, tensors_in
 
 
@@ -97,7 +97,7 @@ class Given:
 
         def one(layout: Any) -> Tensor:
             if (numbered := next(tensors)) is None:
-                t = unwritten(layout)
+                t = ledger.unwritten(layout)
                 rerun.leave_out(t)
                 return t
             number, kept = numbered
@@ -266,15 +266,10 @@ def asks_of_operations(policy: Policy | None) -> bool:
 
 def saver_for(policy: Policy | None) -> Saver | None:
     """What keeps values of a region that begins now; ``None`` if nothing can be kept."""
-    around = [kept for mode in _ledgers() if (kept := mode.keeping()) is not None]
+    around = [kept for mode in ledger.ledgers() if (kept := mode.keeping()) is not None]
     if policy is None and not around:
         return None
     return Saver(policy or Everything(False), around)
-
-
-def _ledgers() -> list[Ledger]:
-    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
-    return [mode for mode in modes if isinstance(mode, Ledger)]
 
 
 def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
@@ -284,7 +279,7 @@ def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
     """
     told: list[Saver] = []
     copied = False
-    for mode in _ledgers():
+    for mode in ledger.ledgers():
         if isinstance(mode, Record) and mode.saver is not None and mode.has_made(storage_of(t)):
             told.append(mode.saver)
             copied |= mode.saver.named(t, name, mode)

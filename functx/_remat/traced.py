@@ -70,15 +70,12 @@ def remat_region(module: torch.fx.GraphModule, *operands: Tensor) -> tuple[Tenso
     body = torch.fx.Interpreter(module).run if has_preserved_node_meta() else module
     if not torch.is_grad_enabled() and not observers.tracers:
         return tuple(body(*operands))
-    different = {id(t): t for t in operands}
-    numbers = {key: number for number, key in enumerate(different)}
-    places = [numbers[id(t)] for t in operands]
 
     def again(*ts: Tensor) -> list[Tensor]:
-        return list(body(*[ts[i] for i in places]))
+        return list(body(*ts))
 
     options = Options(name="a region")
-    return tuple(forward.run(again, again, [*different.values()], options, "a region of a graph"))
+    return tuple(forward.run(again, again, [*operands], options, "a region of a graph"))
 
 
 def _run(*args: Any) -> list[Tensor]:

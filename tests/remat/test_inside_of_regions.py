@@ -54,7 +54,7 @@ def test_a_captured_tensor_that_is_named_and_given_to_a_custom_function_keeps_it
 
     wrapped = functx.remat
     found = gradients(f, Y)
-    wrapped = lambda region: region  # noqa: E731
+    wrapped = lambda region: region
     torch.testing.assert_close(found, gradients(f, Y))
 
 

@@ -255,3 +255,50 @@ def test_forward_modes_zeros_meet_an_operator_of_a_number(jacobian, requires_gra
 
     t = numbers(3).requires_grad_(requires_grad)
     torch.testing.assert_close(jacobian(functx.remat(g))(t), jacobian(g)(t))
+
+
+def written_at(y, index):
+    y = y.clone()
+    y[index,] = 0.0
+    return y
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y, i, j: y[(i, j),],
+        lambda y, i, j: y[..., [i, j]],
+        lambda y, i, j: y[None, [j]],
+        lambda y, i, j: written_at(y, (i, j)),
+        lambda y, i, j: written_at(y, [i > 0, j > 5, i > 0, j > 9]),
+        lambda y, i, j: y[:2] * y.new([i, j]),
+        lambda y, i, j: (
+            y * torch.sparse_coo_tensor([[i, j]], [i, j], (4,), check_invariants=False).to_dense()
+        ),
+    ],
+)
+def test_numbers_in_a_sequence_are_read_though_no_mode_sees_it(use):
+    rows = torch.tensor([1, 3])
+    region = lambda x: (use(x.sin(), *(rows * 1).unbind()),)
+    for way in ("backward", "grad"):
+        agrees(region, torch.arange(4.0, dtype=torch.float64), way)
+
+
+def test_python_that_an_inner_replay_runs_reads_what_the_outer_one_computes():
+    """The outer replay leaves out what only Python reads, in the inner region's own replay."""
+
+    def f(wrap, x, v):
+        def inner(v):
+            scaled = (x[0] * v * 2).tolist()
+            return v.sum() * len([t for t in scaled if t > 0])
+
+        value, pull = functx.vjp(wrap(inner), v)
+        return value * pull(torch.ones_like(value))[0] + pull(value)[0]
+
+    x, v = numbers(3, 3), numbers(3).requires_grad_()
+    policy = functx.checkpoint_policies.save_only_these_names("none")
+    whole = functx.remat(lambda v: f(functx.remat, x, v), policy=policy)
+    (expected,) = torch.autograd.grad(f(identity, x, v).sum(), v)
+    for _ in range(2):  # the second time, by a plan
+        (found,) = torch.autograd.grad(whole(v).sum(), v)
+        assert_same(found, expected)

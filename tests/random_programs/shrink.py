@@ -1,0 +1,82 @@
+"""One program: ``python -m tests.random_programs.shrink SEED`` takes away what does not matter.
+
+Printed are the program that is left, its outcome and the traceback; with ``--whole`` the program as
+it was written.
+"""
+
+import argparse
+import pickle
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import functx
+
+from .judge import Verdict, judge, warm
+from .run import FORK
+from .writer import write
+
+STAND_INS = {"m": "m0", "v": "v0", "s": "v0.sum()", "i": "idx"}
+SIMPLE_ENDS = ("values", "backward", "of the input only")
+
+
+def apart(program):
+    """The verdict of a process of its own, which may end by a signal."""
+    with tempfile.NamedTemporaryFile() as file:
+        path = Path(file.name)
+        process = FORK.Process(
+            target=lambda: path.write_bytes(pickle.dumps(judge(program, library=functx)))
+        )
+        process.start()
+        process.join()
+        if process.exitcode:
+            return Verdict("crashed", f"the process ended with {process.exitcode}")
+        return pickle.loads(path.read_bytes())
+
+
+def smaller(program):
+    """Programs with one thing less; not all of them run."""
+    stack, lines = program.stack, "\n".join(map(str, program.body)).splitlines()
+    for n in range(len(stack)):
+        yield replace(program, stack=stack[:n] + stack[n + 1 :])
+    for end in SIMPLE_ENDS[: (*SIMPLE_ENDS, program.end).index(program.end)]:
+        yield replace(program, end=end)
+    for n, line in enumerate(lines):
+        pad = re.match(" *", line)[0]
+        end = n + 1
+        while end < len(lines) and lines[end].startswith(pad + " "):
+            end += 1
+        names = re.findall(r"\b[mvsi]\d+\b", line.split(" = ")[0]) if " = " in line else []
+        simple = [f"{pad}{name} = {STAND_INS[name[0]]}" for name in names]
+        without = re.sub(r"remat\((f\d+)(, policy=.*?)?\)\(", r"\1(", line)
+        dedented = [inner[4:] for inner in lines[n + 1 : end]]
+        for less in ([], simple, dedented, [without, *lines[n + 1 : end]]):
+            if less != lines[n:end]:
+                yield replace(program, body=lines[:n] + less + lines[end:])
+
+
+def smallest(program, verdict):
+    """A program none of whose parts can go without another outcome, and its verdict."""
+    for other in smaller(program):
+        now = apart(other)
+        if now.outcome == verdict.outcome and now.why[:20] == verdict.why[:20]:
+            return smallest(other, now)
+    return program, verdict
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="random_programs.shrink", description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--whole", action="store_true")
+    args = parser.parse_args()
+    warm()
+    program = write(args.seed)
+    verdict = apart(program)
+    if not args.whole:
+        program, verdict = smallest(program, verdict)
+    print(f"{program}\n# {verdict.outcome}: {verdict.why}\n{verdict.trace}")
+
+
+if __name__ == "__main__":
+    main()
