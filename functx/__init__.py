@@ -17,10 +17,10 @@ from functx._errors import ReplayError as ReplayError
 from functx._linearize import linearize as linearize
 from functx._loops import remat_loop as remat_loop
 from functx._loops import remat_scan as remat_scan
+from functx._names import checkpoint_name as checkpoint_name
 from functx._patch import patch_checkpoint as patch_checkpoint
 from functx._plan import Plan as Plan
 from functx._plan import plan as plan
-from functx._remat import checkpoint_name as checkpoint_name
 from functx._remat import remat as remat
 from functx._residuals import Residual as Residual
 from functx._residuals import Residuals as Residuals

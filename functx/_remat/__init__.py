@@ -41,11 +41,11 @@ from functx._remat.call import run as run
 from functx._remat.inside import by_arguments as by_arguments
 from functx._remat.inside import by_primals as by_primals
 from functx._remat.inside import made_inside as made_inside
+from functx._remat.inside import named as named
 from functx._remat.inside import taken_in as taken_in
 from functx._remat.levels import is_tracked as is_tracked
 from functx._remat.listener import listening as listening
 from functx._remat.module import RematModule as RematModule
-from functx._remat.names import checkpoint_name as checkpoint_name
 from functx._remat.observers import no_regions as no_regions
 from functx._remat.observers import on_name as on_name
 from functx._remat.observers import on_region as on_region

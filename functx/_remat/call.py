@@ -11,9 +11,9 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _torch, _tree
+from functx import _distributed, _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, distributed, forward, levels
+from functx._remat import arguments, cells, departures, forward, levels
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -51,7 +51,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     title = f"the region {options.name} ({departures.line_now()})"
     result: list[Any] = []  # how the forward's result is put together
     frozen, identity = cells.frozen(f)
-    guarded = distributed.guarded(frozen)
+    guarded = _distributed.guarded(frozen)
     tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
 
     def body(*ts: Tensor) -> list[Tensor]:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functx import _torch
-from functx._remat import departures, distributed, examples, levels, plans
+from functx import _distributed, _torch
+from functx._remat import departures, examples, levels, plans
 from functx._remat.calls import DATA, INSIDE, Call, is_simple
 from functx._remat.ledger import Record, ledgers
 from functx._remat.listener import Listener
-from functx._remat.operators import storage_of, tensors_in
+from functx._remat.operators import tensors_in
 from functx._remat.region import Inputs
 
 _REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ class Captures(Listener):
 
     def _is_inside(self, t: Tensor) -> bool:
         """See NOTE [inside or foreign]."""
-        if self.record.has_made(storage_of(levels.base_of(t))):
+        if self.record.has_made(_torch.storage_of(levels.base_of(t))):
             return True
         if not levels.is_tracked(t):
             return False
@@ -268,7 +268,7 @@ class Captures(Listener):
                     "outside."
                 )
         elif func is _LABEL:
-            distributed.check(args[0], self.region.title)
+            _distributed.check(args[0], self.region.title)
         elif isinstance(t := args[0], Tensor) and self._is_given(t):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if func in _REQUIRES and wanted != t.requires_grad:
@@ -300,7 +300,7 @@ class Captures(Listener):
         t = make() if self.outer is None else self.outer.keep(make)
         while _torch.level_of(t) > self.depth:
             t = _torch.inner_of(t)
-        self.record.made.pop(storage_of(t), None)
+        self.record.made.pop(_torch.storage_of(t), None)
         call = Call(DATA, [])
         self.log(call)
         number = call.kept = self.admit(t)

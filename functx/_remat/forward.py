@@ -135,7 +135,7 @@ class Forward:
         return frame.lift_all(*args)
 
     def _leave_out(self, results: list[Tensor], lowest: list[Tensor]) -> None:
-        """Find what a replay may leave out (rule 6): the plan says, or what is alive."""
+        """Find what a replay may leave out (rule 6): the plan tells, or what is alive."""
         region, plan, record = self.region, self.captures.plan, self.record
         region.kept = saving.NOTHING
         if plan is not None:

@@ -16,6 +16,7 @@ import ctypes
 import random
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def generator_of(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.Generat
     return torch.default_generator
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _PATIENCE = 5.0  # seconds
 
 
@@ -76,7 +77,11 @@ class Restored:
         # See NOTE [one replay at a time].
         modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
         within_another = any(getattr(mode, "draws_again", False) for mode in modes)
-        self.locked = not within_another and _lock.acquire(timeout=_PATIENCE)
+        if not within_another:
+            with suppress(RuntimeError):  # until this thread does not hold it: an interrupt left it
+                while True:
+                    _lock.release()
+            self.locked = _lock.acquire(timeout=_PATIENCE)
         # The older vmap of ``is_grads_batched`` refuses draws; what is replayed has no batch.
         self.legacy = _torch.leave_legacy_vmap()
         self.found = {g: g.get_state() for g in self.draws.before}

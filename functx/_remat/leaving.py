@@ -96,13 +96,13 @@ def leaves_unseen(captures: Captures, results: list[Tensor]) -> list[Tensor]:
     for result in results:
         for node in tape_of(result, captures.first_node):
             leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                if standins.get(id(leaf)) is leaf or captures.number_of(leaf) is not None:
+            if leaf is None:
+                if node._sequence_nr() >= captures.first_node:
                     continue
-                if _torch.level_of(leaf) <= 0:
-                    found[id(leaf)] = leaf
-                    continue
-            elif node._sequence_nr() >= captures.first_node:
+            elif standins.get(id(leaf)) is leaf or captures.number_of(leaf) is not None:
+                continue
+            elif _torch.level_of(leaf) <= 0:
+                found[id(leaf)] = leaf
                 continue
             raise RematError(
                 f"remat: {captures.region.title} gives a captured tensor to an autograd.Function "

@@ -33,11 +33,10 @@ from functx._remat.operators import (
     Operator,
     operator_of,
     real_zeros,
-    storage_of,
     tensors_in,
     written_by,
 )
-from functx._torch import compiler
+from functx._torch import compiler, storage_of
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
 

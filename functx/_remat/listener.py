@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from functx import _torch
 from functx._remat import departures, levels, saving
@@ -37,12 +38,23 @@ from functx._remat.calls import (
     same_call,
 )
 from functx._remat.ledger import ledgers
-from functx._remat.names import kept_copy, named
 from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
 
-_NO_CALLS = {*MAKERS, *HOOKS, named}
 Body = Callable[..., list[Tensor]]
+
+
+def shown(x: Tensor, name: str) -> Tensor:
+    """A tensor with a name, shown to the function modes of regions around."""
+    return handle_torch_function(shown, (x,), x, name) if has_torch_function_unary(x) else x
+
+
+def kept_copy(x: Tensor, name: str) -> Tensor:
+    """What a wanted name becomes: one operation that a ledger sees."""
+    return torch.clone(x)
+
+
+_NO_CALLS = {*MAKERS, *HOOKS, shown}
 
 
 class Listener(TorchFunctionMode):
@@ -214,7 +226,7 @@ class Listener(TorchFunctionMode):
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One call of the region's code."""
         if func in _NO_CALLS:
-            if func is named:
+            if func is shown:
                 return self.name(*args)
             if func in HOOKS:
                 self.hang(args[0])

@@ -15,7 +15,6 @@ from torch import Tensor
 from functx import _torch
 from functx._remat import departures, levels, pullback
 from functx._remat.observers import observers
-from functx._remat.operators import storage_of
 from functx._remat.region import Inputs, Region
 
 
@@ -84,7 +83,7 @@ def _sharing(results: list[tuple[Tensor, bool]], n: int) -> list[tuple[Tensor, b
 
     The first ``n`` were returned. The others are the program's own tensors, which stay themselves.
     """
-    memory = [storage_of(levels.base_of(t)) for t, _ in results]
+    memory = [_torch.storage_of(levels.base_of(t)) for t, _ in results]
     shared = [held or (m != -1 and memory.count(m) > 1) for (_, held), m in zip(results, memory)]
     return [(t, s and i < n) for i, ((t, _), s) in enumerate(zip(results, shared))]
 

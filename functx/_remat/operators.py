@@ -96,14 +96,6 @@ def real_zeros(args: Any) -> Any:
     )
 
 
-def storage_of(t: Tensor) -> int:
-    """What a tensor's memory is known by while it lives; -1 for what has none, a sparse one say."""
-    try:
-        return _torch.storage_address(t)
-    except (RuntimeError, NotImplementedError):
-        return -1
-
-
 def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among an operation's arguments, also those in lists."""
     found = []
@@ -123,4 +115,4 @@ def written_by(operator: Operator, args: Any, kwargs: Any) -> list[int]:
     written = [
         args[i] if i < len(args) else (kwargs or {}).get(schema[i].name) for i in operator.writes
     ]
-    return [storage_of(t) for t in tensors_in(written, None)]
+    return [_torch.storage_of(t) for t in tensors_in(written, None)]

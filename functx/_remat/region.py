@@ -13,7 +13,6 @@ from torch import Tensor
 
 from functx import _torch
 from functx._remat import levels
-from functx._remat.operators import storage_of
 
 
 class Plans(dict[Any, Any]):
@@ -127,7 +126,7 @@ class Inputs:
 
     def holds(self, t: Tensor) -> bool:
         """Whether a tensor is in the memory of an input."""
-        storage = storage_of(levels.base_of(t))
+        storage = _torch.storage_of(levels.base_of(t))
         return storage != -1 and any(storage in memory for memory in self.memory)
 
     def requiring(self, k: int) -> list[int]:
@@ -145,7 +144,7 @@ class Inputs:
             if level > 0:
                 todo += self.frames[level - 1].lower(t, level)[0]
             else:
-                found.append(storage_of(t))
+                found.append(_torch.storage_of(t))
         return found
 
     def position(self, i: int, k: int) -> int:

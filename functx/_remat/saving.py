@@ -22,7 +22,7 @@ from functx import _offload, _torch
 from functx._policies import Decision, Everything, Policy, Value
 from functx._remat import departures, examples, ledger, levels
 from functx._remat.ledger import Entry, Record, filled
-from functx._remat.operators import NEW, storage_of, tensors_in
+from functx._remat.operators import NEW, tensors_in
 
 
 class Kept:
@@ -35,7 +35,7 @@ class Kept:
         self.layout = layout  # of all results, nested as they are
         self.decision = decision  # ``None`` where only regions around want them
         self.tensors = [*tensors]  # until a node keeps them
-        self.memory = [*map(storage_of, self.tensors)]  # when the operation had run
+        self.memory = [*map(_torch.storage_of, self.tensors)]  # when the operation had run
         self.read = {*self.memory}  # the memory of those that the pullback reads
         self.is_written = False  # later, to that memory: a replay hands out copies
 
@@ -105,7 +105,7 @@ class Given:
                 t = self._fetcher.value(number, kept)
             else:  # autograd is going to write on the tensor, and perhaps the region to its memory
                 t = kept.clone() if self._kept.is_written else kept.detach()
-            rerun.given.add(storage_of(t))
+            rerun.given.add(_torch.storage_of(t))
             return t
 
         return filled(self._kept.layout, one)
@@ -185,7 +185,7 @@ class Saver:
         A whole result of an operation is kept as it is, and dropped if it was kept and the policy
         does not want it by that name. Until `naming` is reset, what runs is the copy.
         """
-        storage, decision = storage_of(t), Decision.RECOMPUTE
+        storage, decision = _torch.storage_of(t), Decision.RECOMPUTE
         is_whole = t.untyped_storage().nbytes() == t.numel() * t.element_size()
         if self.policy.reads_names:
             value = self._values.get(storage)
@@ -211,7 +211,7 @@ class Saver:
 
     def _keep_result(self, t: Tensor, record: Record, decision: Decision | None) -> bool:
         """Keep the result that ``t`` is in the memory of, if it is one; for others if ``None``."""
-        storage = storage_of(t)
+        storage = _torch.storage_of(t)
         number = record.made[storage][0]
         entry = record.entries[number]
         layout = entry.layout
@@ -277,10 +277,7 @@ def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
 
     An input needs no copy: a node keeps it in any case.
     """
-    told: list[Saver] = []
-    copied = False
-    for mode in ledger.ledgers():
-        if isinstance(mode, Record) and mode.saver is not None and mode.has_made(storage_of(t)):
-            told.append(mode.saver)
-            copied |= mode.saver.named(t, name, mode)
-    return told, copied
+    records = [mode for mode in ledger.ledgers() if isinstance(mode, Record) and mode.saver]
+    records = [record for record in records if record.has_made(_torch.storage_of(t))]
+    copied = [record.saver.named(t, name, record) for record in records]
+    return [record.saver for record in records], any(copied)

@@ -9,9 +9,9 @@ those of its replays. What lowers a graph, or differentiates it, must know where
 - ``node.meta["functx_region"]`` is a `RegionInfo`;
 - run again, in a trace or in torch, it is a region again.
 
-The region runs twice. First untraced, which finds what it captures, as everywhere (`forward`). Then
-its replay from those inputs is traced (`Trace.emit`), and what it gives at the base level stands
-for the first run's results; the nodes of autograd and the levels above are put on these.
+The region runs twice. First untraced, which finds what it captures. Then its replay from those
+inputs is traced, and what it gives at the base level stands for the first run's results; the nodes
+of autograd and the levels above are put on these.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ from functx._remat.region import Options
 from functx._remat.replay import replay
 from functx._remat.saving import asks_of_operations
 
-
-class _Batch(threading.local):
-    size = 1
-
-
-_batch = _Batch()
+_batch = threading.local()
 
 
 def keep_regions() -> AbstractContextManager[None]:
@@ -52,7 +47,7 @@ def keep_regions() -> AbstractContextManager[None]:
 
 def batch_being_traced() -> int:
     """How many examples an operation stands for; 1 unless a policy is to be asked about one."""
-    return _batch.size
+    return getattr(_batch, "size", 1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ class _Forward(forward.Forward):
         sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
         policy = region.options.policy
         per_example = bool(sizes) and asks_of_operations(policy)
-        before, _batch.size = _batch.size, math.prod(sizes) if per_example else 1
+        before, _batch.size = batch_being_traced(), math.prod(sizes) if per_example else 1
         try:
             trace = partial(_torch.trace_subgraph, explicit, *operands)
             module = _traced(self.mode, levels.at_depth, 0, trace)

@@ -246,6 +246,14 @@ def _nodes_live_on() -> bool:
 _NODES_LIVE_ON = _nodes_live_on()
 
 
+def storage_of(t: torch.Tensor) -> int:
+    """What a tensor's memory is known by while it lives; -1 for what has none, a sparse one say."""
+    try:
+        return storage_address(t)
+    except (RuntimeError, NotImplementedError):
+        return -1
+
+
 def gradient_edge(t: torch.Tensor) -> Any:
     """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
     node = t.grad_fn

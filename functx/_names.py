@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from functx import _tree
 from functx._arrays import backend_of
-from functx._remat import levels
-from functx._remat.observers import observers
+from functx._remat import named
 
 
 def checkpoint_name(x: Any, name: str) -> Any:
@@ -45,19 +43,4 @@ def checkpoint_name(x: Any, name: str) -> Any:
         if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
             return backend.checkpoint_name(x, name)
         return _tree.map_(lambda t: checkpoint_name(t, name) if isinstance(t, Tensor) else t, x)
-    x = named(x, name)
-    for callback in observers.of_names:
-        callback(levels.base_of(x), name)
-    return x
-
-
-def named(x: Tensor, name: str) -> Tensor:
-    """A tensor, shown to the function modes of regions around: they know whether it is wanted."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(named, (x,), x, name)
-    return x
-
-
-def kept_copy(x: Tensor, name: str) -> Tensor:
-    """What a wanted name becomes: one operation that a ledger sees."""
-    return torch.clone(x)
+    return named(x, name)

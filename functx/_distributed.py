@@ -9,7 +9,6 @@ from torch import nn
 
 from functx import _torch
 from functx._errors import RematError
-from functx._remat.operators import storage_of
 
 # What torch.distributed calls its work in profiles, where a region sees it begin.
 _LABELS = {
@@ -37,10 +36,10 @@ def guarded(f: Any) -> Any:
     if not is_module or not (module._forward_hooks or module._forward_pre_hooks):
         return f
     # (Hooks that offload parameters set their ``data``, which changes no version.)
-    found = [(p, storage_of(p)) for p in module.parameters() if _torch.level_of(p) <= 0]
+    found = [(p, _torch.storage_of(p)) for p in module.parameters() if _torch.level_of(p) <= 0]
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        if any(storage_of(p) != storage for p, storage in found):
+        if any(_torch.storage_of(p) != storage for p, storage in found):
             raise RematError(
                 f"remat: hooks of {type(module).__name__} swap the data of its parameters between "
                 "forward and backward (offloading, sharding). Put regions inside, not around it."
