@@ -235,10 +235,9 @@ def finish(end, f, world):
             options = {"grad_outputs": torch.arange(1.0, 4.0), "is_grads_batched": True}
         gradients = torch.autograd.grad(loss, of, allow_unused=True, **options)
         found["gradients"] = pytree.tree_map(_entries, gradients)
-        torch.rand(2)
-        # (A constant gradient that went through a region says that it requires grad.)
         if end == "double" and getattr(total(gradients), "requires_grad", False):
             total(gradients).backward()
+    torch.rand(2)  # (in any case: a constant that went through a region says that it requires grad)
     found |= {"gradient of " + name: _entries(t.grad) for name, t in leaves.items()}
     found |= {"buffer " + name: _entries(t) for name, t in net.named_buffers()}
     found["default generator"] = _entries(torch.get_rng_state())
