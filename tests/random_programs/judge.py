@@ -223,13 +223,14 @@ def finish(end, f, world):
     torch.rand(2)
     torch.rand(2, generator=generator)
     loss = total(floats(out)[:1] if end == "first only" else out)
+    of = [x] if end == "of the input only" else list(leaves.values())
+    found["gradients"] = (None,) * len(of)
     if end == "values" or not getattr(loss, "requires_grad", False):
         pass
     elif end in ("backward", "first only", "twice"):
         for _ in range(2 if end == "twice" else 1):
             loss.backward(retain_graph=end == "twice")
     else:
-        of = [x] if end == "of the input only" else list(leaves.values())
         options = {"create_graph": True} if end == "double" else {}
         if end == "batched":
             options = {"grad_outputs": torch.arange(1.0, 4.0), "is_grads_batched": True}

@@ -41,8 +41,6 @@ BART = sizes(
     " decoder_attention_heads=2 encoder_ffn_dim=24 decoder_ffn_dim=24 max_position_embeddings=32"
     " decoder_start_token_id=0"
 ) | {"forced_eos_token_id": None}
-NEO = sizes("vocab_size=31 hidden_size=16 num_layers=2 num_heads=2 max_position_embeddings=32")
-RECURRENT = sizes("vocab_size=31 hidden_size=16 num_hidden_layers=2")
 GROUPED, HEADS = TEXT | {"num_key_value_heads": 1}, {"head_dim": 8}
 EXPERTS = GROUPED | {
     "num_experts_per_tok": 2,
@@ -51,8 +49,6 @@ EXPERTS = GROUPED | {
     "experts_implementation": "batched_mm",  # the others depend on values, which vmap can't
 }
 EXPERTS_OF_3 = EXPERTS | sizes("num_experts=3 moe_intermediate_size=8")
-SWIN = sizes("image_size=8 patch_size=2 num_channels=1 embed_dim=8 window_size=2")
-SWIN |= {"depths": [1, 1], "num_heads": [2, 2]}
 TASKS = {
     "causal": "ForCausalLM",
     "labels": "ForSequenceClassification",
@@ -83,32 +79,13 @@ CASES = {
     "falcon": of("Falcon", TEXT),
     "gpt_neox": of("GPTNeoX", TEXT),
 }
-MORE = {  # for the sweep
-    "phi": of("Phi", TEXT),
-    "distilbert": of(
-        "DistilBert", sizes("vocab_size=31 dim=16 n_layers=3 n_heads=2 hidden_dim=24"), "labels"
-    ),
-    "roberta": of("Roberta", TEXT | {"max_position_embeddings": 64}, "labels"),
-    "modernbert": of("ModernBert", TEXT, "labels"),
-    "gemma3": of("Gemma3", GROUPED | HEADS, config="Gemma3Text"),
-    "qwen3": of("Qwen3", GROUPED | HEADS),
-    "gptj": of("GPTJ", GPT2 | {"rotary_dim": 4}),
-    "gpt_neo": of("GPTNeo", NEO | {"attention_types": [[["global", "local"], 1]]}),
-    "mpt": of("Mpt", sizes("vocab_size=31 d_model=16 n_layers=2 n_heads=2 max_seq_len=32")),
-    "olmoe": of("Olmoe", EXPERTS | {"num_experts": 3}),
-    "qwen3_moe": of("Qwen3Moe", EXPERTS_OF_3 | HEADS),
-    "mamba": of("Mamba", RECURRENT | {"state_size": 4}),
-    "rwkv": of("Rwkv", RECURRENT | {"context_length": 32}),
-    "dinov2": of("Dinov2", IMAGES, "images"),
-    "swin": of("Swin", SWIN, "images"),
-}
 
 
 def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
     """A model in training mode, from a fixed seed."""
     import transformers
 
-    case = (CASES | MORE)[name]
+    case = CASES[name]
     config = getattr(transformers, case.config)(**case.options)
     for key in vars(config):
         if key.endswith(("dropout", "dropout_prob", "pdrop", "dropout_rate", "layerdrop")):
@@ -121,7 +98,7 @@ def build(name, dropout=0.0, dtype=torch.float64, attention="eager"):
 def batch(name, examples=3, length=6, dtype=torch.float64):
     """Inputs of some examples, with a first dimension for the examples and one of size 1."""
     g = torch.Generator().manual_seed(1)
-    kind = (CASES | MORE)[name].kind
+    kind = CASES[name].kind
     if kind == "images":
         pixels = torch.rand(examples, 1, 1, 8, 8, generator=g, dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.randint(0, 2, (examples, 1), generator=g)}

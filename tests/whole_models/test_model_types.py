@@ -1,0 +1,34 @@
+"""Every model type of transformers with checkpointing, against itself without."""
+
+from pathlib import Path
+
+import pytest
+
+import functx
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.sweep
+def test_every_type():
+    from bench.models import __main__ as models
+
+    records = list(models.sweep(jobs=2))
+    models.write(Path(__file__).parents[2] / "docs" / "models.md", records)
+    assert not [case for case in models.wrong(records) if not case[-1]]
+    assert sum(not record["not built"] for record in records) > 500
+
+
+def test_the_sweep_can_fail(monkeypatch):
+    """A remat that does nothing, or raises, shows; and the report says where."""
+    from bench.models import __main__ as models
+
+    def raises(model, **options):
+        raise functx.RematError("on purpose")
+
+    for broken, outcome in ((lambda model, **options: model, "no region"), (raises, "raises")):
+        monkeypatch.setattr(functx, "remat", broken)
+        (record,) = models.sweep(["bert"])
+        assert [verdict[2] for verdict in record["verdicts"]] == ["same", "same", outcome] * 3
+        assert f"- `bert`, whole: {outcome}" in models.report([record])
