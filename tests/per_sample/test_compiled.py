@@ -91,15 +91,6 @@ def test_few_shapes_are_compiled(graphs, monkeypatch):
     assert (graphs.made, graphs.ran) == (2, 4)
 
 
-@pytest.mark.sweep
-def test_inductor_is_the_default(graphs):
-    w = torch.randn(6)
-    f = per_sample.grads(lambda w, x: (w * x).sin().sum(), chunk_size=2, compile=True)
-    x = torch.randn(4, 6)
-    assert_same(f(w, x), torch.cos(w * x) * x, eps=16)
-    assert torch._dynamo.utils.counters["inductor"]
-
-
 # The compiler differentiates its forward, and passes its backward over.
 bounded = custom_function(
     lambda x: x.clone(), lambda ctx, g: g.clamp(-1, 1), lambda ctx, inputs, output: None

@@ -47,37 +47,6 @@ def test_rows_of_training_say_that_regions_take_less(tmp_path):
     assert rows["JAX (jit), jax.checkpoint"]["peak"] < 0.5 * rows["JAX (jit)"]["peak"]
 
 
-@pytest.mark.sweep
-def test_rows_of_agreement_say_that_all_agree(tmp_path):
-    pytest.importorskip("jax")
-    rows, _ = run("gpt_agreement", out=tmp_path)
-    assert rows["functx.remat"]["same"] == "yes"
-    for row in rows.values():
-        assert row["to_float64"] < 1e-6
-        assert row["to_jax"] is None or row["to_jax"] < 1e-6
-    assert rows["functx.remat"]["kept"] <= rows["JAX, jax.checkpoint"]["kept"]
-    assert rows["functx.remat"]["kept"] < 0.2 * rows["plain"]["kept"]
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_rows_of_per_example_gradients_say_that_all_agree(tmp_path, monkeypatch):
-    pytest.importorskip("jax")
-    # Torch's database of operators, which other tests import, forbids to set what Opacus sets.
-    flags = torch.backends.flags_frozen.__globals__
-    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
-    _, result = run("gpt_per_sample", out=tmp_path)
-    ours = [row for row in result.rows if "functx" in row["way"]]
-    assert len(ours) == 5
-    for row in result.rows:
-        if "error" in row:
-            assert row["error"] == "opacus is not installed"
-        else:
-            assert row["distance"] < 1e-5
-    assert all("error" not in row for row in ours)
-
-
 # The process imports torch.
 def test_a_variant_runs_in_a_process_of_its_own():
     setting = _variants.Setting("cpu", True, {"batch": 2})
@@ -87,22 +56,6 @@ def test_a_variant_runs_in_a_process_of_its_own():
     assert found["seconds"] > 0
     late = _variants.run_apart("bench.gpu.gpt", "functx.remat", setting, 0.05)
     assert late == {"error": "ended after 0 s"}
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "out of memory"),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying"), "out of memory"),
-        (ImportError("No module named 'opacus'", name="opacus"), "opacus is not installed"),
-        (ValueError("no such\nthing"), "ValueError: no such"),
-    ],
-)
-def test_what_fails_is_a_row(error, said):
-    def variant(setting):
-        raise error
-
-    assert _variants.run_here(variant, _variants.Setting()) == {"error": said}
 
 
 class TestWithoutADevice:

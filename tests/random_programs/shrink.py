@@ -1,12 +1,11 @@
 """One program: ``python -m tests.random_programs.shrink SEED`` takes away what does not matter.
 
-Printed are the program that is left, its outcome and the traceback; with ``--whole`` the program as
-it was written.
+Printed are the program that is left, its outcome and the traceback.
 """
 
-import argparse
 import pickle
 import re
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -66,15 +65,9 @@ def smallest(program, verdict):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="random_programs.shrink", description=__doc__)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--whole", action="store_true")
-    args = parser.parse_args()
     warm()
-    program = write(args.seed)
-    verdict = apart(program)
-    if not args.whole:
-        program, verdict = smallest(program, verdict)
+    program = write(int(sys.argv[1]))
+    program, verdict = smallest(program, apart(program))
     print(f"{program}\n# {verdict.outcome}: {verdict.why}\n{verdict.trace}")
 
 

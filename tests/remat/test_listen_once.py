@@ -249,15 +249,3 @@ def test_memory_that_python_reads_in_a_region_inside_is_computed():
         return remat(lambda x: functx.remat(inner)(x.sin(), (-Y).clone()).square().sum())
 
     again_and_again(program)
-
-
-def test_plans_hold_no_tensor():
-    weight = Y.clone()
-    storage = weight.untyped_storage()
-    region = functx.remat(lambda x, weight=weight: (x * weight).sin())
-    for _ in range(2):
-        region(X.clone().requires_grad_())
-    assert len(plans._plans) == 1
-    holders = _torch.storage_use_count(storage._cdata)
-    del region, weight
-    assert _torch.storage_use_count(storage._cdata) < holders

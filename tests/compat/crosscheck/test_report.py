@@ -282,14 +282,6 @@ def test_what_can_not_be_compared_is_status_2(arguments, message, folder, capsys
     assert captured.out == ""
 
 
-def test_wrong_usage_is_status_2(capsys):
-    for arguments in ([], ["a:b", "--rtol", "x"], ["a:b", "--in-dims", "x"], ["a:b", "--colour"]):
-        with pytest.raises(SystemExit) as stop:
-            run(*arguments)
-        assert stop.value.code == 2
-    assert "--in-dims" in capsys.readouterr().err
-
-
 def test_without_jax_it_says_what_to_install(folder, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     monkeypatch.delitem(functx.compat.__dict__, "crosscheck", raising=False)
