@@ -75,7 +75,8 @@ class Listener(TorchFunctionMode):
         self.records = False  # each call is written down, since there is no log or plan to follow
         # By id, a weak reference to a tensor and its number. (An id alone says nothing: one that
         # lives in C++ gets a Python object, and with it an id, when it is first looked at.)
-        self.known = {id(t): (ref(t), -1 - number) for number, t in enumerate(standins)}
+        first = reversed([*enumerate(standins)])  # of one that is an input twice, the first number
+        self.known = {id(t): (ref(t), -1 - number) for number, t in first}
         self.serial = 0  # the last number that a result has
         self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
         self.leaves: set[int] = set()  # numbers of results that are leaves
@@ -99,9 +100,7 @@ class Listener(TorchFunctionMode):
     def number_of(self, t: Tensor) -> int | None:
         """The number of a tensor that is known."""
         known = self.known.get(id(t))
-        if known is not None and known[0]() is t:
-            return known[1]
-        return None
+        return known[1] if known is not None and known[0]() is t else None
 
     def number_within(self, t: Tensor) -> int | None:
         """The number of ``t``, or of what it wraps at levels that have ended, or are new."""

@@ -1,8 +1,10 @@
 """Transforms, names and regions inside of a region give what they give without one."""
 
+from functools import partial
+
 import pytest
 import torch
-from cases import custom_function, numbers, saves_inputs
+from cases import custom_function, identity, numbers, saves_inputs
 from torch.nn.functional import linear
 
 import functx
@@ -39,18 +41,12 @@ def test_what_a_function_hands_through_is_pulled_back(transform, policy):
 
 
 def test_a_captured_tensor_that_is_named_and_given_to_a_custom_function_keeps_its_gradient():
-    def f(x):
+    def f(wrap, x):
         m = x.t()
+        return wrap(lambda k: Product(functx.checkpoint_name(m, "m"), k))(x * 2)
 
-        def region(k):
-            return Product(functx.checkpoint_name(m, "m"), k)
-
-        return wrapped(region)(x * 2)
-
-    wrapped = functx.remat
-    found = gradients(f, Y)
-    wrapped = lambda region: region
-    torch.testing.assert_close(found, gradients(f, Y))
+    found, expected = (gradients(partial(f, wrap), Y) for wrap in (functx.remat, identity))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_constant_that_is_an_argument_twice_and_an_attribute_is_one_operand():
