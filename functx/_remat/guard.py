@@ -24,8 +24,7 @@ class Entry:
         self.function, self.dispatch = _torch.function_depth(), _torch.dispatch_depth()
         self.functorch = _torch.functorch_depth()
         self.grad, self.fwd = torch.is_grad_enabled(), _torch.fwd_grad_enabled()
-        self.duals = _torch.forward_mode._current_level
-        self.nesting = _torch.jvp_levels.JVP_NESTING
+        self.duals, self.nesting = _torch.dual_level(), _torch.jvp_nesting()
         self.hooks: list[Any] = []  # saved-tensor hooks that the entry took off, outermost last
         self.settings = Settings()
         self.outer = outer  # the listener of the region around, which sleeps in the context

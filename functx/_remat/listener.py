@@ -75,8 +75,7 @@ class Listener(TorchFunctionMode):
         self.records = False  # each call is written down, since there is no log or plan to follow
         # By id, a weak reference to a tensor and its number. (An id alone says nothing: one that
         # lives in C++ gets a Python object, and with it an id, when it is first looked at.)
-        first = reversed([*enumerate(standins)])  # of one that is an input twice, the first number
-        self.known = {id(t): (ref(t), -1 - number) for number, t in first}
+        self.known = {id(t): (ref(t), -1 - i) for i, t in reversed([*enumerate(standins)])}
         self.serial = 0  # the last number that a result has
         self.wanted: dict[int, Tensor | None] = {}  # results that are to be held, by number
         self.leaves: set[int] = set()  # numbers of results that are leaves

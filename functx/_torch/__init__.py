@@ -66,7 +66,6 @@ current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 _cleared_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 enter_jvp_nesting = _eager_transforms.enter_jvp_nesting
 exit_jvp_nesting = _eager_transforms.exit_jvp_nesting
-forward_mode, jvp_levels = fwAD, _eager_transforms  # what they count is looked at in each entry
 fwd_grad_mode = fwAD._set_fwd_grad_enabled
 fwd_grad_enabled = _C._is_fwd_grad_enabled
 set_fwd_grad_enabled = _C._set_fwd_grad_enabled
