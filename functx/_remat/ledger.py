@@ -285,10 +285,11 @@ class Rerun(Ledger):
         self.end = starts[n + 1] if n + 1 < len(starts) else len(self.entries)
 
     def run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
-        touched = [storage_of(t) for t in tensors_in(args, kwargs)]
+        is_view = operator.kind is VIEW
+        touched = [] if is_view else [storage_of(t) for t in tensors_in(args, kwargs)]
         i = self._matching(operator, touched)
         out = self._run(i, operator, touched, args, kwargs)
-        if i >= 0 and self.entries[i].kind is not VIEW:
+        if i >= 0 and not is_view:
             for t in [out] if type(out) is Tensor else tensors_in((out,), None):
                 if (key := storage_of(t)) not in touched and key != -1:
                     self.note_made(t, i)
@@ -304,8 +305,7 @@ class Rerun(Ledger):
                 for t in tensors_in((out,), None):
                     self.leave_out(t)
                 return out
-        reads = self.hollow and operator.reads and operator.kind is not VIEW
-        if reads and (i < 0 or self.entries[i].kind is not VIEW):
+        if self.hollow and operator.reads and (i < 0 or self.entries[i].kind is not VIEW):
             for storage in touched:
                 self._need(storage)
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
