@@ -46,6 +46,7 @@ MAKERS |= {Tensor.new_tensor}
 # What reads memory behind torch's back.
 READERS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 READERS |= {Tensor.untyped_storage}
+SPLITS = {torch.tensor_split, Tensor.tensor_split}  # read where to split
 # What reads the numbers in sequences that it is given.
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 SEQUENCE_READERS = {Tensor.__getitem__, Tensor.__setitem__, Tensor.new}
@@ -84,6 +85,8 @@ def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a function reads behind torch's back."""
     if func in READERS:
         return [args[0]]
+    if func in SPLITS:
+        return [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
     sequences = [a for a in (*args, *kwargs.values()) if type(a) in (list, tuple)]
     return [t for t in _tree.leaves(sequences) if isinstance(t, Tensor) and t.dim() == 0]
 

@@ -107,7 +107,7 @@ class Captures(Listener):
         if self.may_depart:
             self.may_depart = False
             self.expect(None)
-            plans.forget(self.key)
+            plans.known[self.key] = None
         self.plan = None
         if self.calls:  # else nothing has been missed
             self.departed = True

@@ -59,7 +59,7 @@ class Forward:
             plan = None
         else:
             captures.key = plans.key_of(region, inputs)
-            plan = plans.find(captures.key) if expected is None else plan
+            plan = plans.known.get(captures.key) if expected is None else plan
         record.writes = self.writes_of(inputs, captures.made, region.title)
         captures.begin(plan)
         _torch.push_function_mode(captures)

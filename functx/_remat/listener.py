@@ -30,6 +30,7 @@ from functx._remat.calls import (
     READERS,
     RETURN,
     SEQUENCE_READERS,
+    SPLITS,
     Call,
     in_a_row,
     is_plain,
@@ -346,7 +347,7 @@ class Listener(TorchFunctionMode):
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a call."""
-        if func in READERS or func in SEQUENCE_READERS:
+        if func in READERS or func in SEQUENCE_READERS or func in SPLITS:
             for t in read_by(func, args, kwargs):
                 for ledger in ledgers():
                     ledger.need(levels.base_of(t))

@@ -41,7 +41,7 @@ class Plan:
         return number < len(self.inputs) and self.inputs[number] == inputs.kinds[number]
 
 
-_plans: dict[Any, Plan | None] = {}
+known: dict[Any, Plan | None] = {}  # by key; ``None`` where a run has departed
 
 
 def key_of(region: Region, inputs: Inputs) -> Any:
@@ -55,29 +55,19 @@ def key_of(region: Region, inputs: Inputs) -> Any:
     )
 
 
-def find(key: Any) -> Plan | None:
-    """The plan of a key."""
-    return _plans.get(key)
-
-
 def make(captures: Any, region: Region, leaves: list[Tensor]) -> Plan | None:
     """The plan that a recorded run leaves, if its calls tell all."""
     key = captures.key
-    if key is None or key in _plans or captures.hides or leaves or region.further:
+    if key is None or key in known or captures.hides or leaves or region.further:
         return None
     for call in captures.calls:
         unknown = isinstance(call.func, str) and call.func not in (RETURN, DATA, NAMED, CAPTURE)
         if INSIDE in call.given or call.further or (unknown and not (call.inner and call.inner[1])):
             return None
-    if len(_plans) >= _MANY:
-        _plans.clear()
-    plan = _plans[key] = Plan(captures, region)
+    if len(known) >= _MANY:
+        known.clear()
+    plan = known[key] = Plan(captures, region)
     return plan
-
-
-def forget(key: Any) -> None:
-    """A run has departed from the plan: none is followed any more."""
-    _plans[key] = None
 
 
 def is_alike(call: Call, due: Call) -> bool:

@@ -1,7 +1,4 @@
-"""One program: ``python -m tests.random_programs.shrink SEED`` takes away what does not matter.
-
-Printed are the program that is left, its outcome and the traceback.
-"""
+"""``python -m tests.random_programs.shrink SEED``: a program less what does not matter, and why."""
 
 import pickle
 import re

@@ -284,6 +284,10 @@ def test_numbers_in_a_sequence_are_read_though_no_mode_sees_it(use):
         agrees(region, torch.arange(4.0, dtype=torch.float64), way)
 
 
+def test_where_to_split_is_read_though_no_mode_sees_it():
+    agrees(lambda x: x.sin().tensor_split(torch.tensor([1, 3]) * 1), numbers(4), "backward", 1)
+
+
 def test_python_that_an_inner_replay_runs_reads_what_the_outer_one_computes():
     """The outer replay leaves out what only Python reads, in the inner region's own replay."""
 
