@@ -1,8 +1,11 @@
 """Every model type of transformers with checkpointing, against itself without."""
 
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import functx
 
@@ -20,15 +23,16 @@ def test_every_type():
     assert sum(not record["not built"] for record in records) > 500
 
 
-def test_the_sweep_can_fail(monkeypatch):
+def test_the_sweep_can_fail(monkeypatch, request):
     """A remat that does nothing, or raises, shows; and the report says where."""
     from bench.models import __main__ as models
 
-    def raises(model, **options):
-        raise functx.RematError("on purpose")
-
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(torch.float64)
+    raises = Mock(side_effect=functx.RematError("on purpose"))
     for broken, outcome in ((lambda model, **options: model, "no region"), (raises, "raises")):
         monkeypatch.setattr(functx, "remat", broken)
-        (record,) = models.sweep(["bert"])
-        assert [verdict[2] for verdict in record["verdicts"]] == ["same", "same", outcome] * 3
+        cls, *verdicts = models.judge("bert")
+        assert [verdict[2] for verdict in verdicts] == ["same", "same", outcome] * 3
+        record = {"type": "bert", "model": cls, "not built": "", "verdicts": verdicts}
         assert f"- `bert`, whole: {outcome}" in models.report([record])
