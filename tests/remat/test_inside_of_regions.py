@@ -30,8 +30,6 @@ def gradients(f, *inputs):
 @pytest.mark.parametrize("policy", [None, cp.dots_saveable, cp.everything_saveable])
 @pytest.mark.parametrize("transform", [functx.jacrev, functx.jacfwd, functx.hessian])
 def test_what_a_function_hands_through_is_pulled_back(transform, policy):
-    """The identity in one argument, nothing in the other."""
-
     def f(x, y):
         return transform(lambda a: a, 0)(x) + 1, transform(lambda a: y, 0)(x), y.sin()
 

@@ -289,8 +289,6 @@ def test_where_to_split_is_read_though_no_mode_sees_it():
 
 
 def test_python_that_an_inner_replay_runs_reads_what_the_outer_one_computes():
-    """The outer replay leaves out what only Python reads, in the inner region's own replay."""
-
     def f(wrap, x, v):
         def inner(v):
             scaled = (x[0] * v * 2).tolist()

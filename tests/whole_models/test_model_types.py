@@ -24,7 +24,6 @@ def test_every_type():
 
 
 def test_the_sweep_can_fail(monkeypatch, request):
-    """A remat that does nothing, or raises, shows; and the report says where."""
     from bench.models import __main__ as models
 
     request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
