@@ -32,7 +32,6 @@ def apart(program):
 
 
 def smaller(program):
-    """Programs with one thing less; not all of them run."""
     stack, lines = program.stack, "\n".join(map(str, program.body)).splitlines()
     for n in range(len(stack)):
         yield replace(program, stack=stack[:n] + stack[n + 1 :])
@@ -53,7 +52,6 @@ def smaller(program):
 
 
 def smallest(program, verdict):
-    """A program none of whose parts can go without another outcome, and its verdict."""
     for other in smaller(program):
         now = apart(other)
         if now.outcome == verdict.outcome and now.why[:20] == verdict.why[:20]:
@@ -61,12 +59,8 @@ def smallest(program, verdict):
     return program, verdict
 
 
-def main():
+if __name__ == "__main__":
     warm()
     program = write(int(sys.argv[1]))
     program, verdict = smallest(program, apart(program))
     print(f"{program}\n# {verdict.outcome}: {verdict.why}\n{verdict.trace}")
-
-
-if __name__ == "__main__":
-    main()

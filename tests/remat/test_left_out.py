@@ -268,7 +268,6 @@ def written_at(y, index):
     [
         lambda y, i, j: y[(i, j),],
         lambda y, i, j: y[..., [i, j]],
-        lambda y, i, j: y[None, [j]],
         lambda y, i, j: written_at(y, (i, j)),
         lambda y, i, j: written_at(y, [i > 0, j > 5, i > 0, j > 9]),
         lambda y, i, j: y[:2] * y.new([i, j]),
