@@ -210,11 +210,6 @@ def _body(
 ) -> tuple[list[Tensor], Rerun]:
     rerun = Rerun(region.entries, region.starts, live, region.kept.given(kept))
     rerun.draws_again = bool(region.draws)
-    seen: set[int] = set()
-    for i, t in enumerate(standins):  # two inputs that are one tensor by now stay two
-        if id(t) in seen and _torch.level_of(t) <= 0:
-            standins[i] = levels.detached(t)
-        seen.add(id(t))
     replayer = Replayer(region, rerun, standins)
     # (What another mode calls is no call of the region: only where this one is seen to be busy.)
     if region.draws or region.left_out == 0 or _torch.dispatch_depth():

@@ -60,16 +60,6 @@ def test_a_constant_that_is_an_argument_twice_and_an_attribute_is_one_operand():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_parameter_that_is_an_argument_and_captured_is_two_operands():
-    bias = numbers(3).requires_grad_()
-
-    def f(wrap, x):
-        return wrap(lambda b: wrap(lambda a, b: (x * 2) * a + b.sin())(bias, b))(bias)
-
-    found, expected = (functx.jacrev(partial(f, wrap))(Y) for wrap in (functx.remat, identity))
-    torch.testing.assert_close(found, expected)
-
-
 def test_what_a_region_around_keeps_is_handed_to_the_operation_that_made_it():
     """A region inside leaves out more in one run than in another: entries are told by operands."""
     weight, bias = numbers(3, 3).requires_grad_(), numbers(3).requires_grad_()
