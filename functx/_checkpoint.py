@@ -118,9 +118,8 @@ def checkpoint(
         )
     warn_if_later(function)
     policy, body = None, function
-    if (
-        context_fn is not noop_context_fn and torch.is_grad_enabled()
-    ):  # else not entered, as in torch
+    # (Without grad mode contexts are not entered, as in torch.)
+    if context_fn is not noop_context_fn and torch.is_grad_enabled():
         forward, replays = _contexts(context_fn)
         policy = compiler.selective_policy(forward)
         if policy is None:

@@ -169,9 +169,9 @@ def run(
 ) -> list[Tensor]:
     """Run ``body``, and remember how to run it ``again``; returns its results, on nodes.
 
-    Both take ``tensors`` and return tensors. A plan is found by the
-    ``identity`` of the function. ``forward`` makes a `Forward` of the region and the listener
-    around; if ``None``, what traces here does, or that itself.
+    Both take ``tensors`` and return tensors. A plan is found by the ``identity`` of the function.
+    ``forward`` makes a `Forward` of the region and the listener around; if ``None``, what traces
+    here does, or that itself.
     """
     if forward is None and observers.tracers:
         return observers.tracers[-1](body, again, tensors, options, title, identity)
