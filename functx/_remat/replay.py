@@ -158,7 +158,7 @@ def _attempt(
         numbers[k] = frames[k - 1].enter()
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
         leaves = standins if k == level else leaves
-    standins = copied(standins, region.written)
+    standins = copied(_apart(standins), region.written)
     classes = function_classes() if level else ""
     results, rerun = _body(region, standins, kept, live)
     written: list[Tensor] = []
@@ -194,6 +194,19 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
     if connected and value.requires_grad:
         return torch.ops.aten.alias.default(value)
     return value.detach().requires_grad_()
+
+
+def _apart(standins: list[Tensor]) -> list[Tensor]:
+    """Inputs that a level above had two leaves for, and that are one tensor here, stay two."""
+    if len({*map(id, standins)}) == len(standins):
+        return standins
+    seen: dict[int, Tensor] = {}
+    for t in standins:
+        if id(t) in seen:
+            depth = max(_torch.level_of(t), 0)
+            t = levels.at_depth(depth, partial(torch.ops.aten.alias.default, t))
+        seen[id(t)] = t
+    return [*seen.values()]
 
 
 def _edge(t: Tensor, leaves: list[Tensor]) -> Any:

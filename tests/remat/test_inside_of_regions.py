@@ -60,6 +60,14 @@ def test_a_constant_that_is_an_argument_twice_and_an_attribute_is_one_operand():
     torch.testing.assert_close(found, expected)
 
 
+def test_a_leaf_of_the_level_below_may_be_an_argument_and_captured():
+    def f(wrap, w):
+        return functx.jacrev(lambda x: wrap(lambda v: wrap(lambda a, b: x * a * b)(w, v) * v)(w))(X)
+
+    found, expected = (gradients(partial(f, wrap), X + 1) for wrap in (functx.remat, identity))
+    torch.testing.assert_close(found, expected)
+
+
 def test_what_a_region_around_keeps_is_handed_to_the_operation_that_made_it():
     """A region inside leaves out more in one run than in another: entries are told by operands."""
     weight, bias = numbers(3, 3).requires_grad_(), numbers(3).requires_grad_()
