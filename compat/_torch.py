@@ -54,6 +54,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # torch's own only.
 from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
+from functx._torch import SingleLevelFunction
+
 __all__ = [
     "SUPPORTED_NODES",
     "BackwardHookFunction",
@@ -92,6 +94,7 @@ __all__ = [
     "old_batch_in_front",
     "old_vmap_level",
     "own_tensors",
+    "plain_apply",
     "pytree_node",
     "redispatch",
     "runs_while_tracing",
@@ -316,13 +319,10 @@ def redispatch(op: OpOverload, keyset: Any, *args: Any) -> Any:
     return op.redispatch(keyset & _after_autograd_keyset, *args)
 
 
-class SingleLevelFunction(torch.autograd.function._SingleLevelFunction):
-    """A Function that makes one node, at one level, without functorch's per-call class."""
-
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
-        """What compiled autograd knows nodes of this kind by; only ``Function`` itself has it."""
-        return (ctx._autograd_function_id,)
+def plain_apply(cls: Any) -> Callable[..., Any]:
+    """``cls.apply`` below what intercepts it."""
+    apply: Callable[..., Any] = super(torch.autograd.function._SingleLevelFunction, cls).apply
+    return apply
 
 
 def apply_function(function: Any, *args: Any) -> Any:
@@ -333,7 +333,7 @@ def apply_function(function: Any, *args: Any) -> Any:
     allowed = _functorch.get_single_level_autograd_function_allowed()
     _functorch.set_single_level_autograd_function_allowed(True)
     try:
-        return super(torch.autograd.function._SingleLevelFunction, function).apply(*args)
+        return plain_apply(function)(*args)
     finally:
         _functorch.set_single_level_autograd_function_allowed(allowed)
 
@@ -343,8 +343,7 @@ _applying = threading.Lock()
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    plain = super(torch.autograd.function._SingleLevelFunction, cls).apply  # type: ignore[misc]
-    plain = partial(plain, **kwargs) if kwargs else plain
+    plain = partial(plain_apply(cls), **kwargs) if kwargs else plain_apply(cls)
     hook = _appliers.get(threading.get_ident())
     return plain(*args) if hook is None else hook(cls, plain, args)
 

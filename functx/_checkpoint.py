@@ -19,8 +19,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 from functx import _torch
 from functx._errors import RematError
-from functx._remat import checked_options, name_of, run, warn_if_later
+from functx._remat import checked_options, run
 from functx._torch import compiler
+from functx._validate import name_of, warn_if_later
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from functx import _schedules, _tree, _while
 from functx._arrays import backend_of
-from functx._remat import Options, name_of, run
-from functx._validate import check_callable, describe, integer
+from functx._remat import Options, run
+from functx._validate import check_callable, describe, integer, name_of
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 from functx import _torch, _tree
 
 Argnums = int | tuple[int, ...]
+Static = tuple[tuple[int, ...], tuple[str, ...]]
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def check_callable(func: Any, api: str) -> None:
@@ -226,3 +230,50 @@ def _inference_hides_derivatives() -> bool:
     """Whether derivatives are zero in inference mode, as before torch 2.13."""
     with _torch.cleared_interpreter_stack(), _torch.without_modes(), torch.inference_mode():
         return not torch.func.grad(torch.sin)(torch.zeros(()))
+
+
+def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
+    """Positions and names, or ``None`` if there are none."""
+    nums = (nums,) if type(nums) is int else nums
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
+        raise TypeError(f"remat: static_argnums must be an int or several, got {nums!r}.")
+    if not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"remat: static_argnames must be a string or several, got {names!r}.")
+    return (tuple(nums), tuple(names)) if nums or names else None
+
+
+def check_static(static: Static, args: Any, kwargs: Any) -> None:
+    """Refuse a call with a position out of range, or with a static argument that is a tensor."""
+    nums, names = static
+    for n in nums:
+        if not -len(args) <= n < len(args):
+            raise ValueError(
+                f"remat: static_argnums has {n}, out of range for {len(args)} positional arguments."
+            )
+    given = [args[n] for n in nums] + [kwargs[n] for n in names if n in kwargs]
+    if any(isinstance(a, torch.Tensor) for a in given):
+        raise TypeError("remat: a static argument is a tensor, which can't be static.")
+
+
+def warn_if_later(f: Any) -> None:
+    """Warn of a function whose body runs after the call (rule 7)."""
+    function = getattr(f, "__func__", f)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & _RUNS_LATER:
+        warnings.warn(
+            f"remat: {name_of(f)} is a generator or coroutine function: its body runs after the "
+            "call, where no region is. Make a region of what it does in between.",
+            stacklevel=4,
+        )
+
+
+def name_of(f: Any) -> str:
+    """What messages call ``f``."""
+    if isinstance(f, torch.nn.Module):
+        return type(f).__name__
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__qualname__", None) or type(f).__qualname__

@@ -48,6 +48,7 @@ from functx.compat._torch import (
     BackwardHookFunction,
     FakeTensorMode,
     is_once_differentiable,
+    plain_apply,
     unhooked,
 )
 
@@ -181,12 +182,6 @@ def _nodes_after(graph: Graph, last: Node) -> list[Node]:
 
 def _node_of(t: torch.Tensor) -> Node:
     return engine.proxy_mode().tracer.unwrap_proxy(t).node
-
-
-def plain_apply(cls: type) -> Callable[..., Any]:
-    """``cls.apply`` below what intercepts it."""
-    apply: Callable[..., Any] = super(engine.SingleLevelFunction, cls).apply
-    return apply
 
 
 class _Tracer:

@@ -33,15 +33,12 @@ node a level (`node`). A node's backward is a region again: replay, then pull ba
 """
 
 from functx._remat.api import checked_options as checked_options
-from functx._remat.api import name_of as name_of
 from functx._remat.api import remat as remat
-from functx._remat.api import warn_if_later as warn_if_later
 from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.inside import by_arguments as by_arguments
 from functx._remat.inside import by_primals as by_primals
 from functx._remat.inside import made_inside as made_inside
-from functx._remat.inside import named as named
 from functx._remat.inside import taken_in as taken_in
 from functx._remat.levels import is_tracked as is_tracked
 from functx._remat.listener import listening as listening
@@ -51,6 +48,7 @@ from functx._remat.observers import on_name as on_name
 from functx._remat.observers import on_region as on_region
 from functx._remat.observers import on_replay as on_replay
 from functx._remat.region import Options as Options
+from functx._remat.saving import named as named
 from functx._remat.settings import Settings as Settings
 from functx._remat.traced import batch_being_traced as batch_being_traced
 from functx._remat.traced import keep_regions as keep_regions

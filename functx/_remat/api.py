@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -14,15 +12,13 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 from torch import nn
 
 from functx import _policies
-from functx._remat.arguments import check_static, checked_static
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
 from functx._remat.region import Options, Plans
-from functx._validate import checked_budget
+from functx._validate import check_static, checked_budget, checked_static, name_of, warn_if_later
 
 F = TypeVar("F", bound=Callable[..., Any])
-_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class _Said(TypedDict, total=False):
@@ -201,26 +197,3 @@ def _rematted(f: Any, options: Options) -> Any:
         )
     warn_if_later(f)
     return Rematted(f, options)
-
-
-def warn_if_later(f: Any) -> None:
-    """Warn of a function whose body runs after the call (rule 7)."""
-    function = getattr(f, "__func__", f)
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_flags & _RUNS_LATER:
-        warnings.warn(
-            f"remat: {name_of(f)} is a generator or coroutine function: its body runs after the "
-            "call, where no region is. Make a region of what it does in between.",
-            stacklevel=4,
-        )
-
-
-def name_of(f: Any) -> str:
-    """What messages call ``f``."""
-    if isinstance(f, nn.Module):
-        return type(f).__name__
-    while isinstance(f, functools.partial):
-        f = f.func
-    return getattr(f, "__qualname__", None) or type(f).__qualname__

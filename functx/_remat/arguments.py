@@ -1,16 +1,11 @@
-"""Arguments of a call: what a region can't have, or has changed (rule 4); static ones, as JAX's."""
+"""Arguments of a call: what a region can't have, or has changed (rule 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from functx import _tree
 from functx._errors import RematError
-
-Static = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def check(args: Any, kwargs: Any, name: str) -> None:
@@ -44,27 +39,3 @@ def check_unchanged(given: list[tuple[Any, list[Any], Any]], result: Any, name: 
 def _holds(tree: Any, container: Any) -> bool:
     leaves, _ = _tree.flatten(tree, lambda x: x is container)
     return any(leaf is container for leaf in leaves)
-
-
-def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
-    """Positions and names, or ``None`` if there are none."""
-    nums = (nums,) if type(nums) is int else nums
-    names = (names,) if isinstance(names, str) else names
-    if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
-        raise TypeError(f"remat: static_argnums must be an int or several, got {nums!r}.")
-    if not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
-        raise TypeError(f"remat: static_argnames must be a string or several, got {names!r}.")
-    return (tuple(nums), tuple(names)) if nums or names else None
-
-
-def check_static(static: Static, args: Any, kwargs: Any) -> None:
-    """Refuse a call with a position out of range, or with a static argument that is a tensor."""
-    nums, names = static
-    for n in nums:
-        if not -len(args) <= n < len(args):
-            raise ValueError(
-                f"remat: static_argnums has {n}, out of range for {len(args)} positional arguments."
-            )
-    given = [args[n] for n in nums] + [kwargs[n] for n in names if n in kwargs]
-    if any(isinstance(a, Tensor) for a in given):
-        raise TypeError("remat: a static argument is a tensor, which can't be static.")

@@ -20,6 +20,7 @@ from functx import _torch, _tree
 
 INSIDE = 1 << 40
 RETURN, DATA, NAMED = "return", "a tensor of data", "checkpoint_name"
+CAPTURE = "a capture of a region inside"
 ATOMS = frozenset(
     {
         *(int, float, bool, str, bytes, complex, type(None), type(Ellipsis)),
@@ -51,6 +52,7 @@ SPLITS = {torch.tensor_split, Tensor.tensor_split}  # read where to split
 _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 SEQUENCE_READERS = {Tensor.__getitem__, Tensor.__setitem__, Tensor.new}
 SEQUENCE_READERS |= {getattr(torch, f"sparse_{layout}_tensor") for layout in _SPARSE}
+READ = READERS | SPLITS | SEQUENCE_READERS
 _SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape and dtype are
 
 

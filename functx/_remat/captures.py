@@ -19,28 +19,31 @@ import torch
 from torch import Tensor
 
 from functx import _distributed, _torch
-from functx._remat import departures, examples, levels, plans
-from functx._remat.calls import DATA, INSIDE, Call, is_simple
-from functx._remat.ledger import Record, ledgers
+from functx._remat import departures, examples, levels
+from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
+from functx._remat.ledger import Record, leave_out
 from functx._remat.listener import Listener
 from functx._remat.operators import tensors_in
 from functx._remat.region import Inputs
 
 _REQUIRES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # Pulls back what it is given, with the closures of that.
-_ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+ENGINE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 class Captures(Listener):
     """Listens to a forward."""
 
-    def __init__(
-        self, region: Any, inputs: Inputs, record: Record, outer: Listener | None, expected: Any
-    ) -> None:
-        ledgers = (record, *(outer.ledgers if outer is not None else ()))
+    plan: Any = None  # that a later run may follow; see `plans`
+    plan_given: Any  # the one that the region around has for it
+
+    def __init__(self, region: Any, inputs: Inputs, record: Record, outer: Listener | None) -> None:
+        expected, self.plan_given = (None, None) if outer is None else outer.log_inside()
+        ledgers = (record, *(() if outer is None else outer.ledgers))
         super().__init__(region, inputs.standins, ledgers, expected)
         self.outer, self.inputs, self.record = outer, inputs, record
-        self.around = outer if isinstance(outer, Captures) else None  # if it is of a forward, too
+        if outer is not None:
+            self.wanted = outer.wanted_inside()
         # Savers, of regions around too, whose policies look at operations:
         self.asked = [x.saver for x in ledgers if x.saver is not None and x.saver.asks]
         self.captured: dict[int, int] = {}  # by the id of a foreign tensor, its number as an input
@@ -48,85 +51,40 @@ class Captures(Listener):
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
         self.tapes_met = False  # something foreign has a tape of its own
-        self.plan: plans.Plan | None = None  # of an earlier run, which is followed; see `plans`
-        self.key: Any = None  # what it is found by
-        self.may_depart = False  # the log that is expected is the plan's
-        self.departed = False  # from the plan
-        self.hides = False  # something ran, drew or wrote beside its calls: no plan tells that
         self.first_node = _torch.next_sequence_number()
-        self.nodes = 0  # of autograd's, that the region has made
-        self.operand: Any = None  # the first one of the call at hand
 
-    # -- recording, or following a plan
+    def begin(self) -> None:
+        """The region's code is about to run."""
+        self.record_calls()
 
-    def begin(self, plan: plans.Plan | None) -> None:
-        """The region's code is about to run: by a plan, or recorded."""
-        self.plan, self.modes = plan, _modes_entered()
-        if plan is None:
-            self._record()
-            return
-        self.ledgers, self.serial = self.ledgers[1:], plan.serial
-        if self.expected is None:
-            self.may_depart = True
-            self.expect(plan.calls)
-
-    def _record(self) -> None:
-        if self.around is not None and not self.around.records:
-            self.around._depart()
+    def record_calls(self) -> None:
+        """Listen to operations from now on, in regions around too."""
+        if self.outer is not None:
+            self.outer.record_around()
+            self.ledgers = (self.record, *self.outer.ledgers)
         self.records = True
-        self.ledgers = (self.record, *(() if self.outer is None else self.outer.ledgers))
         _torch.push_dispatch_mode(self.record)
 
     def end(self) -> None:
         """The region's code has returned."""
         if self.records:
             _torch.pop_dispatch_mode(None)
-        self.nodes = _torch.next_sequence_number() - self.first_node
 
     def may_hide(self) -> bool:
-        """Whether the tape may hold what no mode has seen: it is not the one of a plan."""
-        return self.plan is None or self.nodes != self.plan.nodes
+        """Whether the tape may hold what no mode has seen."""
+        return True
 
-    def matches(self, call: Call, due: Call) -> bool:
-        if self.may_depart:
-            return plans.is_alike(call, due)
-        return super().matches(call, due)
+    def leave_out(self, results: list[Tensor]) -> None:
+        """Find what a replay may leave out (rule 6)."""
+        leave_out(self.region, self.record, results)
 
-    def departs(self, call: Call, due: Call | None) -> None:
-        if not self.may_depart:
-            super().departs(call, due)
-        self._depart()
+    def make_plan(self, leaves: list[Tensor]) -> None:
+        """Leave a plan, if the calls of this run tell all."""
 
-    def _depart(self) -> None:
-        """Follow the plan no more (see NOTE [listen once])."""
-        if _modes_entered() != self.modes:
-            raise departures.refused(
-                f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
-                "that it has entered. Enter the mode outside of the region."
-            )
-        if self.may_depart:
-            self.may_depart = False
-            self.expect(None)
-            plans.known[self.key] = None
-        self.plan = None
-        if self.calls:  # else nothing has been missed
-            self.departed = True
-        self._record()
-
-    def differs(self, call: Call, due: Call) -> None:
-        if self.may_depart or self.strict:
-            self.departs(call, due)
-
-    def log(self, call: Call) -> Call | None:
-        self.hides = self.hides or self.record.touched
-        due = super().log(call)
-        if due is not None:
-            call.quick, call.watched, call.kept = due.quick, due.watched, due.kept
-        return due
+    # -- results
 
     def returned(self, out: Any, given: Any, operands: Any) -> Any:
         out = super().returned(out, given, operands)
-        self.operand = None
         touched, self.record.touched = self.record.touched, False
         if self.records:
             call = self.last[0]
@@ -169,17 +127,8 @@ class Captures(Listener):
             self.constants.append(number)
         return number
 
-    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
-        captured = self.captured.get(id(t))
-        new = captured is None and self.may_depart and -1 - number == len(self.standins)
-        if new and t.grad_fn is None and _torch.level_of(t) <= 0:
-            captured = self._capture(t)
-        return self.standins[captured] if captured == -1 - number and self.expected else None
-
     def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
-        if self.may_depart:
-            due = None
-        elif (placed := self.placed(t, number, due)) is not None:
+        if (placed := self.placed(t, number, due)) is not None:
             return placed
         if number is None:
             number = self.number_within(t)
@@ -198,18 +147,17 @@ class Captures(Listener):
             )
         captured = self.captured.get(id(t))
         if captured is None or due is not None:
-            captured = self._capture(t)
+            captured = self.capture(t)
         return -1 - captured, self.standins[captured]
 
-    def _capture(self, t: Tensor) -> int:
+    def capture(self, t: Tensor) -> int:
+        """A foreign tensor becomes an input; returns its number."""
         value = levels.alive(t)
         self.held.append(t)
         self.tapes_met = self.tapes_met or value.grad_fn is not None
         if self.outer is not None:
-            (value,) = self.outer.take(plans.CAPTURE, [value])
+            (value,) = self.outer.take(CAPTURE, [value])
         number = self.captured[id(t)] = self.admit(levels.alive(value))
-        if self.may_depart and not self.plan.has_input(number, self.inputs):  # type: ignore[union-attr]
-            self._depart()
         return number
 
     def _is_inside(self, t: Tensor) -> bool:
@@ -222,10 +170,6 @@ class Captures(Listener):
         on_tape = [getattr(node, "variable", None) for node in tape_of(t, self.first_node)]
         return any(leaf is not None and leaves.get(id(leaf)) is leaf for leaf in on_tape)
 
-    def is_operand(self, t: Tensor) -> bool:
-        operand = self.operand
-        return isinstance(operand, Tensor) and levels.base_of(t) is levels.base_of(operand)
-
     # -- calls
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
@@ -233,34 +177,19 @@ class Captures(Listener):
             self._special(call, func, args, kwargs)
         if self.asked:
             examples.expect(self.asked, func, args, kwargs)
-        self.operand = args[0] if args else None
-        alone = [] if self.records or not call.watched else self._not_recording()
-        depth = _torch.dispatch_depth()
         try:
-            for record in alone:
-                _torch.push_dispatch_mode(record)
             out = super().execute(call, func, args, kwargs)
         except RuntimeError as error:
             if _WRITES_A_LEAF not in str(error):
                 raise
             raise departures.written(self.region.title, args) from error
-        finally:
-            while alone and _torch.dispatch_depth() > depth:  # (see NOTE [guard])
-                _torch.pop_dispatch_mode(None)
         if self.record.written:
             self.record.written.clear()
             self._check_written()
         return out
 
-    def _not_recording(self) -> list[Record]:
-        """The ledgers, of regions around too, that see nothing; outermost first."""
-        around = self.around
-        records = [] if around is None or around.records else around._not_recording()
-        return [*records, self.record]
-
     def _special(self, call: Call, func: Any, args: Any, kwargs: Any) -> None:
-        if func in _ENGINE:
-            self.hides = True
+        if func in ENGINE:
             if any(map(self._is_given, tensors_in(args[:1], None))):
                 raise departures.refused(
                     f"{self.region.title} pulls back something that was computed outside, whose "
@@ -322,20 +251,11 @@ class Captures(Listener):
                 "its detach(), or return the value."
             )
 
-    def log_inside(self) -> tuple[Any, Any]:
-        return (None, None) if self.may_depart else super().log_inside()
-
 
 # Torch's error: a stand-in is a leaf where what it is for may be none.
 _WRITES_A_LEAF = "is being used in an in-place operation"
 _LABEL = torch.ops.profiler._record_function_enter_new
-_SPECIAL = {*_ENGINE, *_REQUIRES, _LABEL}
-
-
-def _modes_entered() -> int:
-    """How many dispatch modes there are that are no ledgers."""
-    depth = _torch.dispatch_depth()
-    return depth and depth - len(ledgers())
+_SPECIAL = {*ENGINE, *_REQUIRES, _LABEL}
 
 
 def tape_of(t: Tensor, first: int) -> Any:

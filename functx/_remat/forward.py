@@ -7,21 +7,21 @@ differentiates anything, the results get one node a level (`node.attach`).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any
 
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import leaving, levels, node, plans, saving
+from functx._remat import leaving, levels, node, saving
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
 from functx._remat.guard import Entry
-from functx._remat.ledger import Record, needed
+from functx._remat.ledger import Record
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.observers import observers
-from functx._remat.region import NEVER, Inputs, Options, Region
+from functx._remat.plans import Follower
+from functx._remat.region import Inputs, Options, Region
 from functx._remat.writes import Writes
 
 
@@ -49,19 +49,15 @@ class Forward:
             inputs.lowest = 0
         else:
             record.saver = saving.saver_for(options.policy)
-        expected, plan = (None, None) if outer is None else outer.log_inside()
-        captures = self.captures = self.captures_of(region, inputs, record, outer, expected)
         if outer is not None:
-            captures.wanted, call = outer.wanted_inside(), outer.last[0]
+            call = outer.last[0]
+        follows = record.saver is None and region.identity is not None and not self.traces
+        kind = Follower if follows else self.captures_of
+        captures = self.captures = kind(region, inputs, record, outer)
         for t in tensors:
             captures.admit(levels.alive(t))
-        if self.traces or record.saver is not None or region.identity is None:
-            plan = None
-        else:
-            captures.key = plans.key_of(region, inputs)
-            plan = plans.known.get(captures.key) if expected is None else plan
         record.writes = self.writes_of(inputs, captures.made, region.title)
-        captures.begin(plan)
+        captures.begin()
         _torch.push_function_mode(captures)
         results = captures.finish(body(*inputs.standins))
         _torch.pop_function_mode()
@@ -90,7 +86,8 @@ class Forward:
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
         values = parts[lowest]
-        self._leave_out(results, values)
+        region.kept = saving.NOTHING
+        captures.leave_out([*results, *values])
         kept = region.kept.take()
         writes.put_before()
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
@@ -123,8 +120,7 @@ class Forward:
         parts.clear()
         if n:
             leaving.check_nothing_left(captures, fresh)
-        if captures.plan is None:
-            captures.plan = plans.make(captures, region, leaves)
+        captures.make_plan(leaves)
         return fresh[: region.n_results], further
 
     def begin_up(self, fresh: list[Tensor]) -> None:
@@ -133,29 +129,6 @@ class Forward:
     def lift(self, frame: levels.Frame, *args: Any) -> list[Tensor]:
         """Results one level up."""
         return frame.lift_all(*args)
-
-    def _leave_out(self, results: list[Tensor], lowest: list[Tensor]) -> None:
-        """Find what a replay may leave out (rule 6): the plan tells, or what is alive."""
-        region, plan, record = self.region, self.captures.plan, self.record
-        region.kept = saving.NOTHING
-        if plan is not None:
-            region.entries, region.starts = plan.entries, plan.starts
-            region.live, region.left_out = plan.live, plan.left_out
-            return
-        region.entries, region.starts = record.entries, record.starts
-        region.live, region.left_out = None, NEVER
-        if self.captures.departed:
-            return
-        saver = record.saver
-        held = [] if saver is None else saver.held()
-        read = needed(record, [*results, *lowest], held)
-        if region.options.early_stop:
-            region.live = record.live(read, {} if saver is None else saver.kept)
-        if saver is not None:
-            region.left_out = 0
-            region.kept = saver.settled(region.live)
-        elif region.live is not None and (at := region.live.find(0)) >= 0:
-            region.left_out = bisect_right(region.starts, at) - 1
 
 
 def run(

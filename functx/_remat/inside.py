@@ -1,4 +1,4 @@
-"""For what is called inside of a region: transforms, with what they are given and make; names.
+"""For transforms that are called inside of a region: what they are given, and what they make.
 
 functorch wraps tensors in C++, where no mode sees it, and a wrapper can't be exchanged later. So
 functx's transforms ask the region around them for stand-ins first.
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from functx import _tree
-from functx._remat import levels
 from functx._remat.calls import Call
-from functx._remat.listener import listening, shown
-from functx._remat.observers import observers
+from functx._remat.listener import listening
 
 
 def taken_in(title: str, tree: Any) -> Any:
@@ -41,14 +39,6 @@ def _exchanged(tree: Any, exchange: Callable[[list[Tensor]], list[Tensor]]) -> A
     for i, t in zip(places, exchange([leaves[i] for i in places])):
         leaves[i] = t
     return _tree.unflatten(spec, leaves)
-
-
-def named(x: Tensor, name: str) -> Tensor:
-    """A tensor, which a region around may keep under a name."""
-    x = shown(x, name)
-    for callback in observers.of_names:
-        callback(levels.base_of(x), name)
-    return x
 
 
 def by_arguments(transform: Any) -> Any:

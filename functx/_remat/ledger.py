@@ -15,6 +15,7 @@ the end of its call, everything runs.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from functx._remat.operators import (
     tensors_in,
     written_by,
 )
+from functx._remat.region import NEVER, Region
 from functx._torch import compiler, storage_of
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
@@ -50,6 +52,15 @@ class Entry(NamedTuple):
     writes: Sequence[int] = ()
     layout: Layout = None  # of the results
     makers: Sequence[int] = ()  # by which entries the operands were made, -1 for none
+
+
+class Ran(NamedTuple):
+    """What a forward has run."""
+
+    entries: list[Entry]
+    starts: list[int]  # where among them each call begins
+    live: Any = None  # which of them a replay runs; ``None`` for all
+    left_out: int = NEVER  # the first call in which it leaves out, or hands out kept values
 
 
 class Ledger(_torch.TorchDispatchMode):
@@ -226,6 +237,20 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
     return alive
 
 
+def leave_out(region: Region, record: Record, results: list[Tensor]) -> None:
+    """Find what a replay leaves out: what nothing needs that is alive, and what a policy kept."""
+    saver, live, left_out = record.saver, None, NEVER
+    read = needed(record, results, [] if saver is None else saver.held())
+    if region.options.early_stop:
+        live = record.live(read, {} if saver is None else saver.kept)
+    if saver is not None:
+        left_out = 0
+        region.kept = saver.settled(live)
+    elif live is not None and (at := live.find(0)) >= 0:
+        left_out = bisect_right(record.starts, at) - 1
+    region.ran = Ran(record.entries, record.starts, live, left_out)
+
+
 def _is_plain(out: Any) -> bool:
     """Whether memory can stand in for the results: dense tensors of no subclass."""
     if isinstance(out, (list, tuple)):
@@ -263,9 +288,9 @@ class BeginAgain(BaseException):
 class Rerun(Ledger):
     """The ledger of a replay: runs what is live, and hands out kept values and unwritten memory."""
 
-    def __init__(self, entries: list[Entry], starts: list[int], live: Any, kept: Any) -> None:
+    def __init__(self, ran: Ran, live: Any, kept: Any) -> None:
         super().__init__()
-        self.entries, self.starts, self.kept = entries, starts, kept
+        self.entries, self.starts, self.kept = ran.entries, ran.starts, kept
         self.live = live  # which entries to run; ``None`` runs all
         self.given: set[int] = set()  # memory of kept values that were handed out
         self.in_line = True  # whether all operations so far are entries

@@ -13,27 +13,21 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.overrides import TorchFunctionMode
 
 from functx import _torch
-from functx._remat import departures, levels, saving
+from functx._remat import departures, levels, quick, saving
 from functx._remat.calls import (
-    ATOMS,
     DATA,
     HOOKS,
     INSIDE,
     LOOKS,
     MAKERS,
-    NAMED,
-    READERS,
+    READ,
     RETURN,
-    SEQUENCE_READERS,
-    SPLITS,
     Call,
     in_a_row,
-    is_plain,
     listed,
     read_by,
     same_call,
@@ -45,17 +39,7 @@ from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included,
 Body = Callable[..., list[Tensor]]
 
 
-def shown(x: Tensor, name: str) -> Tensor:
-    """A tensor with a name, shown to the function modes of regions around."""
-    return handle_torch_function(shown, (x,), x, name) if has_torch_function_unary(x) else x
-
-
-def kept_copy(x: Tensor, name: str) -> Tensor:
-    """What a wanted name becomes: one operation that a ledger sees."""
-    return torch.clone(x)
-
-
-_NO_CALLS = {*MAKERS, *HOOKS, shown}
+_NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
 
 
 class Listener(TorchFunctionMode):
@@ -64,6 +48,8 @@ class Listener(TorchFunctionMode):
     A call or an operand that is not as expected is treated as in a replay; `captures.Captures` says
     how a forward differs.
     """
+
+    stop = -1  # the call at which a ledger begins to listen
 
     def __init__(
         self, region: Region, standins: list[Tensor], ledgers: tuple[Any, ...], expected: Any
@@ -84,7 +70,6 @@ class Listener(TorchFunctionMode):
         self.at = 0  # how many calls have been made
         self.expect(expected)
         self.last: tuple[Call, Call | None]  # the call at hand, and what was expected
-        self.stop = -1  # the call at which a ledger begins to listen
 
     def expect(self, log: list[Call] | None) -> None:
         """The log to compare with; ``None`` in a first run."""
@@ -121,6 +106,9 @@ class Listener(TorchFunctionMode):
         if number is None:
             number = self.number_within(t)
         return (INSIDE if number is None else number), t
+
+    def record_around(self) -> None:
+        """A region inside is about to record."""
 
     def standin_for(self, t: Tensor, number: int) -> Tensor | None:
         """The stand-in to put for an unknown ``t`` where input ``number`` is expected, if any."""
@@ -161,60 +149,10 @@ class Listener(TorchFunctionMode):
         if due is not None and due.func is func and due.quick and not self.records:
             if self.at == self.stop:
                 self.watch()
-            replaced = self._as_due(due, in_a_row(args, kwargs) if kwargs else args)
-            if replaced is not None:
-                return self._quick(due, func, replaced, args, kwargs)
+            operands = quick.as_due(self, due, in_a_row(args, kwargs) if kwargs else args)
+            if operands is not None:
+                return quick.call(self, due, operands, args, kwargs)
         return self.call(func, args, kwargs or {})
-
-    def _as_due(self, due: Call, args: Any) -> Any:
-        """The arguments of a call that is as expected, foreign ones replaced; else ``None``."""
-        if len(args) != len(due.given):
-            return None
-        known = self.known
-        replaced = args
-        for i, wanted in enumerate(due.given):
-            a = args[i]
-            kind = type(a)
-            if type(wanted) is int:
-                k = known.get(id(a))
-                if k is not None and k[0]() is a:
-                    if k[1] != wanted:
-                        return None
-                elif wanted < 0 and isinstance(a, Tensor):
-                    t = self.standin_for(a, wanted)
-                    if t is None:
-                        return None
-                    if replaced is args:
-                        replaced = [*args]
-                    replaced[i] = t
-                else:
-                    return None
-            elif kind in ATOMS:
-                if kind is not type(wanted[0]) or a != wanted[0]:
-                    return None
-            elif not is_plain(a) or tuple(a) != wanted[0]:
-                return None
-        return replaced
-
-    def _quick(self, due: Call, func: Any, replaced: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call that is as expected."""
-        for ledger in self.ledgers:
-            ledger.next_call()
-        self.advance(due)
-        if kwargs:
-            n = len(args)
-            out = func(*replaced[:n], **dict(zip(replaced[n::2], replaced[n + 1 :: 2])))
-        else:
-            out = func(*replaced)
-        number, shape, dtype = due.results[0]
-        if out.shape == shape and out.dtype is dtype and id(out) not in map(id, replaced):
-            self.known[id(out)] = ref(out), number
-            if number in self.wanted:
-                self.wanted[number] = out
-            return out
-        call = Call(func, due.given)
-        self.last = call, due
-        return self.returned(out, in_a_row(args, kwargs or {}), replaced)
 
     def advance(self, call: Call) -> None:
         """A call is about to be made, which is as expected."""
@@ -225,8 +163,8 @@ class Listener(TorchFunctionMode):
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One call of the region's code."""
         if func in _NO_CALLS:
-            if func is shown:
-                return self.name(*args)
+            if func is saving.shown:
+                return saving.name(self, *args)
             if func in HOOKS:
                 self.hang(args[0])
                 return func(*args, **kwargs)
@@ -272,38 +210,40 @@ class Listener(TorchFunctionMode):
         call, due = self.last
         if isinstance(out, (Tensor, tuple, list)):
             swaps = {id(b): a for a, b in zip(given, operands) if a is not b}
-            out = self._numbered(out, swaps)
+            out = self._numbered(out, swaps, operands[0] if due is None and operands else None)
         if due is not None and call.results != due.results:
             self.differs(call, due)
         return out
 
-    def _numbered(self, out: Any, swaps: dict[int, Tensor]) -> Any:
+    def _numbered(self, out: Any, swaps: dict[int, Tensor], first: Any) -> Any:
         if isinstance(out, Tensor):
             number = self.number_of(out)
             if number is not None:
                 self._result(out, number)
                 return swaps.get(id(out), out)
-            if self.last[1] is None and self.is_operand(out):
-                number = self.last[0].given[0]
+            if isinstance(first, Tensor) and levels.base_of(out) is levels.base_of(first):
+                number = self.last[0].given[0]  # ``x.to(x.dtype)``, at a level
             self._result(out, number)
             return out
         if not isinstance(out, (tuple, list)) or not out:
             return out
-        new = [self._numbered(x, swaps) for x in out]
+        new = [self._numbered(x, swaps, first) for x in out]
         if all(x is y for x, y in zip(new, out)):
             return out
         return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
 
-    def _result(self, t: Tensor, number: int | None) -> None:
-        """``t`` is a result of the call at hand, with a number of its own if ``None``."""
+    def _number_due(self) -> int | None:
+        """The number that the next result of the call at hand is to have, if that is expected."""
         call, due = self.last
         place = len(call.results)
-        if number is None and due is not None and place < len(due.results):
-            number = due.results[place][0]
-        if number is None:
+        return due.results[place][0] if due is not None and place < len(due.results) else None
+
+    def _result(self, t: Tensor, number: int | None) -> None:
+        """``t`` is a result of the call at hand; its number is what is due, or new, if ``None``."""
+        if number is None and (number := self._number_due()) is None:
             number = self._next()
         self.know(t, number)
-        call.results.append((number, t.shape, t.dtype))
+        self.last[0].results.append((number, t.shape, t.dtype))
         self._seen(t, number)
 
     def _seen(self, t: Tensor, number: int) -> None:
@@ -315,20 +255,6 @@ class Listener(TorchFunctionMode):
     def _next(self) -> int:
         self.serial += 1
         return self.serial
-
-    def name(self, x: Tensor, name: str) -> Tensor:
-        """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
-        (x,) = self.take(NAMED, [x])
-        told, copied = saving.named(levels.base_of(levels.alive(x)), name)
-        if self.expected is not None:
-            due, number = self.due, self.number_of(x)
-            copied = due is not None and due.func is kept_copy and due.given[1:] == [(name,)]
-            copied = copied and (number is None or due.given[0] == number)  # type: ignore[union-attr]
-        if copied:
-            x = self.call(kept_copy, (x, name), {})
-        for saver in told:
-            saver.naming = None
-        return x
 
     # -- what a forward does differently
 
@@ -347,15 +273,11 @@ class Listener(TorchFunctionMode):
 
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a call."""
-        if func in READERS or func in SEQUENCE_READERS or func in SPLITS:
+        if func in READ:
             for t in read_by(func, args, kwargs):
                 for ledger in ledgers():
                     ledger.need(levels.base_of(t))
         return func(*args, **kwargs) if kwargs else func(*args)
-
-    def is_operand(self, t: Tensor) -> bool:
-        """Whether an unknown result is the first operand: ``x.to(x.dtype)``, at a level."""
-        return False
 
     def watch(self) -> None:
         """The call at which a ledger is to begin to listen has come."""
@@ -385,10 +307,8 @@ class Listener(TorchFunctionMode):
         given = []
         for t in tensors:
             number = self.number_of(t)
-            place = len(call.results)
-            if number is None and due is not None and place < len(due.results):
-                number = due.results[place][0]
-                t = self.standins[-1 - number] if number < 0 else t
+            if number is None and (number := self._number_due()) is not None and number < 0:
+                t = self.standins[-1 - number]
             self._result(t, number)
             given.append(t)
         if due is not None and call.results != due.results:
@@ -420,7 +340,7 @@ class Listener(TorchFunctionMode):
         self.asleep = True
         due, as_due = self.due, None
         if due is not None and due.func is RETURN and not self.records:
-            as_due = self._as_due(due, results)
+            as_due = quick.as_due(self, due, results)
         if due is None or as_due is None:
             results = self.take(RETURN, results)
             numbers = self.last[0].given

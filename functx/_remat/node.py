@@ -118,15 +118,7 @@ def attach(
     if len(behind) > 1 and not level:
         behind = _sharing(behind, sum(i < region.n_results for i in payload.wanted))
     tracked = [values[i] for i in requiring] + leaves
-    if _torch.peek_interpreter() is None:
-        got = RegionNode.apply(payload, behind, saved, *tracked)
-    else:
-        allowed = _torch.single_level_allowed()
-        _torch.allow_single_level(True)
-        try:
-            got = RegionNode.apply(payload, behind, saved, *tracked)
-        finally:
-            _torch.allow_single_level(allowed)
+    got = _torch.apply_at_level(RegionNode, payload, behind, saved, *tracked)
     results = list(results)
     for i, t in zip(payload.wanted, got):
         results[i] = t

@@ -11,30 +11,31 @@ leaves out is checked in the replay (NOTE [leaving out]): a wrong plan costs tim
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from functx import _torch
-from functx._remat.calls import DATA, INSIDE, NAMED, RETURN, Call, same_call
+from functx._remat import departures
+from functx._remat.calls import CAPTURE, DATA, INSIDE, NAMED, RETURN, Call, same_call
+from functx._remat.captures import ENGINE, Captures
+from functx._remat.ledger import Ran, Record, ledgers
 from functx._remat.region import Inputs, Region
 
-CAPTURE = "a capture of a region inside"
 _MANY = 1000
+_TOLD = {RETURN, DATA, NAMED, CAPTURE}  # calls of no function that are compared whole
 # Whether one of these draws or writes does not depend on the numbers that it is given.
 _METHODS = (type(Tensor.add), type(Tensor.__add__))
 
 
-class Plan:
+class Plan(NamedTuple):
     """What one run has told."""
 
-    __slots__ = ("calls", "entries", "inputs", "left_out", "live", "nodes", "serial", "starts")
-
-    def __init__(self, captures: Any, region: Region) -> None:
-        self.calls, self.serial, self.nodes = captures.calls, captures.serial, captures.nodes
-        self.inputs = captures.inputs.kinds
-        self.entries, self.starts = region.entries, region.starts
-        self.live, self.left_out = region.live, region.left_out
+    calls: list[Call]
+    inputs: list[Any]  # their kinds
+    ran: Ran
+    serial: int  # the last number of a result
+    nodes: int  # how many autograd has made
 
     def has_input(self, number: int, inputs: Inputs) -> bool:
         """Whether an input is of the kind that it was."""
@@ -55,19 +56,134 @@ def key_of(region: Region, inputs: Inputs) -> Any:
     )
 
 
-def make(captures: Any, region: Region, leaves: list[Tensor]) -> Plan | None:
-    """The plan that a recorded run leaves, if its calls tell all."""
-    key = captures.key
-    if key is None or key in known or captures.hides or leaves or region.further:
-        return None
-    for call in captures.calls:
-        unknown = isinstance(call.func, str) and call.func not in (RETURN, DATA, NAMED, CAPTURE)
-        if INSIDE in call.given or call.further or (unknown and not (call.inner and call.inner[1])):
-            return None
-    if len(known) >= _MANY:
-        known.clear()
-    plan = known[key] = Plan(captures, region)
-    return plan
+class Follower(Captures):
+    """A listener that follows the plan of an earlier run, or leaves one."""
+
+    def begin(self) -> None:
+        self.key = key_of(self.region, self.inputs)
+        self.plan = self.plan_given if self.expected is not None else known.get(self.key)
+        self.may_depart = False  # the log that is expected is the plan's
+        self.departed = False  # from the plan
+        self.hides = False  # something ran, drew or wrote beside its calls: no plan tells that
+        self.modes = _modes_entered()
+        if self.plan is None:
+            self.record_calls()
+            return
+        self.ledgers, self.serial = self.ledgers[1:], self.plan.serial
+        if self.expected is None:
+            self.may_depart = True
+            self.expect(self.plan.calls)
+
+    def record_around(self) -> None:
+        if not self.records:
+            self.depart()
+
+    def depart(self) -> None:
+        """Follow the plan no more (see NOTE [listen once])."""
+        if _modes_entered() != self.modes:
+            raise departures.refused(
+                f"{self.region.title} makes other calls than in its last run, in a dispatch mode "
+                "that it has entered. Enter the mode outside of the region."
+            )
+        if self.may_depart:
+            self.may_depart = False
+            self.expect(None)
+            known[self.key] = None
+        self.plan = None
+        self.departed = bool(self.calls)  # else nothing has been missed
+        self.record_calls()
+
+    def may_hide(self) -> bool:
+        self.nodes = _torch.next_sequence_number() - self.first_node
+        return self.plan is None or self.nodes != self.plan.nodes
+
+    def leave_out(self, results: list[Tensor]) -> None:
+        if self.plan is not None:
+            self.region.ran = self.plan.ran
+        elif self.departed:
+            self.region.ran = Ran(self.record.entries, self.record.starts)
+        else:
+            super().leave_out(results)
+
+    def make_plan(self, leaves: list[Tensor]) -> None:
+        hidden = self.hides or leaves or self.region.further
+        if self.plan is not None or self.key is None or self.key in known or hidden:
+            return
+        for call in self.calls:
+            inside = isinstance(call.func, str) and call.func not in _TOLD
+            unknown = inside and not (call.inner and call.inner[1])
+            if unknown or INSIDE in call.given or call.further:
+                return
+        if len(known) >= _MANY:
+            known.clear()
+        told = self.calls, self.inputs.kinds, self.region.ran, self.serial, self.nodes
+        self.plan = known[self.key] = Plan(*told)
+
+    # -- calls
+
+    def matches(self, call: Call, due: Call) -> bool:
+        return is_alike(call, due) if self.may_depart else super().matches(call, due)
+
+    def departs(self, call: Call, due: Call | None) -> None:
+        if not self.may_depart:
+            super().departs(call, due)
+        self.depart()
+
+    def differs(self, call: Call, due: Call) -> None:
+        if self.may_depart or self.strict:
+            self.departs(call, due)
+
+    def log(self, call: Call) -> Call | None:
+        self.hides = self.hides or self.record.touched
+        due = super().log(call)
+        if due is not None:
+            call.quick, call.watched, call.kept = due.quick, due.watched, due.kept
+        return due
+
+    def log_inside(self) -> tuple[Any, Any]:
+        return (None, None) if self.may_depart else super().log_inside()
+
+    def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        self.hides = self.hides or func in ENGINE
+        if self.records or not call.watched:
+            return super().execute(call, func, args, kwargs)
+        depth = _torch.dispatch_depth()
+        try:
+            for record in self.not_recording():
+                _torch.push_dispatch_mode(record)
+            return super().execute(call, func, args, kwargs)
+        finally:
+            while _torch.dispatch_depth() > depth:  # (see NOTE [guard])
+                _torch.pop_dispatch_mode(None)
+
+    def not_recording(self) -> list[Record]:
+        """The ledgers, of regions around too, that see nothing; outermost first."""
+        around = self.outer.not_recording() if isinstance(self.outer, Follower) else []
+        return around if self.records else [*around, self.record]
+
+    # -- inputs
+
+    def standin_for(self, t: Tensor, number: int) -> Tensor | None:
+        captured = self.captured.get(id(t))
+        new = captured is None and self.may_depart and -1 - number == len(self.standins)
+        if new and t.grad_fn is None and _torch.level_of(t) <= 0:
+            captured = self.capture(t)
+        return self.standins[captured] if captured == -1 - number and self.expected else None
+
+    def meet(self, t: Tensor, number: int | None, due: Any) -> tuple[int, Tensor]:
+        return super().meet(t, number, None if self.may_depart else due)
+
+    def capture(self, t: Tensor) -> int:
+        number = super().capture(t)
+        if self.may_depart and not self.plan.has_input(number, self.inputs):
+            self.depart()
+        return number
+
+
+def _modes_entered() -> int:
+    """How many dispatch modes there are that are no ledgers."""
+    depth = _torch.dispatch_depth()
+    return depth and depth - len(ledgers())
 
 
 def is_alike(call: Call, due: Call) -> bool:

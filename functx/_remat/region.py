@@ -60,10 +60,7 @@ class Region:
     written: Any  # by the memory that it wrote of its inputs, which inputs lie there
     # What ran:
     calls: list[Any]  # the log
-    entries: list[Any]  # the ledger
-    starts: list[int]  # where in it each call begins
-    live: Any  # which of it a replay runs
-    left_out: int  # the first call in which a replay leaves out, or hands out kept values
+    ran: Any  # the operations, and which of them a replay runs; see `ledger`
     kept: Any  # which entries' values the policy kept
     further: list[int]  # numbers of results that left otherwise than by return
     left_behind: Any = types.MappingProxyType({})  # what it made, weakly
@@ -94,10 +91,10 @@ class Inputs:
     def admit(self, t: Tensor) -> Tensor:
         """A further input; returns its stand-in."""
         kind: list[Any] = []
+        self.memory.append([])
         standin = self._cut(t, len(self.frames), kind)
         self.kinds.append(tuple(kind))
         self.standins.append(standin)
-        self.memory.append(self._storages(standin))
         return standin
 
     def _cut(self, t: Tensor, k: int, kind: list[Any]) -> Tensor:
@@ -105,6 +102,7 @@ class Inputs:
         if k == 0:
             required = t.requires_grad
             self.slots[0].append(required)
+            self.memory[-1].append(_torch.storage_of(t))
             kind += t.shape, t.dtype, t.device, required
             return self._leaf(levels.detached(t), 0) if required else t
         frame = self.frames[k - 1]
@@ -134,18 +132,6 @@ class Inputs:
         if k and self.frames[k - 1].kind is not levels.GRAD:
             return []
         return [i for i, slot in enumerate(self.slots[k]) if slot]
-
-    def _storages(self, standin: Tensor) -> list[int]:
-        found: list[int] = []
-        todo = [standin]
-        while todo:
-            t = todo.pop()
-            level = _torch.level_of(t)
-            if level > 0:
-                todo += self.frames[level - 1].lower(t, level)[0]
-            else:
-                found.append(_torch.storage_of(t))
-        return found
 
     def position(self, i: int, k: int) -> int:
         """Where input ``i``, which has no tangents, stands among the values of level k."""

@@ -35,7 +35,7 @@ class Replayer(Listener):
         super().__init__(region, standins, (), region.calls)
         self.rerun, self.watching, self._here = rerun, False, _here()
         self.wanted = dict.fromkeys(region.further)
-        self.stop = region.left_out - 1
+        self.stop = region.ran.left_out - 1
 
     def watch(self) -> None:
         # (Where the program has entered no mode; what an engine runs has modes of its own.)
@@ -101,7 +101,7 @@ def replay(
 
         def run() -> tuple[list[Any], list[Tensor]]:
             try:
-                return attempt(None if wanted is None else region.live)
+                return attempt(None if wanted is None else region.ran.live)
             except BeginAgain:
                 entry.cut_back(depth, len(modes))
                 if entry.restored is not None:
@@ -221,11 +221,11 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
 def _body(
     region: Region, standins: list[Tensor], kept: Sequence[Tensor], live: Any
 ) -> tuple[list[Tensor], Rerun]:
-    rerun = Rerun(region.entries, region.starts, live, region.kept.given(kept))
+    rerun = Rerun(region.ran, live, region.kept.given(kept))
     rerun.draws_again = bool(region.draws)
     replayer = Replayer(region, rerun, standins)
     # (What another mode calls is no call of the region: only where this one is seen to be busy.)
-    if region.draws or region.left_out == 0 or _torch.dispatch_depth():
+    if region.draws or region.ran.left_out == 0 or _torch.dispatch_depth():
         replayer.watch_now()
     _torch.push_function_mode(replayer)
     results = replayer.finish(region.body(*standins[: region.n_args]))

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from functx import _offload, _torch
 from functx._policies import Decision, Everything, Policy, Value
 from functx._remat import departures, examples, ledger, levels
+from functx._remat.calls import NAMED
 from functx._remat.ledger import Entry, Record, filled
+from functx._remat.observers import observers
 from functx._remat.operators import NEW, tensors_in
 
 
@@ -272,7 +275,7 @@ def saver_for(policy: Policy | None) -> Saver | None:
     return Saver(policy or Everything(False), around)
 
 
-def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
+def _named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
     """A plain tensor is given a name: who must be told when its copy has run, and whether to copy.
 
     An input needs no copy: a node keeps it in any case.
@@ -281,3 +284,36 @@ def named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
     records = [record for record in records if record.has_made(_torch.storage_of(t))]
     copied = [record.saver.named(t, name, record) for record in records]
     return [record.saver for record in records], any(copied)
+
+
+def named(x: Tensor, name: str) -> Tensor:
+    """A tensor, which a region around may keep under a name."""
+    x = shown(x, name)
+    for callback in observers.of_names:
+        callback(levels.base_of(x), name)
+    return x
+
+
+def shown(x: Tensor, name: str) -> Tensor:
+    """A tensor with a name, shown to the listeners of regions around."""
+    return handle_torch_function(shown, (x,), x, name) if has_torch_function_unary(x) else x
+
+
+def kept_copy(x: Tensor, name: str) -> Tensor:
+    """What a wanted name becomes: one operation that a ledger sees."""
+    return torch.clone(x)
+
+
+def name(listener: Any, x: Tensor, name: str) -> Tensor:
+    """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
+    (x,) = listener.take(NAMED, [x])
+    told, copied = _named(levels.base_of(levels.alive(x)), name)
+    if listener.expected is not None:
+        due, number = listener.due, listener.number_of(x)
+        copied = due is not None and due.func is kept_copy and due.given[1:] == [(name,)]
+        copied = copied and (number is None or due.given[0] == number)
+    if copied:
+        x = listener.call(kept_copy, (x, name), {})
+    for saver in told:
+        saver.naming = None
+    return x

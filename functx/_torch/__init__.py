@@ -80,9 +80,27 @@ wrap_functional, unwrap_functional = _F._wrap_functional_tensor, _F._unwrap_func
 unwrap_if_dead = _F.unwrap_if_dead
 inplace_requires_grad_allowed = _F.get_inplace_requires_grad_allowed
 allow_inplace_requires_grad = _F.set_inplace_requires_grad_allowed
-single_level_allowed = _F.get_single_level_autograd_function_allowed
-allow_single_level = _F.set_single_level_autograd_function_allowed
-SingleLevelFunction: Any = _SingleLevelFunction
+
+
+class SingleLevelFunction(_SingleLevelFunction):
+    """A Function that makes one node, at one level, without functorch's per-call class."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        """What compiled autograd knows nodes of this kind by; only ``Function`` itself has it."""
+        return (ctx._autograd_function_id,)
+
+
+def apply_at_level(function: Any, *args: Any) -> Any:
+    """Make a node of a single-level Function."""
+    if peek_interpreter() is None:
+        return function.apply(*args)
+    allowed = _F.get_single_level_autograd_function_allowed()
+    _F.set_single_level_autograd_function_allowed(True)
+    try:
+        return function.apply(*args)
+    finally:
+        _F.set_single_level_autograd_function_allowed(allowed)
 
 
 _classes = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER

@@ -5,6 +5,7 @@ import torch
 from cases import COPIES, DTYPE, Block, identity, numbers, seeded
 from references import assert_same, count
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
 
 import functx
@@ -185,7 +186,7 @@ def wrap(kind):
     if kind == "DDP":
         return nn.parallel.DistributedDataParallel(linear())
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    return torch.distributed.fsdp.fully_shard(linear(), mesh=mesh)
+    return fully_shard(linear(), mesh=mesh)
 
 
 WAYS = {

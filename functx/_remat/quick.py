@@ -1,0 +1,66 @@
+"""Calls that are as expected, made without writing them down anew.
+
+A log that is followed says of each call whether it is `quick`: given nothing but tensors and plain
+values, and making one tensor of them. Such a call is compared in one pass, before it is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from functx._remat.calls import ATOMS, Call, in_a_row, is_plain
+
+
+def as_due(listener: Any, due: Call, args: Any) -> Any:
+    """The arguments of a call that is as expected, foreign ones replaced; else ``None``."""
+    if len(args) != len(due.given):
+        return None
+    known = listener.known
+    operands = args
+    for i, wanted in enumerate(due.given):
+        a = args[i]
+        kind = type(a)
+        if type(wanted) is int:
+            k = known.get(id(a))
+            if k is not None and k[0]() is a:
+                if k[1] != wanted:
+                    return None
+            elif wanted < 0 and isinstance(a, Tensor):
+                t = listener.standin_for(a, wanted)
+                if t is None:
+                    return None
+                if operands is args:
+                    operands = [*args]
+                operands[i] = t
+            else:
+                return None
+        elif kind in ATOMS:
+            if kind is not type(wanted[0]) or a != wanted[0]:
+                return None
+        elif not is_plain(a) or tuple(a) != wanted[0]:
+            return None
+    return operands
+
+
+def call(listener: Any, due: Call, operands: Any, args: Any, kwargs: Any) -> Any:
+    """Make a call that is as expected; ``args`` and ``kwargs`` are as the program gave them."""
+    for ledger in listener.ledgers:
+        ledger.next_call()
+    listener.advance(due)
+    if kwargs:
+        n = len(args)
+        named = dict(zip(operands[n::2], operands[n + 1 :: 2]))
+        out = due.func(*operands[:n], **named)
+    else:
+        out = due.func(*operands)
+    number, shape, dtype = due.results[0]
+    if out.shape == shape and out.dtype is dtype and id(out) not in map(id, operands):
+        listener.known[id(out)] = ref(out), number
+        if number in listener.wanted:
+            listener.wanted[number] = out
+        return out
+    listener.last = Call(due.func, due.given), due
+    return listener.returned(out, in_a_row(args, kwargs or {}), operands)
