@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-import functx
-
 from .judge import FAILURES, Verdict, judge, warm
 from .writer import write
 
@@ -24,12 +22,12 @@ SECONDS = 60  # longer than any program takes
 FORK = get_context("fork")
 
 
-def work(seeds, file, library):
+def work(seeds, file):
     """Judge one program after the other, and write a line for each."""
     torch.set_num_threads(1)
     for seed in seeds:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        verdict = judge(write(seed), library=library)
+        verdict = judge(write(seed))
         with file.open("a") as out:
             out.write(json.dumps([seed, asdict(verdict)]) + "\n")
         if verdict.outcome == "leaked":
@@ -37,11 +35,11 @@ def work(seeds, file, library):
     faulthandler.cancel_dump_traceback_later()
 
 
-def supervise(seeds, file, library):
+def supervise(seeds, file):
     """Start a process for these programs, and another one for the rest when it has ended."""
     file.touch()
     while seeds:
-        process = FORK.Process(target=work, args=(seeds[:1000], file, library))
+        process = FORK.Process(target=work, args=(seeds[:1000], file))
         process.start()
         process.join()
         done = {json.loads(line)[0] for line in file.read_text().splitlines()}
@@ -52,12 +50,12 @@ def supervise(seeds, file, library):
                 out.write(json.dumps([seeds.pop(0), asdict(verdict)]) + "\n")
 
 
-def sweep(seeds, jobs, library):
+def sweep(seeds, jobs):
     """Verdicts on the programs of these seeds."""
     warm()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(n)) for n in range(min(jobs, len(seeds)))]
-        parts = [(list(seeds[n :: len(files)]), file, library) for n, file in enumerate(files)]
+        parts = [(list(seeds[n :: len(files)]), file) for n, file in enumerate(files)]
         processes = [FORK.Process(target=supervise, args=part) for part in parts]
         for process in processes:
             process.start()
@@ -72,10 +70,9 @@ def main():
     parser.add_argument("--seeds", default="0:1000", metavar="FIRST:END")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="counts and failures")
-    parser.add_argument("--torch", action="store_true", help="compare with torch.func's transforms")
     args = parser.parse_args()
     seeds = range(*map(int, args.seeds.split(":")))
-    found = sweep(seeds, args.jobs, torch.func if args.torch else functx)
+    found = sweep(seeds, args.jobs)
     failures = {n: v for n, v in found.items() if v.outcome in FAILURES}
     for seed, verdict in failures.items():
         print(f"--- {seed}: {verdict.outcome}: {verdict.why}\n{write(seed)}\n{verdict.trace}\n")

@@ -7,8 +7,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import functx
-
 from .judge import Verdict, judge, warm
 from .run import FORK
 from .writer import write
@@ -21,9 +19,7 @@ def apart(program):
     """The verdict of a process of its own, which may end by a signal."""
     with tempfile.NamedTemporaryFile() as file:
         path = Path(file.name)
-        process = FORK.Process(
-            target=lambda: path.write_bytes(pickle.dumps(judge(program, library=functx)))
-        )
+        process = FORK.Process(target=lambda: path.write_bytes(pickle.dumps(judge(program))))
         process.start()
         process.join()
         if process.exitcode:
