@@ -28,13 +28,10 @@ _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 def around(tree: Any, *, once: bool = False) -> AbstractContextManager[Any]:
-    """The mode for a transform that takes a derivative, where others may follow.
+    """The mode for a transform of these arguments, where another derivative may follow.
 
-    Args:
-        tree: the transform's arguments.
-        once: whether it pulls back once, without ``vmap``. What the function reads beside its
-            arguments is unknown, so that otherwise plain autograd may always follow. (After a
-            single pullback torch's second order is right, and the mode is spared.)
+    What its function reads beside them is unknown, so plain autograd may always follow. (After it
+    has pulled back ``once``, without ``vmap``, torch's second order is right: the mode is spared.)
     """
     follows = _levels() > 0
     if not follows and torch.is_grad_enabled():
@@ -43,22 +40,31 @@ def around(tree: Any, *, once: bool = False) -> AbstractContextManager[Any]:
 
 
 def are_defined() -> bool:
-    """Whether the mode is active."""
+    """Whether the mode is active, or a region stands in for it."""
     modes = map(_torch.function_mode_at, range(_torch.function_depth()))
-    return any(type(mode) is NormsByDefinition for mode in modes)
+    return any(getattr(mode, "norms", False) for mode in modes)
 
 
 class NormsByDefinition(TorchFunctionMode):
     """Takes the derivatives of normalisations from their definition, where they nest."""
 
+    norms = True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if func in _DEFINITIONS and _nest((out, *args, *(kwargs or {}).values())):
-            exact = _DEFINITIONS[func](*args, **(kwargs or {}))
-            if exact is not None:
-                exact = exact.to(out.dtype)
-                return out.detach() + (exact - exact.detach())
-        return out
+        if func in DEFINITIONS:
+            return normalized(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def normalized(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a normalisation returns, where derivatives nest with those of its definition."""
+    out = func(*args, **kwargs)
+    if _nest((out, *args, *kwargs.values())):
+        exact = DEFINITIONS[func](*args, **kwargs)
+        if exact is not None:
+            exact = exact.to(out.dtype)
+            return out.detach() + (exact - exact.detach())
+    return out
 
 
 def _levels() -> int:
@@ -101,8 +107,8 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    over = range(-len(normalized_shape), 0)
-    return _normalized(input, over, weight, bias, eps, [*normalized_shape])
+    shape = [*normalized_shape]
+    return _normalized(input, range(-len(shape), 0), weight, bias, eps, shape)
 
 
 def _by_channel(first: int, default: bool) -> Callable[..., Tensor | None]:
@@ -130,15 +136,11 @@ def _by_channel(first: int, default: bool) -> Callable[..., Tensor | None]:
 
 def _of_kernel(definition: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """The same for the kernel, which takes the weight first."""
-
-    def found(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any, **named: Any) -> Any:
-        return definition(x, mean, var, w, b, *rest[:3], **named)
-
-    return found
+    return lambda x, w, b, mean, var, *rest, **k: definition(x, mean, var, w, b, *rest[:3], **k)
 
 
 _batch_norm, _instance_norm = _by_channel(0, False), _by_channel(2, True)
-_DEFINITIONS: dict[Any, Callable[..., Tensor | None]] = {
+DEFINITIONS: dict[Any, Callable[..., Tensor | None]] = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.batch_norm: _batch_norm,

@@ -161,6 +161,7 @@ def run(
     with Entry(outer) as entry:
         entry.stop_caching(entry.settings)
         entry.take_hooks()
+        entry.take_norms()
         region = Region()
         region.title, region.identity, region.body = title, identity, again
         region.options, region.settings = options, entry.settings

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from functx import _torch
+from functx._norms import NormsByDefinition
 from functx._remat import levels
 from functx._remat.settings import Settings
 
@@ -26,6 +27,7 @@ class Entry:
         self.grad, self.fwd = torch.is_grad_enabled(), _torch.fwd_grad_enabled()
         self.duals, self.nesting = _torch.dual_level(), _torch.jvp_nesting()
         self.hooks: list[Any] = []  # saved-tensor hooks that the entry took off, outermost last
+        self.norms: Any = None  # likewise the function mode for norms
         self.settings = Settings()
         self.outer = outer  # the listener of the region around, which sleeps in the context
         self.restored: Any = None  # generators that were set back
@@ -45,6 +47,8 @@ class Entry:
         while self.hooks:
             _torch.push_saved_tensor_hooks(*self.hooks[-1])
             self.hooks.pop()
+        if self.norms is not None:
+            _torch.push_function_mode(self.norms)
         if self.uncached:
             torch.set_autocast_cache_enabled(True)
         if self.outer is not None:
@@ -78,3 +82,13 @@ class Entry:
         while (hooks := _torch.top_saved_tensor_hooks(True)) is not None:
             self.hooks.append(hooks)
             _torch.pop_saved_tensor_hooks()
+
+    def take_norms(self) -> None:
+        """Take off the function mode for norms, if it is the innermost: the listener does its work.
+
+        It would see each look of the engine's at a tensor.
+        """
+        top = _torch.function_mode_at(self.function - 1) if self.function else None
+        if type(top) is NormsByDefinition:
+            self.function, self.norms = self.function - 1, top
+            _torch.pop_function_mode()

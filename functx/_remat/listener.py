@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch
+from functx._norms import DEFINITIONS, normalized
 from functx._remat import departures, levels, quick, saving
 from functx._remat.calls import (
     DATA,
@@ -56,6 +57,7 @@ class Listener(TorchFunctionMode):
     ) -> None:
         self.region, self.standins, self.ledgers = region, standins, ledgers
         self.n_args, self.depth = region.n_args, _torch.functorch_depth()
+        self.norms = region.settings.norms
         self.strict = region.options.determinism_check != "none"
         self.outer: Listener | None = None  # of the region around
         self.asleep = False  # the engine, or a region inside, runs: its calls are not this region's
@@ -146,7 +148,8 @@ class Listener(TorchFunctionMode):
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
         due = self.due
-        if due is not None and due.func is func and due.quick and not self.records:
+        is_quick = due is not None and due.quick and due.func is func and not self.records
+        if is_quick and not (self.norms and func in DEFINITIONS):
             if self.at == self.stop:
                 self.watch()
             operands = quick.as_due(self, due, in_a_row(args, kwargs) if kwargs else args)
@@ -277,6 +280,8 @@ class Listener(TorchFunctionMode):
             for t in read_by(func, args, kwargs):
                 for ledger in ledgers():
                     ledger.need(levels.base_of(t))
+        if self.norms and func in DEFINITIONS:
+            return normalized(func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def watch(self) -> None:

@@ -85,6 +85,7 @@ def replay(
         and what was written, at that level, and nothing is left out.
     """
     with Entry(listening()) as entry:
+        entry.take_norms()
         depth = 0
         if entry.functorch:
             depth = min(max(level - 1, 0, *map(_torch.level_of, values)), entry.functorch)

@@ -34,8 +34,6 @@ class Settings:
         modes: list[Any] = []
         if self.device != now.device:
             modes.append(_torch.device_mode(self.device or torch.device("cpu")))
-        if self.norms and not now.norms:
-            modes.append(_norms.NormsByDefinition())
         return modes
 
     def put(self, now: Settings) -> None:
