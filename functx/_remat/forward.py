@@ -62,6 +62,8 @@ class Forward:
         results = captures.finish(body(*inputs.standins))
         _torch.pop_function_mode()
         captures.end()
+        results, places = _told_apart(results)
+        region.distinct = [places.index(i) for i in range(len(results))]
         if region.draws is not None and region.draws.before:
             region.draws.end()
         tensors = []
@@ -70,7 +72,7 @@ class Forward:
             results, further = self._finish(results)
         if outer is not None:
             call.inner = captures.calls, captures.plan
-        return results, further
+        return [results[i] for i in places], further
 
     def _finish(self, results: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """Let go of the tape, and hang the results on nodes."""
@@ -85,19 +87,17 @@ class Forward:
         parts, slots = {n: results}, {}
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
-        values = parts[lowest]
         region.kept = saving.NOTHING
-        captures.leave_out([*results, *values])
+        captures.leave_out([*results, *parts[lowest]])
         kept = region.kept.take()
         writes.put_before()
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
         # ... and up again.
-        fresh = [_off_the_tape(t, lowest) for t in values]
+        fresh = [_off_the_tape(t, lowest) for t in parts[lowest]]
         region.further = []
         further: list[tuple[int, Tensor]] = []
         if n == 0:
             results.clear()
-            values.clear()
             parts.clear()
             further = leaving.further_results(captures)
             if captures.tapes_met:
@@ -116,7 +116,6 @@ class Forward:
                     captures.outer is None,
                 )
         results.clear()
-        values = []
         parts.clear()
         if n:
             leaving.check_nothing_left(captures, fresh)
@@ -152,12 +151,10 @@ def run(
     if outer is not None:
         tensors = outer.take(options.name, tensors)
         last = outer.last
-    different = {id(t): t for t in tensors}
-    if len(different) < len(tensors):  # after they were taken in: objects may be others in a replay
-        numbers = {key: number for number, key in enumerate(different)}
-        places = [numbers[id(t)] for t in tensors]
+    # (After they were taken in: objects may be others in a replay.)
+    tensors, places = _told_apart(tensors)
+    if len(tensors) < len(places):
         body, again = _spread(body, places), _spread(again, places)
-        tensors = [*different.values()]
     with Entry(outer) as entry:
         entry.stop_caching(entry.settings)
         entry.take_hooks()
@@ -171,6 +168,13 @@ def run(
         outer.give(results)
         outer.give_further(further)
     return results
+
+
+def _told_apart(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Each tensor once, and for all of them which of these it is."""
+    different = {id(t): t for t in tensors}
+    numbers = {key: number for number, key in enumerate(different)}
+    return [*different.values()], [numbers[id(t)] for t in tensors]
 
 
 def _spread(body: Body, places: list[int]) -> Body:

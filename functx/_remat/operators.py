@@ -24,10 +24,9 @@ _SHAPE_ONLY = _overloads(
     "zeros_like ones_like empty_like full_like rand_like randn_like "
     "new_empty new_zeros new_ones new_full new_empty_strided"
 )
-# Unwritten memory: what a replay inside has left out, which another one may not.
-_UNWRITTEN = _overloads("empty_strided")
-# A zero without memory is of a kind of its own, which decides what runs next.
-_WITHOUT_MEMORY = _overloads("_efficientzerotensor")
+# Unwritten memory: what a replay inside has left out, which another one may not. And zeros without
+# memory: they are of a kind of its own, which decides what runs next.
+_NOTHING_WRITTEN = _overloads("empty_strided _efficientzerotensor")
 # Schemas that do not say what they write: running means and variances, in training.
 _HIDDEN_WRITES = _overloads("native_batch_norm cudnn_batch_norm miopen_batch_norm")
 _RUNNING, _TRAINING = (3, 4), 5  # which of their arguments
@@ -63,13 +62,13 @@ class Operator:
     def _kind(self, overload: Any, schema: Any) -> str:
         if overload in _SILENT:
             return SILENT
-        if overload in _WITHOUT_MEMORY or torch.Tag.inplace_view in overload.tags:
+        if torch.Tag.inplace_view in overload.tags:
             return VIEW
         if self.writes:
             plain = self.writes == (0,) and len(schema.returns) == 1 and not self.draws
             return WRITE if plain and overload not in _HIDDEN_WRITES else ALWAYS
         no_tensors = not any("Tensor" in str(r.type) for r in schema.returns)
-        if no_tensors or self.draws or overload in _UNWRITTEN:
+        if no_tensors or self.draws or overload in _NOTHING_WRITTEN:
             return ALWAYS
         return VIEW if any(r.alias_info is not None for r in schema.returns) else NEW
 

@@ -50,7 +50,8 @@ class Region:
     body: Any  # tensors to tensors
     identity: Any  # what tells its function from others; ``None`` if nothing does
     n_args: int  # how many inputs are the body's arguments; the others are captured
-    n_results: int
+    n_results: int  # different ones
+    distinct: list[int]  # where they are among those of the body
     # What it was called in, and given:
     settings: Any  # what torch had set
     frames: list[levels.Frame]  # the levels around, outermost first

@@ -234,4 +234,5 @@ def _body(
     if replayer.watching and _torch.pop_dispatch_mode(None) is not rerun:
         raise AssertionError("functx: a dispatch mode was left behind")
     region.kept.end()
+    results = [results[i] for i in region.distinct]
     return results + [replayer.left(number) for number in region.further], rerun

@@ -71,8 +71,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="counts and failures")
     args = parser.parse_args()
-    seeds = range(*map(int, args.seeds.split(":")))
-    found = sweep(seeds, args.jobs)
+    found = sweep(range(*map(int, args.seeds.split(":"))), args.jobs)
     failures = {n: v for n, v in found.items() if v.outcome in FAILURES}
     for seed, verdict in failures.items():
         print(f"--- {seed}: {verdict.outcome}: {verdict.why}\n{write(seed)}\n{verdict.trace}\n")

@@ -60,9 +60,11 @@ RESULTS = {
     "named tuple": lambda x: torch.sort(x * 2),
     "scalars": lambda x: (x.sin(), x.sum() > 0, x.isnan().any(), x.size(0)),
 }
+zero = lambda x: functx.jacfwd(functx.jacfwd(functx.remat(lambda y: y * 2)))(x).sum()
 INTERMEDIATES = {
     "complex": lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1),
     "conjugate": lambda x: torch.fft.fft(x * (1 + 2j)).conj().imag * x,
+    "zeros without memory": lambda x: functx.grad(zero)(x.detach()) + x.sin(),
     "a region of no elements": lambda x: torch.cat([functx.remat(torch.sin)(x[:0]), x.exp()]),
 }
 
@@ -83,10 +85,10 @@ class TestResults:
 
     def test_results_can_be_written_to(self):
         def f(remat, x):
-            first, second = remat(lambda x: (x * 2, x * 3))(x)
+            first, second, again = remat(lambda x: (y := x * 2, x * 3, y))(x)
             first.mul_(x)
             first[0] = 1.0
-            return first.sin() * second
+            return first.sin() * second + again
 
         found = [functx.grad(lambda x: f(r, x).sum())(X) for r in (functx.remat, identity)]  # noqa: B023
         assert_same(*found, eps=8)
@@ -292,8 +294,9 @@ class TestBackwardsThatDifferentiate:
     @pytest.mark.parametrize("way", ["vmap(grad)", "vmap(grad) of a parameter"])
     def test_under_transforms(self, inner, way):
         def gradients(transforms, apply):
-            argnums = 1 if "parameter" in way else 0
-            gradient = transforms.grad(lambda x, w: (apply(x, w) * W).sum(), argnums=argnums)
+            gradient = transforms.grad(
+                lambda x, w: (apply(x, w) * W).sum(), int("parameter" in way)
+            )
             return transforms.vmap(gradient, in_dims=(0, None))(BATCH, W)
 
         expected = gradients(torch.func, adjoint(torch.func))
