@@ -116,7 +116,7 @@ def _same(one, two, third, loose):
         return False
     if largest > 1e12 or np.allclose(two, one, rtol, atol, equal_nan=True):
         return True
-    return one.dtype.kind == "f" and np.abs(one - two).max() < 10 * np.abs(one - third).max()
+    return one.dtype.kind == "f" and abs(one - two).max() < 10 * abs(one - third).max()
 
 
 @contextlib.contextmanager
@@ -219,8 +219,7 @@ def layers(fx):
 def finish(end, f, world, moved=0.0):
     """Call ``f``, and differentiate its result in plain autograd as ``end`` says.
 
-    Inputs are ``moved``, relatively. Returned is all that is to be the same with and without
-    regions. Numbers are drawn in between.
+    Returned is what regions must not change. Inputs are ``moved``; numbers are drawn in between.
     """
     x = (numbers((3, 3), 200) / 2 * (1 + moved)).requires_grad_(end != "values")
     y = (numbers((3,), 220) / 2 * (1 + moved)).requires_grad_(end != "values")

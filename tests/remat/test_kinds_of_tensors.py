@@ -294,9 +294,8 @@ class TestBackwardsThatDifferentiate:
     @pytest.mark.parametrize("way", ["vmap(grad)", "vmap(grad) of a parameter"])
     def test_under_transforms(self, inner, way):
         def gradients(transforms, apply):
-            gradient = transforms.grad(
-                lambda x, w: (apply(x, w) * W).sum(), int("parameter" in way)
-            )
+            loss = lambda x, w: (apply(x, w) * W).sum()
+            gradient = transforms.grad(loss, int("parameter" in way))
             return transforms.vmap(gradient, in_dims=(0, None))(BATCH, W)
 
         expected = gradients(torch.func, adjoint(torch.func))
