@@ -75,7 +75,7 @@ class Call:
         # Of a call that makes a tensor of data, the number of the input that it became:
         self.kept: int | None = None
         self.quick = False  # it is given but tensors and plain values, and makes one tensor of them
-        self.watched = False  # it draws, or writes to memory that the region did not make
+        self.watched = False  # it draws or writes (in another run perhaps to the program's memory)
 
 
 def in_a_row(args: Any, kwargs: Any) -> list[Any]:

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from functx import _distributed, _torch
+from functx._errors import RematError
 from functx._remat import departures, examples, levels
 from functx._remat.calls import CAPTURE, DATA, INSIDE, Call, is_simple
 from functx._remat.ledger import Record, leave_out
@@ -50,7 +52,7 @@ class Captures(Listener):
         self.held: list[Tensor] = []  # so that ids stay what they are
         self.made: set[int] = set()  # inputs that are made of data
         self.constants: list[int] = []  # inputs that nobody differentiates
-        self.tapes_met = False  # something foreign has a tape of its own
+        self.unseen = False  # a custom Function, or a region inside, is on its tape
         self.first_node = _torch.next_sequence_number()
 
     def begin(self) -> None:
@@ -70,9 +72,45 @@ class Captures(Listener):
         if self.records:
             _torch.pop_dispatch_mode(None)
 
-    def may_hide(self) -> bool:
-        """Whether the tape may hold what no mode has seen."""
-        return True
+    def let_go(self) -> None:
+        """The region has run: who holds a stand-in now, is the program."""
+        self.wanted |= {k: self.standins[-1 - k] for k in self.wanted if k < 0}
+        self.standins.clear()
+        self.inputs.leaves.clear()
+        self.held.clear()
+
+    def leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
+        """Leaves on the tape that no mode has seen: they become inputs, asked for by themselves.
+
+        Fused layers call ``Function.apply(x, self.weight)``, which no function mode is shown. On
+        the way it is noted which inputs the results, at all levels, depend on.
+
+        Raises:
+            RematError: the tape leads to something else that was made outside.
+        """
+        found: dict[int, Tensor] = {}
+        inputs, reached = self.inputs, set()
+        for node in tape_of(results, self.first_node):
+            self.unseen = self.unseen or isinstance(node, BackwardCFunction)
+            leaf = getattr(node, "variable", None)
+            if leaf is None:
+                if node._sequence_nr() >= self.first_node:
+                    continue
+            elif inputs.leaves.get(id(leaf)) is leaf:
+                reached.add(inputs.places[id(leaf)])
+                continue
+            elif self.number_of(leaf) is not None:
+                continue
+            elif _torch.level_of(leaf) <= 0:
+                found[id(leaf)] = leaf
+                continue
+            raise RematError(
+                f"remat: {self.region.title} gives a captured tensor to an autograd.Function or "
+                "other code that can't be seen, or calls a pullback made outside; a gradient would "
+                "be lost. Pass the tensor as an argument, or make the pullback inside."
+            )
+        inputs.reached = reached
+        return [*found.values()]
 
     def leave_out(self, results: list[Tensor]) -> None:
         """Find what a replay may leave out (rule 6)."""
@@ -92,6 +130,7 @@ class Captures(Listener):
             call.quick = (
                 type(out) is Tensor
                 and call.results[0][0] not in call.given
+                and call.results[0][0] not in self.leaves
                 and not (touched or call.func in _SPECIAL)
                 and len(call.given) == len(operands)
                 and all(map(is_simple, operands))
@@ -154,7 +193,6 @@ class Captures(Listener):
         """A foreign tensor becomes an input; returns its number."""
         value = levels.alive(t)
         self.held.append(t)
-        self.tapes_met = self.tapes_met or value.grad_fn is not None
         if self.outer is not None:
             (value,) = self.outer.take(CAPTURE, [value])
         number = self.captured[id(t)] = self.admit(levels.alive(value))
@@ -167,7 +205,7 @@ class Captures(Listener):
         if not levels.is_tracked(t):
             return False
         leaves = self.inputs.leaves
-        on_tape = [getattr(node, "variable", None) for node in tape_of(t, self.first_node)]
+        on_tape = [getattr(node, "variable", None) for node in tape_of([t], self.first_node)]
         return any(leaf is not None and leaves.get(id(leaf)) is leaf for leaf in on_tape)
 
     # -- calls
@@ -258,18 +296,17 @@ _LABEL = torch.ops.profiler._record_function_enter_new
 _SPECIAL = {*ENGINE, *_REQUIRES, _LABEL}
 
 
-def tape_of(t: Tensor, first: int) -> Any:
-    """The nodes on the tapes of ``t``, at all levels, that are not older than ``first``.
+def tape_of(tensors: list[Tensor], first: int) -> Any:
+    """The nodes on the tapes of tensors, at all levels, that are not older than ``first``.
 
     Leaves' nodes are among them; older nodes are given, but not followed.
     """
     todo: list[Any] = []
-    while True:
-        if t.requires_grad:  # (so says a view made under no_grad at a functorch level, too)
+    for t in tensors:
+        todo.append(t.grad_fn)
+        while _torch.level_of(t) > 0:
+            t = _torch.inner_of(t)
             todo.append(t.grad_fn)
-        if _torch.level_of(t) <= 0:
-            break
-        t = _torch.inner_of(t)
     seen = set()
     while todo:
         node = todo.pop()

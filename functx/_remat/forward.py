@@ -63,7 +63,7 @@ class Forward:
         _torch.pop_function_mode()
         captures.end()
         results, places = _told_apart(results)
-        region.distinct = [places.index(i) for i in range(len(results))]
+        region.results = [places.index(i) for i in range(len(results))]
         if region.draws is not None and region.draws.before:
             region.draws.end()
         tensors = []
@@ -81,12 +81,12 @@ class Forward:
         frames, n, lowest = region.frames, len(region.frames), inputs.lowest
         region.calls, region.slots = captures.calls, inputs.slots
         region.made, region.written = captures.made, writes.inputs_written()
-        region.left_behind, region.n_results = captures.known, len(results)
-        leaves = leaving.leaves_unseen(captures, results) if captures.may_hide() else []
+        region.left_behind = captures.known
         # Level by level down to the lowest one that needs a node, ...
         parts, slots = {n: results}, {}
         for k in range(n, lowest, -1):
             parts[k - 1], slots[k] = frames[k - 1].lower_all(parts[k], k)
+        leaves = captures.leaves_unseen([t for values in parts.values() for t in values])
         region.kept = saving.NOTHING
         captures.leave_out([*results, *parts[lowest]])
         kept = region.kept.take()
@@ -100,17 +100,16 @@ class Forward:
             results.clear()
             parts.clear()
             further = leaving.further_results(captures)
-            if captures.tapes_met:
-                leaving.check_threads(captures)
             region.further = [number for number, _ in further]
+            inputs.reached = None if further else inputs.reached
             fresh += [t for _, t in further]
             required[0] += [True] * len(further)
         self.begin_up(fresh)
         for k in range(lowest, n + 1):
             if k > lowest:
                 fresh = self.lift(frames[k - 1], fresh, slots[k], k)
-            if inputs.requiring(k) and True in required[k]:
-                extra = leaves if k == 0 else []
+            extra = leaves if k == 0 else []
+            if (inputs.requiring(k) or extra) and True in required[k]:
                 fresh = node.attach(
                     *(region, k, inputs, extra, fresh, required[k], kept),
                     captures.outer is None,
@@ -120,7 +119,7 @@ class Forward:
         if n:
             leaving.check_nothing_left(captures, fresh)
         captures.make_plan(leaves)
-        return fresh[: region.n_results], further
+        return fresh[: len(region.results)], further
 
     def begin_up(self, fresh: list[Tensor]) -> None:
         """These are the results at the lowest level, off the tape."""

@@ -129,7 +129,7 @@ class Record(Ledger):
         self.starts = [0]  # where in `entries` each call begins
         self.written: list[int] = []  # memory of inputs that this call has written
         self.writes: Any = None  # told before memory is written that is not the region's
-        self.touched = False  # this call draws, or writes to memory that is not the region's
+        self.touched = False  # this call draws or writes
 
     def next_call(self) -> None:
         self.starts.append(len(self.entries))
@@ -148,11 +148,11 @@ class Record(Ledger):
             self.touched = True
             self.draws.note(generator_of(tensors, args, kwargs))
         written = written_by(operator, args, kwargs) if operator.writes else []
+        self.touched = self.touched or bool(written)
         for storage in written:
             if not self.has_made(storage):
                 self.writes.about_to_write(storage)
                 self.written.append(storage)
-                self.touched = True
                 kind = ALWAYS
         if written and self.saver is not None:
             self.saver.about_to_write(written)

@@ -213,7 +213,7 @@ class Listener(TorchFunctionMode):
         call, due = self.last
         if isinstance(out, (Tensor, tuple, list)):
             swaps = {id(b): a for a, b in zip(given, operands) if a is not b}
-            out = self._numbered(out, swaps, operands[0] if due is None and operands else None)
+            out = self._numbered(out, swaps, operands[0] if operands else None)
         if due is not None and call.results != due.results:
             self.differs(call, due)
         return out
@@ -226,6 +226,8 @@ class Listener(TorchFunctionMode):
                 return swaps.get(id(out), out)
             if isinstance(first, Tensor) and levels.base_of(out) is levels.base_of(first):
                 number = self.last[0].given[0]  # ``x.to(x.dtype)``, at a level
+            elif self._number_due() in self.last[0].given:
+                number = self._next()  # an operand in the other run, and not in this one
             self._result(out, number)
             return out
         if not isinstance(out, (tuple, list)) or not out:

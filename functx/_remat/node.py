@@ -116,7 +116,7 @@ def attach(
     payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
     behind = [(results[i], not level and inputs.holds(results[i])) for i in payload.wanted]
     if len(behind) > 1 and not level:
-        behind = _sharing(behind, sum(i < region.n_results for i in payload.wanted))
+        behind = _sharing(behind, sum(i < len(region.results) for i in payload.wanted))
     tracked = [values[i] for i in requiring] + leaves
     got = _torch.apply_at_level(RegionNode, payload, behind, saved, *tracked)
     results = list(results)

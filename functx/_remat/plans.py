@@ -36,6 +36,8 @@ class Plan(NamedTuple):
     ran: Ran
     serial: int  # the last number of a result
     nodes: int  # how many autograd has made
+    unseen: bool  # whether leaves may be on the tape that no mode sees
+    reached: Any  # the inputs that the results depend on
 
     def has_input(self, number: int, inputs: Inputs) -> bool:
         """Whether an input is of the kind that it was."""
@@ -64,7 +66,8 @@ class Follower(Captures):
         self.plan = self.plan_given if self.expected is not None else known.get(self.key)
         self.may_depart = False  # the log that is expected is the plan's
         self.departed = False  # from the plan
-        self.hides = False  # something ran, drew or wrote beside its calls: no plan tells that
+        # Something ran, drew or wrote beside its calls, or ran in a mode: no plan tells that.
+        self.hides = False
         self.modes = _modes_entered()
         if self.plan is None:
             self.record_calls()
@@ -93,9 +96,12 @@ class Follower(Captures):
         self.departed = bool(self.calls)  # else nothing has been missed
         self.record_calls()
 
-    def may_hide(self) -> bool:
-        self.nodes = _torch.next_sequence_number() - self.first_node
-        return self.plan is None or self.nodes != self.plan.nodes
+    def leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
+        self.nodes, plan = _torch.next_sequence_number() - self.first_node, self.plan
+        if plan is None or plan.unseen or plan.nodes != self.nodes:
+            return super().leaves_unseen(results)
+        self.inputs.reached = plan.reached
+        return []
 
     def leave_out(self, results: list[Tensor]) -> None:
         if self.plan is not None:
@@ -117,7 +123,7 @@ class Follower(Captures):
         if len(known) >= _MANY:
             known.clear()
         told = self.calls, self.inputs.kinds, self.region.ran, self.serial, self.nodes
-        self.plan = known[self.key] = Plan(*told)
+        self.plan = known[self.key] = Plan(*told, self.unseen, self.inputs.reached)
 
     # -- calls
 
@@ -134,7 +140,8 @@ class Follower(Captures):
             self.departs(call, due)
 
     def log(self, call: Call) -> Call | None:
-        self.hides = self.hides or self.record.touched
+        in_a_mode = self.records and _modes_entered() != self.modes
+        self.hides = self.hides or self.record.touched or in_a_mode
         due = super().log(call)
         if due is not None:
             call.quick, call.watched, call.kept = due.quick, due.watched, due.kept

@@ -71,9 +71,7 @@ class Pullback:
         n, m = payload.n_values, len(flat) - len(self.results)
         values, kept, cotangents = [*flat[:n]], flat[n:m], flat[m:]
         recorded = torch.is_grad_enabled()
-        edges, inputs = replay(
-            payload.region, payload.level, values, payload.requiring, kept, self.results
-        )
+        edges, inputs = replay(payload.region, payload.level, values, kept, self.results)
         inputs += self.leaves
         pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
         del flat, values, cotangents, edges

@@ -1,7 +1,8 @@
 """Calls that are as expected, made without writing them down anew.
 
 A log that is followed says of each call whether it is `quick`: given nothing but tensors and plain
-values, and making one tensor of them. Such a call is compared in one pass, before it is made.
+values, and making one tensor of them, no leaf, which writes and draws nothing. Such a call is
+compared in one pass, before it is made; the log of this run has the entry of the other one.
 """
 
 from __future__ import annotations
@@ -62,5 +63,6 @@ def call(listener: Any, due: Call, operands: Any, args: Any, kwargs: Any) -> Any
         if number in listener.wanted:
             listener.wanted[number] = out
         return out
-    listener.last = Call(due.func, due.given), due
+    call = listener.calls[-1] = Call(due.func, due.given)  # it returns something else
+    listener.last = call, due
     return listener.returned(out, in_a_row(args, kwargs or {}), operands)

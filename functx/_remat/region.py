@@ -50,8 +50,7 @@ class Region:
     body: Any  # tensors to tensors
     identity: Any  # what tells its function from others; ``None`` if nothing does
     n_args: int  # how many inputs are the body's arguments; the others are captured
-    n_results: int  # different ones
-    distinct: list[int]  # where they are among those of the body
+    results: list[int]  # which results of the body are different ones
     # What it was called in, and given:
     settings: Any  # what torch had set
     frames: list[levels.Frame]  # the levels around, outermost first
@@ -88,6 +87,8 @@ class Inputs:
         self.memory: list[list[int]] = []  # of each input; of a dual, also that of its tangents
         self.lowest = n + 1  # the lowest level that differentiates something
         self.leaves: dict[int, Tensor] = {}  # of all levels, by id
+        self.places: dict[int, tuple[int, int]] = {}  # of each, its level and place there
+        self.reached: set[tuple[int, int]] | None = None  # by the results' tape; ``None`` for all
 
     def admit(self, t: Tensor) -> Tensor:
         """A further input; returns its stand-in."""
@@ -119,7 +120,7 @@ class Inputs:
 
     def _leaf(self, t: Tensor, k: int) -> Tensor:
         levels.require_grad(t)
-        self.leaves[id(t)] = t
+        self.leaves[id(t)], self.places[id(t)] = t, (k, len(self.values[k]) - 1)
         self.lowest = min(self.lowest, k)
         return t
 
@@ -129,10 +130,11 @@ class Inputs:
         return storage != -1 and any(storage in memory for memory in self.memory)
 
     def requiring(self, k: int) -> list[int]:
-        """Which of the values at level k require grad there."""
+        """Which of the values at level k require grad there, and are what the results depend on."""
         if k and self.frames[k - 1].kind is not levels.GRAD:
             return []
-        return [i for i, slot in enumerate(self.slots[k]) if slot]
+        leaves, reached = [i for i, slot in enumerate(self.slots[k]) if slot], self.reached
+        return leaves if reached is None else [i for i in leaves if (k, i) in reached]
 
     def position(self, i: int, k: int) -> int:
         """Where input ``i``, which has no tangents, stands among the values of level k."""

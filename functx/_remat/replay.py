@@ -7,7 +7,7 @@ those alive record what they need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class Replayer(Listener):
 
     def left(self, number: int) -> Tensor:
         """A result that left the forward otherwise than by return."""
-        t = self.wanted[number]
+        t = self.standins[-1 - number] if number < 0 else self.wanted[number]
         if t is None:
             raise departures.not_left(self.region)
         return t
@@ -73,7 +73,6 @@ def replay(
     region: Region,
     level: int,
     values: list[Tensor],
-    requiring: Sequence[int],
     kept: Sequence[Tensor],
     wanted: list[int] | None,
 ) -> tuple[list[Any], list[Tensor]]:
@@ -98,7 +97,7 @@ def replay(
         modes = region.settings.modes(entry.settings)
         for mode in modes:
             _torch.push_function_mode(mode)
-        attempt = partial(_attempt, region, level, values, requiring, kept, wanted)
+        attempt = partial(_attempt, region, level, values, kept, wanted)
 
         def run() -> tuple[list[Any], list[Tensor]]:
             try:
@@ -109,8 +108,10 @@ def replay(
                     entry.restored.rewind()
                 return attempt(None)
 
-        around = observers.of_replays if wanted is not None else []
-        result = levels.at_depth(depth, run) if not around else _within(around, region, depth, run)
+        with ExitStack() as around:
+            for observer in observers.of_replays if wanted is not None else ():
+                around.enter_context(observer(region.options.name))
+            result = levels.at_depth(depth, run)
         for _ in modes:
             _torch.pop_function_mode()
         entry.settings.put(region.settings)
@@ -119,13 +120,6 @@ def replay(
         if drawn is not None and region.options.determinism_check != "none":
             raise departures.drawn_by_others(region, drawn)
     return result
-
-
-def _within(around: list[Any], region: Region, depth: int, run: Callable[[], Any]) -> Any:
-    with ExitStack() as stack:
-        for observer in [*around]:
-            stack.enter_context(observer(region.options.name))
-        return levels.at_depth(depth, run)
 
 
 def _tell_of_draws(region: Region) -> None:
@@ -140,7 +134,6 @@ def _attempt(
     region: Region,
     level: int,
     values: list[Tensor],
-    requiring: Sequence[int],
     kept: Sequence[Tensor],
     wanted: list[int] | None,
     live: Any,
@@ -152,8 +145,8 @@ def _attempt(
     _torch.set_grad_enabled(connected or wanted is not None)
     numbers: dict[int, int] = {}
     leaves = standins = [*values]
-    for i in requiring if level == 0 else ():
-        if i < len(values):  # else it is a leaf that no mode saw
+    for i, required in enumerate(region.slots[0]) if level == 0 else ():
+        if required:
             leaves[i] = _leaf(values[i], connected)
     for k in range(max(level, 1), len(frames) + 1):
         numbers[k] = frames[k - 1].enter()
@@ -234,5 +227,5 @@ def _body(
     if replayer.watching and _torch.pop_dispatch_mode(None) is not rerun:
         raise AssertionError("functx: a dispatch mode was left behind")
     region.kept.end()
-    results = [results[i] for i in region.distinct]
+    results = [results[i] for i in region.results]
     return results + [replayer.left(number) for number in region.further], rerun

@@ -275,17 +275,6 @@ def saver_for(policy: Policy | None) -> Saver | None:
     return Saver(policy or Everything(False), around)
 
 
-def _named(t: Tensor, name: str) -> tuple[list[Saver], bool]:
-    """A plain tensor is given a name: who must be told when its copy has run, and whether to copy.
-
-    An input needs no copy: a node keeps it in any case.
-    """
-    records = [mode for mode in ledger.ledgers() if isinstance(mode, Record) and mode.saver]
-    records = [record for record in records if record.has_made(_torch.storage_of(t))]
-    copied = [record.saver.named(t, name, record) for record in records]
-    return [record.saver for record in records], any(copied)
-
-
 def named(x: Tensor, name: str) -> Tensor:
     """A tensor, which a region around may keep under a name."""
     x = shown(x, name)
@@ -307,13 +296,17 @@ def kept_copy(x: Tensor, name: str) -> Tensor:
 def name(listener: Any, x: Tensor, name: str) -> Tensor:
     """A value is given a name: a copy, where a policy wants it; in a replay, where one was."""
     (x,) = listener.take(NAMED, [x])
-    told, copied = _named(levels.base_of(levels.alive(x)), name)
+    t = levels.base_of(levels.alive(x))
+    records = [mode for mode in ledger.ledgers() if isinstance(mode, Record) and mode.saver]
+    # (An input needs no copy: a node keeps it in any case.)
+    records = [record for record in records if record.has_made(_torch.storage_of(t))]
+    copied = True in [record.saver.named(t, name, record) for record in records]
     if listener.expected is not None:
         due, number = listener.due, listener.number_of(x)
         copied = due is not None and due.func is kept_copy and due.given[1:] == [(name,)]
         copied = copied and (number is None or due.given[0] == number)
     if copied:
         x = listener.call(kept_copy, (x, name), {})
-    for saver in told:
-        saver.naming = None
+    for record in records:
+        record.saver.naming = None
     return x

@@ -31,10 +31,9 @@ class Settings:
 
     def modes(self, now: Settings) -> list[Any]:
         """The function modes that a replay needs, where ``now`` is."""
-        modes: list[Any] = []
-        if self.device != now.device:
-            modes.append(_torch.device_mode(self.device or torch.device("cpu")))
-        return modes
+        if self.device == now.device:
+            return []
+        return [_torch.device_mode(self.device or torch.device("cpu"))]
 
     def put(self, now: Settings) -> None:
         """Set what was set here, where ``now`` is."""

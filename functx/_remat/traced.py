@@ -122,12 +122,12 @@ class _Forward(forward.Forward):
     def begin_up(self, fresh: list[Tensor]) -> None:
         """Make the node; from now on the results, at the base level, are what it gives."""
         region, inputs, tracer = self.region, self.inputs, self.mode.tracer
-        operands, requiring = inputs.values[0], inputs.requiring(0)
+        operands = inputs.values[0]
         given = [self.record.writes.given[i] for i in region.written_outside()]
         new = [torch.empty_like(t) for t in given]
 
         def explicit(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(replay(region, 0, [*values], requiring, (), None)[0])
+            return tuple(replay(region, 0, [*values], (), None)[0])
 
         sizes = [f.size for f in region.frames if f.kind is levels.VMAP]
         policy = region.options.policy

@@ -87,4 +87,4 @@ def _copy_of_memory(t: Tensor) -> Tensor:
 def _view(t: Tensor, memory: Tensor) -> Tensor:
     """A tensor laid out as ``t`` in other memory."""
     flat = memory if memory.dtype is t.dtype else memory.view(t.dtype)
-    return flat.as_strided(t.size(), t.stride(), t.storage_offset())
+    return flat.as_strided(t.size(), t.stride(), t.storage_offset()).detach()

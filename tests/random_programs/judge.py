@@ -68,8 +68,11 @@ def _forget():
     gc.freeze()
 
 
-def run(program, remat, library=functx, moved=0.0):
-    """What a run in a fresh world gave or raised, and the tensors and modes that it left behind."""
+def run(program, remat, library=functx, moved=1.0):
+    """What runs in a fresh world gave or raised, and the tensors and modes that they left behind.
+
+    The second run is of other inputs: its regions follow the plans of the first one.
+    """
     _forget()
     torch.manual_seed(0)
     before, found, error, trace = modes(), {}, None, ""
@@ -77,7 +80,10 @@ def run(program, remat, library=functx, moved=0.0):
     globals_.update(layers(globals_["fx"]))
     parameters = [weakref.ref(p) for p in globals_["self"].parameters()]
     try:
-        found = finish(program.end, program.compiled(globals_), globals_, moved)
+        f = program.compiled(globals_)
+        for scale in (moved, -moved / 2):
+            again = finish(program.end, f, globals_, scale)
+            found |= {f"{name} of {scale:.1f}": value for name, value in again.items()}
     except Exception as e:
         trace, error = traceback.format_exc(), e.with_traceback(None)
         error.__cause__ = error.__context__ = None
@@ -159,7 +165,7 @@ def judge(program, remat=functx.remat, library=functx):
     what = difference(plain.found, regions.found, program.loose)
     if what and what != ZEROS:
         with quiet():
-            moved = run(program, identity, library, torch.finfo(torch.float64).eps).found
+            moved = run(program, identity, library, 1 + torch.finfo(torch.float64).eps).found
         what = difference(plain.found, regions.found, program.loose, moved)
     if what and what != ZEROS:
         return Verdict("wrong", what)
@@ -216,13 +222,13 @@ def layers(fx):
     }
 
 
-def finish(end, f, world, moved=0.0):
+def finish(end, f, world, scale):
     """Call ``f``, and differentiate its result in plain autograd as ``end`` says.
 
-    Returned is what regions must not change. Inputs are ``moved``; numbers are drawn in between.
+    Returned is what regions must not change. Numbers are drawn in between.
     """
-    x = (numbers((3, 3), 200) / 2 * (1 + moved)).requires_grad_(end != "values")
-    y = (numbers((3,), 220) / 2 * (1 + moved)).requires_grad_(end != "values")
+    x = (numbers((3, 3), 200) / 2 * scale).requires_grad_(end != "values")
+    y = (numbers((3,), 220) / 2 * scale).requires_grad_(end != "values")
     net, generator = world["self"], world["generator"]
     leaves = {"x": x, "y": y, **dict(net.named_parameters())}
     out = f(x, y)
