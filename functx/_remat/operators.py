@@ -22,11 +22,11 @@ _SILENT = _overloads("detach alias is_same_size _has_same_storage_numel")
 # Read the layout of their argument, not its numbers.
 _SHAPE_ONLY = _overloads(
     "zeros_like ones_like empty_like full_like rand_like randn_like "
-    "new_empty new_zeros new_ones new_full new_empty_strided"
+    "new_empty new_zeros new_ones new_full new_empty_strided _new_zeros_with_same_feature_meta"
 )
-# Unwritten memory: what a replay inside has left out, which another one may not. And zeros without
-# memory: they are of a kind of its own, which decides what runs next.
-_NOTHING_WRITTEN = _overloads("empty_strided _efficientzerotensor")
+# Unwritten memory: what a replay inside has left out, which another one may not. Zeros whose kind,
+# without memory, or whose storage, as large as another's, decides what runs next.
+_ALWAYS = _overloads("empty_strided _efficientzerotensor _new_zeros_with_same_feature_meta")
 # Schemas that do not say what they write: running means and variances, in training.
 _HIDDEN_WRITES = _overloads("native_batch_norm cudnn_batch_norm miopen_batch_norm")
 _RUNNING, _TRAINING = (3, 4), 5  # which of their arguments
@@ -68,7 +68,7 @@ class Operator:
             plain = self.writes == (0,) and len(schema.returns) == 1 and not self.draws
             return WRITE if plain and overload not in _HIDDEN_WRITES else ALWAYS
         no_tensors = not any("Tensor" in str(r.type) for r in schema.returns)
-        if no_tensors or self.draws or overload in _NOTHING_WRITTEN:
+        if no_tensors or self.draws or overload in _ALWAYS:
             return ALWAYS
         return VIEW if any(r.alias_info is not None for r in schema.returns) else NEW
 

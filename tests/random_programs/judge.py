@@ -68,7 +68,7 @@ def _forget():
     gc.freeze()
 
 
-def run(program, remat, library=functx, moved=1.0):
+def run(program, remat, moved=1.0):
     """What runs in a fresh world gave or raised, and the tensors and modes that they left behind.
 
     The second run is of other inputs: its regions follow the plans of the first one.
@@ -76,12 +76,13 @@ def run(program, remat, library=functx, moved=1.0):
     _forget()
     torch.manual_seed(0)
     before, found, error, trace = modes(), {}, None, ""
-    globals_ = world.namespace(remat, library)
+    globals_ = world.namespace(remat)
     globals_.update(layers(globals_["fx"]))
     parameters = [weakref.ref(p) for p in globals_["self"].parameters()]
     try:
         f = program.compiled(globals_)
         for scale in (moved, -moved / 2):
+            globals_["box"].t = globals_["box"].t.detach()  # of a graph that is freed
             again = finish(program.end, f, globals_, scale)
             found |= {f"{name} of {scale:.1f}": value for name, value in again.items()}
     except Exception as e:
@@ -148,10 +149,10 @@ def warm():
         _forget()
 
 
-def judge(program, remat=functx.remat, library=functx):
-    """Compare a program with itself without regions, under the transforms of ``library``."""
+def judge(program, remat=functx.remat):
+    """Compare a program with itself without regions."""
     with quiet():
-        plain = run(program, identity, library)
+        plain = run(program, identity)
         regions = run(program, remat)
     if regions.modes:
         return Verdict("leaked", regions.modes, regions.trace)
@@ -165,7 +166,7 @@ def judge(program, remat=functx.remat, library=functx):
     what = difference(plain.found, regions.found, program.loose)
     if what and what != ZEROS:
         with quiet():
-            moved = run(program, identity, library, 1 + torch.finfo(torch.float64).eps).found
+            moved = run(program, identity, 1 + torch.finfo(torch.float64).eps).found
         what = difference(plain.found, regions.found, program.loose, moved)
     if what and what != ZEROS:
         return Verdict("wrong", what)

@@ -60,10 +60,12 @@ RESULTS = {
     "named tuple": lambda x: torch.sort(x * 2),
     "scalars": lambda x: (x.sin(), x.sum() > 0, x.isnan().any(), x.size(0)),
 }
+unread = lambda x: functx.jvp(lambda v: (v[0], v * 2)[1], (x.view(2, 2).mT[0],), (x[:2],))
 zero = lambda x: functx.jacfwd(functx.jacfwd(functx.remat(lambda y: y * 2)))(x).sum()
 INTERMEDIATES = {
     "complex": lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1),
     "conjugate": lambda x: torch.fft.fft(x * (1 + 2j)).conj().imag * x,
+    "tangents laid out as their primals": lambda x: (unread(x), x.sin())[1],
     "zeros without memory": lambda x: functx.grad(zero)(x.detach()) + x.sin(),
     "a region of no elements": lambda x: torch.cat([functx.remat(torch.sin)(x[:0]), x.exp()]),
 }
@@ -140,6 +142,15 @@ class TestCotangents:
             return plain, batched, pullback(cotangent)
 
         assert_same(program(functx.remat), program(identity))
+
+    def test_of_an_argument_that_no_result_depends_on(self):
+        x = X.clone().requires_grad_()
+        spoiled, unread = x.exp(), X.clone().requires_grad_()
+        spoiled.mul_(2)  # its gradient could not be pulled back
+        out = functx.remat(lambda a, b, c: (a * b).detach() + c.sin())(spoiled, unread, x)
+        (found, none) = torch.autograd.grad(out.sum(), (x, unread), allow_unused=True)
+        assert none is None
+        assert_same(found, X.cos(), eps=8)
 
     def test_of_some_results_only(self):
         def program(remat):

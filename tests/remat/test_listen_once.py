@@ -1,7 +1,5 @@
 """Later runs of a region follow the plan of the first one, and are right all the same."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,26 +80,6 @@ def test_what_is_recomputed_stays_the_same(stack):
     assert found[0] == found[1] == found[2]
 
 
-def test_weights_of_a_module_may_be_others_each_time():
-    block = nn.Linear(3, 3, dtype=torch.float64)
-
-    def program(remat, i):
-        weights = {name: p.detach() * (i + 1) for name, p in block.named_parameters()}
-        return lambda x: remat(
-            lambda x: functx.functional_call(block, weights, (x,)).tanh().square().sum()
-        )(x)
-
-    again_and_again(program, new=True)
-
-
-def test_numbers_of_each_run_are_those_of_its_replay():
-    def program(remat, i):
-        k = 1.0 + i
-        return lambda x: remat(lambda x: (x * k).sin().mul(k).sum())(x)
-
-    again_and_again(program, new=True)
-
-
 @pytest.mark.parametrize("first", ["sin", "exp"])
 @pytest.mark.parametrize("later", ["cos", "square"])
 def test_a_branch_that_is_taken_later_is_right_and_is_listened_to(first, later):
@@ -168,31 +146,6 @@ def test_what_is_frozen_or_not_may_change():
         block.weight.grad = block.bias.grad = None
 
 
-def test_what_leaves_in_a_later_run_only_is_attached():
-    kept = {}
-
-    def f(x, i):
-        y = x.sin()
-        if i == 2:
-            kept["y"] = y
-        return y.exp()
-
-    region = functx.remat(f)
-    for i in range(3):
-        x = X.clone().requires_grad_()
-        out = region(x, i)
-    (found,) = torch.autograd.grad((out + kept["y"]).sum(), x)
-    assert_same(found, (X.sin().exp() + 1) * X.cos())
-
-
-def test_another_number_of_a_captured_tensor_at_the_same_place():
-    def program(remat, i):
-        v, w = Y, (Y if i < 2 else Y * 3)
-        return lambda x: remat(lambda x: ((x * v).sin() * w).sum())(x)
-
-    again_and_again(program, new=True)
-
-
 def test_regions_inside_follow_plans_of_their_own():
     notes = Notes()
 
@@ -221,25 +174,6 @@ def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
             found = count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
             plans.known.clear()
             assert found == count(lambda make=make, f=f: STACKS["backward"](make(f), X.clone()))
-
-
-def test_other_calls_in_a_dispatch_mode_that_a_later_run_enters_are_refused():
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    notes = Notes()
-
-    def f(x):
-        with Mode() if notes.step == 2 else contextlib.nullcontext():
-            return x.sin() if notes.step < 2 else x.cos()
-
-    region = functx.remat(f)
-    for notes.step in range(2):
-        region(X.clone().requires_grad_())
-    notes.step = 2
-    with pytest.raises(functx.RematError, match="Enter the mode outside"):
-        region(X.clone().requires_grad_())
 
 
 def test_memory_that_python_reads_in_a_region_inside_is_computed():

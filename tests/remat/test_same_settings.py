@@ -338,13 +338,3 @@ class TestPreserveRngState:
     def test_otherwise_a_number_drawn_from_them_departs(self, draw, preserve):
         with pytest.raises(functx.ReplayError):
             self.gradient(lambda x: (x * draw()).sin(), preserve_rng_state=preserve)
-
-
-def test_the_comparison_can_fail():
-    redrawn = lambda f, **options: functx.remat(f, preserve_rng_state=False)
-    program = lambda remat: STACKS["vmap(grad)"](lambda x: remat(noisy)(x).sum(), X)
-    torch.manual_seed(3)
-    expected = program(lambda f: f)
-    torch.manual_seed(3)
-    with pytest.raises(AssertionError):
-        same(program(redrawn), expected)

@@ -1,0 +1,101 @@
+"""A region may do something else in a later run than in its first one."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+from cases import custom_function, identity, numbers, saves_inputs
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functx
+
+from .programs import STACKS, same
+
+now = types.SimpleNamespace(step=0, left=[])  # the step, and what leaves otherwise than by return
+LINEAR, V, W = nn.Linear(2, 2).double(), numbers(2, 2, start=3.0), numbers(2, 2, start=4.0)
+cast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bool(now.step))
+PROGRAMS = {
+    "a mask": lambda x: x[x > now.step / 2].sin(),
+    "a cast": lambda x: cast()(torch.mm)(x.float(), x.float()).double(),
+    "a number": lambda x: (x * (1.5 + now.step)).sin(),
+    "another tensor at the same place": lambda x: (x * V).sin() * (W if now.step else V),
+    "other weights": lambda x: functx.functional_call(
+        LINEAR, {"weight": (V, W)[now.step]}, x
+    ).sin(),
+}
+
+
+@pytest.mark.parametrize("stack", ["backward", "grad", "grad(grad)", "jvp(grad)"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives_are_those_of_the_run(name, stack):
+    def program(remat):
+        region, found = remat(PROGRAMS[name]), []
+        for now.step in (0, 1, 0, 1):
+            found.append(STACKS[stack](lambda x: region(x).square().sum(), numbers(2, 2)))
+        return found
+
+    same(program(functx.remat), program(identity))
+
+
+def leaves(t):
+    now.left += [t][: now.step]
+    return t
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def branch(x, inside):
+    with Mode() if inside else contextlib.nullcontext():
+        return x.cos() if now.step else x.sin()
+
+
+learned = custom_function(
+    lambda x, w: x.clone(), lambda ctx, g: (g, g * ctx.saved_tensors[0]), saves_inputs
+)
+RIGHT = {
+    "a result leaves": lambda x: leaves(x.sin()).exp(),
+    "an argument leaves": lambda x: leaves(x).exp(),
+    "a copy, or itself": lambda x: leaves(leaves(x.transpose(0, now.step) * 2).contiguous()).exp(),
+    "a write to a view, or to a copy": lambda x: (
+        now.buffer.transpose(0, 1 - now.step).reshape(-1).add_(1),
+        x * now.buffer.sum(),
+    )[1].sin(),
+    "a leaf, read in the backward": lambda x: learned(x.sin(), now.leaf if now.step else V),
+    "another branch in a mode": lambda x: branch(x, True),
+}
+REFUSED = {
+    "a leaf leaves": lambda x: x * leaves(torch.ones(2, 2, dtype=x.dtype, requires_grad=True)),
+    "a product, read in the backward": lambda x: learned(x, now.product if now.step else V),
+    "another branch in a mode that is new": lambda x: branch(x, now.step),
+}
+
+
+def steps(f):
+    def program(remat):
+        region, found = remat(f), []
+        for now.step in (0, 1, 0, 1):
+            now.left, now.buffer = [], numbers(2, 2, start=1.0)
+            now.leaf, x = numbers(2, 2, start=2.0).requires_grad_(), numbers(2, 2).requires_grad_()
+            now.product = now.leaf * 2
+            loss = region(x * 1).sum() + sum((n + 2) * t.sum() for n, t in enumerate(now.left))
+            loss.backward()
+            found += [loss.detach(), x.grad, now.leaf.grad, now.buffer]
+        return found
+
+    return program
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_leaves_is_written_or_read_is_that_of_the_run(name):
+    same(steps(RIGHT[name])(functx.remat), steps(RIGHT[name])(identity))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_run_can_do_is_an_error_in_a_later_one_too(name):
+    with pytest.raises(functx.RematError, match=r"(?i)return it|as an argument|outside"):
+        steps(REFUSED[name])(functx.remat)
