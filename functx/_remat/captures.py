@@ -56,10 +56,6 @@ class Captures(Listener):
         self.first_node = _torch.next_sequence_number()
 
     def begin(self) -> None:
-        """The region's code is about to run."""
-        self.record_calls()
-
-    def record_calls(self) -> None:
         """Listen to operations from now on, in regions around too."""
         if self.outer is not None:
             self.outer.record_around()
@@ -115,9 +111,6 @@ class Captures(Listener):
     def leave_out(self, results: list[Tensor]) -> None:
         """Find what a replay may leave out (rule 6)."""
         leave_out(self.region, self.record, results)
-
-    def make_plan(self, leaves: list[Tensor]) -> None:
-        """Leave a plan, if the calls of this run tell all."""
 
     # -- results
 

@@ -118,7 +118,8 @@ class Forward:
         parts.clear()
         if n:
             leaving.check_nothing_left(captures, fresh)
-        captures.make_plan(leaves)
+        if isinstance(captures, Follower):
+            captures.make_plan(leaves)
         return fresh[: len(region.results)], further
 
     def begin_up(self, fresh: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functx import _torch
@@ -17,15 +18,16 @@ from functx._remat.captures import Captures
 def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
     """What is alive and requires grad at the base level, off the tape, as further results."""
     captures.let_go()
+    if next(_alive(captures), None) is None:
+        return []
+    torch.clear_autocast_cache()  # which may hold a tape
     found: dict[int, Any] = {}
-    left = False
     for number, t in _alive(captures):
-        left = True
         if t.grad_fn is not None and not t._is_view() and _torch.level_of(t) == -1:
             t.detach_()  # what lived on its tape alone is gone with that
             found[number] = captures.known[id(t)][0]
         del t
-    for number, t in _alive(captures) if left else ():
+    for number, t in _alive(captures):
         if number > 0 or t.grad_fn is not None:
             why = "a leaf" if t.grad_fn is None else "a view"
             raise _left(captures, t, f"It is {why}, which can't become a further result. ")
@@ -46,11 +48,13 @@ def check_nothing_left(captures: Captures, results: list[Tensor]) -> None:
     """Inside of transforms, nothing that requires grad may be alive."""
     captures.let_go()
     returned = {id(t) for t in results}
-    if any(id(t) not in returned for _, t in _alive(captures)):
-        gc.collect()  # it may be a cycle that holds it
-        left = {number: t for number, t in _alive(captures) if id(t) not in returned}
-        if left:  # a result rather than a stand-in that is on its tape
-            raise _left(captures, left[max(left)], "")
+    for release in (torch.clear_autocast_cache, gc.collect):  # that, or a cycle, may hold it
+        if all(id(t) in returned for _, t in _alive(captures)):
+            return
+        release()
+    left = {number: t for number, t in _alive(captures) if id(t) not in returned}
+    if left:  # a result rather than a stand-in that is on its tape
+        raise _left(captures, left[max(left)], "")
 
 
 def _alive(captures: Captures) -> Iterator[tuple[int, Tensor]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat, starmap
 from typing import Any, TypeVar
 
+import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
@@ -112,7 +113,8 @@ class Frame:
 def _dual(t: Tensor, tangent: Tensor) -> Tensor:
     if 0 in t.stride() and t.numel() > 1:  # torch refuses duals of expanded memory
         t = t.contiguous()
-    return fwAD.make_dual(t, tangent)
+    with torch.enable_grad():  # a stand-in may be made where it is off
+        return fwAD.make_dual(t, tangent)
 
 
 def frames() -> list[Frame]:

@@ -70,7 +70,7 @@ class Follower(Captures):
         self.hides = False
         self.modes = _modes_entered()
         if self.plan is None:
-            self.record_calls()
+            super().begin()
             return
         self.ledgers, self.serial = self.ledgers[1:], self.plan.serial
         if self.expected is None:
@@ -94,7 +94,7 @@ class Follower(Captures):
             known[self.key] = None
         self.plan = None
         self.departed = bool(self.calls)  # else nothing has been missed
-        self.record_calls()
+        super().begin()
 
     def leaves_unseen(self, results: list[Tensor]) -> list[Tensor]:
         self.nodes, plan = _torch.next_sequence_number() - self.first_node, self.plan
@@ -112,6 +112,7 @@ class Follower(Captures):
             super().leave_out(results)
 
     def make_plan(self, leaves: list[Tensor]) -> None:
+        """Leave a plan, if the calls of this run tell all."""
         hidden = self.hides or leaves or self.region.further
         if self.plan is not None or self.key is None or self.key in known or hidden:
             return

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from cases import custom_function, identity, numbers, saves_inputs
+from references import assert_same
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +37,7 @@ def test_derivatives_are_those_of_the_run(name, stack):
             found.append(STACKS[stack](lambda x: region(x).square().sum(), numbers(2, 2)))
         return found
 
-    same(program(functx.remat), program(identity))
+    assert_same(program(functx.remat), program(identity), 2.0**45 if name == "a cast" else 8)
 
 
 def leaves(t):
