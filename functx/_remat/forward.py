@@ -49,8 +49,7 @@ class Forward:
             inputs.lowest = 0
         else:
             record.saver = saving.saver_for(options.policy)
-        if outer is not None:
-            call = outer.last[0]
+        call = None if outer is None else outer.last[0]
         follows = record.saver is None and region.identity is not None and not self.traces
         kind = Follower if follows else self.captures_of
         captures = self.captures = kind(region, inputs, record, outer)
@@ -70,7 +69,7 @@ class Forward:
         further: list[tuple[int, Tensor]] = []
         if inputs.lowest <= len(region.frames):  # else nobody differentiates it
             results, further = self._finish(results)
-        if outer is not None:
+        if call is not None:
             call.inner = captures.calls, captures.plan
         return [results[i] for i in places], further
 

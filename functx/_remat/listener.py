@@ -148,8 +148,7 @@ class Listener(TorchFunctionMode):
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
         due = self.due
-        is_quick = due is not None and due.quick and due.func is func and not self.records
-        if is_quick and not (self.norms and func in DEFINITIONS):
+        if due is not None and due.quick and due.func is func and not self.records:
             if self.at == self.stop:
                 self.watch()
             operands = quick.as_due(self, due, in_a_row(args, kwargs) if kwargs else args)

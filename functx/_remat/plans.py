@@ -53,7 +53,7 @@ def key_of(region: Region, inputs: Inputs) -> Any:
         return None
     options = region.options
     return (
-        *(region.identity, options.early_stop, options.preserve_rng_state),
+        *(region.identity, options.early_stop, options.preserve_rng_state, region.settings.norms),
         *(tuple([frame.kind_and_size() for frame in region.frames]), tuple(inputs.kinds)),
     )
 
@@ -66,8 +66,7 @@ class Follower(Captures):
         self.plan = self.plan_given if self.expected is not None else known.get(self.key)
         self.may_depart = False  # the log that is expected is the plan's
         self.departed = False  # from the plan
-        # Something ran, drew or wrote beside its calls, or ran in a mode: no plan tells that.
-        self.hides = False
+        self.hides = False  # it ran, drew or wrote beside its calls, or in a mode: nothing tells
         self.modes = _modes_entered()
         if self.plan is None:
             super().begin()
