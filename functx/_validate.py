@@ -14,7 +14,7 @@ import operator
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -23,6 +23,19 @@ from functx import _torch, _tree
 Argnums = int | tuple[int, ...]
 Static = tuple[tuple[int, ...], tuple[str, ...]]
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class RematOptions(TypedDict, total=False):
+    """The keyword arguments of `functx.remat`."""
+
+    policy: Any
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    preserve_rng_state: bool | Literal["all"]
+    determinism_check: Literal["default", "none"]
+    debug: bool
+    budget: Any
+    prevent_cse: bool
 
 
 def check_callable(func: Any, api: str) -> None:

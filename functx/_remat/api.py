@@ -7,39 +7,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from torch import nn
 
-from functx import _policies
+from functx import _policies, _validate
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
 from functx._remat.region import Options, Plans
-from functx._validate import check_static, checked_budget, checked_static, name_of, warn_if_later
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Said(TypedDict, total=False):
-    """The keyword arguments of `remat`."""
-
-    policy: Any
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-    preserve_rng_state: bool | Literal["all"]
-    determinism_check: Literal["default", "none"]
-    debug: bool
-    budget: Any
-    prevent_cse: bool
+@overload
+def remat(f: F, **said: Unpack[_validate.RematOptions]) -> F: ...
 
 
 @overload
-def remat(f: F, **said: Unpack[_Said]) -> F: ...
-
-
-@overload
-def remat(f: None = None, **said: Unpack[_Said]) -> Callable[[F], F]: ...
+def remat(f: None = None, **said: Unpack[_validate.RematOptions]) -> Callable[[F], F]: ...
 
 
 def remat(
@@ -113,7 +99,7 @@ def remat(
         determinism_check=determinism_check,
         debug=debug,
         budget=budget,
-        static=checked_static(static_argnums, static_argnames),
+        static=_validate.checked_static(static_argnums, static_argnames),
     )
     return (lambda f: _rematted(f, options)) if f is None else _rematted(f, options)
 
@@ -141,7 +127,7 @@ def checked_options(
     elif budget is not None:
         if policy is not None:
             raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
-        budget = checked_budget(budget, "remat")
+        budget = _validate.checked_budget(budget, "remat")
     policy = _policies.as_policy(policy)
     if policy == _policies.Everything(False):
         policy = None
@@ -166,7 +152,7 @@ class Rematted(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.options.static is not None:
-            check_static(self.options.static, args, kwargs)
+            _validate.check_static(self.options.static, args, kwargs)
         return run(self.function, args, kwargs, self.options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -185,7 +171,7 @@ class Rematted(Wrapper):
 
 
 def _rematted(f: Any, options: Options) -> Any:
-    options = replace(options, name=name_of(f))
+    options = replace(options, name=_validate.name_of(f))
     if isinstance(f, nn.Module):
         return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
@@ -195,5 +181,5 @@ def _rematted(f: Any, options: Options) -> Any:
             f"remat: expected a callable, got {type(f).__name__}. Give it a function or an "
             "nn.Module; to set options only, use remat(option=...) as a decorator."
         )
-    warn_if_later(f)
+    _validate.warn_if_later(f)
     return Rematted(f, options)

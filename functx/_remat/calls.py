@@ -59,10 +59,11 @@ _SMALL = 1 << 12  # bytes of an array that are compared; of larger ones shape an
 class Call:
     """One entry of the log."""
 
-    __slots__ = ("func", "further", "given", "inner", "kept", "quick", "results", "watched")
+    __slots__ = ("func", "further", "given", "grad", "inner", "kept", "quick", "results", "watched")
 
     def __init__(self, func: Any, given: list[Any]) -> None:
         self.func = func  # what was called; of a region or a transform, its title
+        self.grad = torch.is_grad_enabled()
         # For each argument, those in containers too, the number of a tensor, or a tuple that says
         # what else it is:
         self.given = given

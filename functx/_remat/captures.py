@@ -91,22 +91,19 @@ class Captures(Listener):
             self.unseen = self.unseen or isinstance(node, BackwardCFunction)
             leaf = getattr(node, "variable", None)
             if leaf is None:
-                if node._sequence_nr() >= self.first_node:
-                    continue
-            elif inputs.leaves.get(id(leaf)) is leaf:
-                reached.add(inputs.places[id(leaf)])
-                continue
-            elif self.number_of(leaf) is not None:
-                continue
-            elif _torch.level_of(leaf) <= 0:
+                ours = node._sequence_nr() >= self.first_node
+            else:
+                ours = inputs.leaves.get(id(leaf)) is leaf or self.number_of(leaf) is not None
+                reached.add(inputs.places.get(id(leaf)))
+            if not ours and leaf is not None and _torch.level_of(leaf) <= 0:
                 found[id(leaf)] = leaf
-                continue
-            raise RematError(
-                f"remat: {self.region.title} gives a captured tensor to an autograd.Function or "
-                "other code that can't be seen, or calls a pullback made outside; a gradient would "
-                "be lost. Pass the tensor as an argument, or make the pullback inside."
-            )
-        inputs.reached = reached
+            elif not ours:
+                raise RematError(
+                    f"remat: {self.region.title} gives a captured tensor to an autograd.Function "
+                    "or other code that can't be seen, or calls a pullback made outside; gradients "
+                    "would be lost. Pass it as an argument, or make the pullback inside."
+                )
+        inputs.reached = reached - {None}
         return [*found.values()]
 
     def leave_out(self, results: list[Tensor]) -> None:

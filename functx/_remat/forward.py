@@ -65,6 +65,8 @@ class Forward:
         region.results = [places.index(i) for i in range(len(results))]
         if region.draws is not None and region.draws.before:
             region.draws.end()
+        if not region.frames and any(t.requires_grad for t in results):
+            inputs.lowest = 0  # if only a leaf is differentiated that no mode has seen
         tensors = []
         further: list[tuple[int, Tensor]] = []
         if inputs.lowest <= len(region.frames):  # else nobody differentiates it
@@ -90,6 +92,7 @@ class Forward:
         captures.leave_out([*results, *parts[lowest]])
         kept = region.kept.take()
         writes.put_before()
+        leaving.check_no_leaf(captures, results)
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
         # ... and up again.
         fresh = [_off_the_tape(t, lowest) for t in parts[lowest]]
@@ -98,7 +101,7 @@ class Forward:
         if n == 0:
             results.clear()
             parts.clear()
-            further = leaving.further_results(captures)
+            further = leaving.further_results(captures, leaves)
             region.further = [number for number, _ in further]
             inputs.reached = None if further else inputs.reached
             fresh += [t for _, t in further]

@@ -84,10 +84,7 @@ class Entry:
             _torch.pop_saved_tensor_hooks()
 
     def take_norms(self) -> None:
-        """Take off the function mode for norms, if it is the innermost: the listener does its work.
-
-        It would see each look of the engine's at a tensor.
-        """
+        """Take off the function mode for norms, which would see the engine: listeners stand in."""
         top = _torch.function_mode_at(self.function - 1) if self.function else None
         if type(top) is NormsByDefinition:
             self.function, self.norms = self.function - 1, top

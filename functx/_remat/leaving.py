@@ -15,8 +15,18 @@ from functx._remat import departures, levels
 from functx._remat.captures import Captures
 
 
-def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
-    """What is alive and requires grad at the base level, off the tape, as further results."""
+def check_no_leaf(captures: Captures, results: list[Tensor]) -> None:
+    """A leaf that the region makes is another one in each replay."""
+    for t in results:
+        if _torch.level_of(t) <= 0 and captures.number_of(t) in captures.leaves and t.is_leaf:
+            raise _left(captures, t, "It is a leaf, made inside. ")
+
+
+def further_results(captures: Captures, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
+    """What is alive and requires grad at the base level, off the tape, as further results.
+
+    The leaves that no mode has seen, on its tape, are added to ``leaves``.
+    """
     captures.let_go()
     if next(_alive(captures), None) is None:
         return []
@@ -24,10 +34,14 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
     found: dict[int, Any] = {}
     for number, t in _alive(captures):
         if t.grad_fn is not None and not t._is_view() and _torch.level_of(t) == -1:
+            unseen = Captures.leaves_unseen(captures, [t])
+            leaves += [x for x in unseen if all(x is not leaf for leaf in leaves)]
             t.detach_()  # what lived on its tape alone is gone with that
             found[number] = captures.known[id(t)][0]
         del t
-    for number, t in _alive(captures):
+    left = dict(_alive(captures))
+    for number in sorted(left, reverse=True):  # results first: stand-ins may be on their tape
+        t = left[number]
         if number > 0 or t.grad_fn is not None:
             why = "a leaf" if t.grad_fn is None else "a view"
             raise _left(captures, t, f"It is {why}, which can't become a further result. ")
@@ -36,11 +50,10 @@ def further_results(captures: Captures) -> list[tuple[int, Tensor]]:
             found[number] = captures.known[id(t)][0]
         elif not captures.region.options.is_pullback:  # in which a replay may leave such a tape
             raise RematError(
-                f"remat: {captures.region.title} computes something of a tensor of shape "
-                f"{tuple(t.shape)} in a thread of its own, say, where no mode sees it. Start the "
-                "thread outside, and make regions in it."
+                f"remat: what {captures.region.title} computes of a tensor of shape "
+                f"{tuple(t.shape)} is kept, and no mode has seen it made: in an autograd.Function, "
+                "or a thread. Return it, or detach() what you keep; start the thread outside."
             )
-        del t
     return [(number, t) for number, ref in found.items() if (t := ref()) is not None]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from functx._remat.calls import ATOMS, Call, in_a_row, is_plain
@@ -17,7 +18,7 @@ from functx._remat.calls import ATOMS, Call, in_a_row, is_plain
 
 def as_due(listener: Any, due: Call, args: Any) -> Any:
     """The arguments of a call that is as expected, foreign ones replaced; else ``None``."""
-    if len(args) != len(due.given):
+    if len(args) != len(due.given) or due.grad is not torch.is_grad_enabled():
         return None
     known = listener.known
     operands = args

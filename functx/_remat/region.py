@@ -134,7 +134,7 @@ class Inputs:
         if k and self.frames[k - 1].kind is not levels.GRAD:
             return []
         leaves, reached = [i for i, slot in enumerate(self.slots[k]) if slot], self.reached
-        return leaves if reached is None else [i for i in leaves if (k, i) in reached]
+        return [i for i in leaves if (k, i) in reached] if reached else leaves
 
     def position(self, i: int, k: int) -> int:
         """Where input ``i``, which has no tangents, stands among the values of level k."""

@@ -152,7 +152,8 @@ def _attempt(
         numbers[k] = frames[k - 1].enter()
         standins = _lifted(frames[k - 1], region.slots[k], standins, numbers[k])
         leaves = standins if k == level else leaves
-    standins = copied(_apart(standins), region.written)
+    _tell_apart(standins)
+    standins = copied(standins, region.written)
     classes = function_classes() if level else ""
     results, rerun = _body(region, standins, kept, live)
     written: list[Tensor] = []
@@ -190,17 +191,14 @@ def _leaf(value: Tensor, connected: bool) -> Tensor:
     return value.detach().requires_grad_()
 
 
-def _apart(standins: list[Tensor]) -> list[Tensor]:
+def _tell_apart(standins: list[Tensor]) -> None:
     """Inputs that a level above had two leaves for, and that are one tensor here, stay two."""
-    if len({*map(id, standins)}) == len(standins):
-        return standins
-    seen: dict[int, Tensor] = {}
-    for t in standins:
+    seen = set()
+    for i, t in enumerate(standins):
         if id(t) in seen:
-            depth = max(_torch.level_of(t), 0)
-            t = levels.at_depth(depth, partial(torch.ops.aten.alias.default, t))
-        seen[id(t)] = t
-    return [*seen.values()]
+            alias = partial(torch.ops.aten.alias.default, t)
+            standins[i] = levels.at_depth(max(_torch.level_of(t), 0), alias)
+        seen.add(id(t))
 
 
 def _edge(t: Tensor, leaves: list[Tensor]) -> Any:

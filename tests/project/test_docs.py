@@ -58,12 +58,6 @@ def test_the_engine_page_has_each_file_of_the_engine():
         assert f"`{path.stem}`" in text
 
 
-def test_a_stale_number_is_seen():
-    stale, count = re.subn(r"\d+\.\d", "0.0", README.read_text())
-    assert count
-    assert _readme.filled(stale) != stale
-
-
 def test_the_demo_that_the_pages_show_kept_its_promises():
     figures = json.loads((house.ROOT / "docs" / "demo" / "figures.json").read_text())
     assert figures["training"]["accuracy"] > 0.9

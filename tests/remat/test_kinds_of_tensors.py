@@ -222,6 +222,8 @@ def test_its_forward_runs_again_and_its_backward_once():
     counts = count(lambda: functx.remat(scale)(x, w).sum().backward())
     assert counts["cos"] == 1
     assert 2 <= counts["sin"] <= 3  # forward, backward, and replay, if anything reads it
+    out = functx.remat(lambda x: scale(x, w))(VECTOR)  # where no mode sees what is differentiated
+    assert out.grad_fn.name() == "RegionNodeBackward"
 
 
 class TestWhatTheyHide:

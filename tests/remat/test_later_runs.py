@@ -21,6 +21,10 @@ PROGRAMS = {
     "a mask": lambda x: x[x > now.step / 2].sin(),
     "a cast": lambda x: cast()(torch.mm)(x.float(), x.float()).double(),
     "a number": lambda x: (x * (1.5 + now.step)).sin(),
+    "another part without grad mode": lambda x: (
+        torch.set_grad_enabled(not now.step)(torch.sin)(x)
+        * torch.set_grad_enabled(bool(now.step))(torch.exp)(x)
+    ),
     "another tensor at the same place": lambda x: (x * V).sin() * (W if now.step else V),
     "other weights": lambda x: functx.functional_call(
         LINEAR, {"weight": (V, W)[now.step]}, x
@@ -67,9 +71,11 @@ RIGHT = {
         x * now.buffer.sum(),
     )[1].sin(),
     "a leaf, read in the backward": lambda x: learned(x.sin(), now.leaf if now.step else V),
+    "what a custom Function has made leaves": lambda x: (leaves(learned(x, now.leaf)), x.sin())[1],
     "another branch in a mode": lambda x: branch(x, True),
 }
 REFUSED = {
+    "a leaf is returned": lambda x: torch.ones(2, requires_grad=True) if now.step else x,
     "a leaf leaves": lambda x: x * leaves(torch.ones(2, 2, dtype=x.dtype, requires_grad=True)),
     "a product, read in the backward": lambda x: learned(x, now.product if now.step else V),
     "another branch in a mode that is new": lambda x: branch(x, now.step),

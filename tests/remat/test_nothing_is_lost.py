@@ -156,7 +156,7 @@ def test_what_a_thread_of_the_region_computes_is_refused(captured):
         thread.join()
         return found[0] * 2
 
-    with pytest.raises(functx.RematError, match="Start the thread outside"):
+    with pytest.raises(functx.RematError, match="start the thread outside"):
         functx.remat(f)(numbers(3).requires_grad_())
 
 
