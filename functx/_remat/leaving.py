@@ -18,7 +18,8 @@ from functx._remat.captures import Captures
 def check_no_leaf(captures: Captures, results: list[Tensor]) -> None:
     """A leaf that the region makes is another one in each replay."""
     for t in results:
-        if _torch.level_of(t) <= 0 and captures.number_of(t) in captures.leaves and t.is_leaf:
+        made = captures.number_of(t) in captures.leaves and not t._is_view()
+        if made and t.is_leaf and _torch.level_of(t) == -1:
             raise _left(captures, t, "It is a leaf, made inside. ")
 
 
