@@ -192,8 +192,9 @@ class Captures(Listener):
 
     def _is_inside(self, t: Tensor) -> bool:
         """See NOTE [inside or foreign]."""
-        if self.record.has_made(_torch.storage_of(levels.base_of(t))):
-            return True
+        base = levels.base_of(t)
+        if self.record.has_made(_torch.storage_of(base)) or id(base._base) in self.inputs.leaves:
+            return True  # (A view of a stand-in without grad mode is on no tape.)
         if not levels.is_tracked(t):
             return False
         leaves = self.inputs.leaves

@@ -18,15 +18,15 @@ from functx._remat.captures import Captures
 def check_no_leaf(captures: Captures, results: list[Tensor]) -> None:
     """A leaf that the region makes is another one in each replay."""
     for t in results:
-        made = captures.number_of(t) in captures.leaves and not t._is_view()
-        if made and t.is_leaf and _torch.level_of(t) == -1:
+        number = captures.number_of(t) or 0
+        if number > 0 and number in captures.leaves and t.requires_grad and not t._is_view():
             raise _left(captures, t, "It is a leaf, made inside. ")
 
 
 def further_results(captures: Captures, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
     """What is alive and requires grad at the base level, off the tape, as further results.
 
-    The leaves that no mode has seen, on its tape, are added to ``leaves``.
+    Its leaves that no mode has seen are added to ``leaves``.
     """
     captures.let_go()
     if next(_alive(captures), None) is None:
