@@ -18,8 +18,8 @@ from functx._remat.captures import Captures
 def check_no_leaf(captures: Captures, results: list[Tensor]) -> None:
     """A leaf that the region makes is another one in each replay."""
     for t in results:
-        number = captures.number_of(t) or 0
-        if number > 0 and number in captures.leaves and t.requires_grad and not t._is_view():
+        made = (captures.number_of(t) or 0) > 0
+        if made and t.requires_grad and t.is_leaf and not t._is_view() and _torch.level_of(t) == -1:
             raise _left(captures, t, "It is a leaf, made inside. ")
 
 
