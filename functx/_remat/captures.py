@@ -86,7 +86,7 @@ class Captures(Listener):
             RematError: the tape leads to something else that was made outside.
         """
         found: dict[int, Tensor] = {}
-        inputs, reached = self.inputs, set[Any]()
+        inputs, reached = self.inputs, set[Any](self.inputs.reached or ())
         for node in tape_of(results, self.first_node):
             self.unseen = self.unseen or isinstance(node, BackwardCFunction)
             leaf = getattr(node, "variable", None)
