@@ -92,7 +92,6 @@ class Forward:
         captures.leave_out([*results, *parts[lowest]])
         kept = region.kept.take()
         writes.put_before()
-        leaving.check_no_leaf(captures, results)
         required = {k: _required(parts[k], k, inputs) for k in range(lowest, n + 1)}
         # ... and up again.
         fresh = [_off_the_tape(t, lowest) for t in parts[lowest]]

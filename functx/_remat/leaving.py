@@ -15,14 +15,6 @@ from functx._remat import departures, levels
 from functx._remat.captures import Captures
 
 
-def check_no_leaf(captures: Captures, results: list[Tensor]) -> None:
-    """A leaf that the region makes is another one in each replay."""
-    for t in results:
-        made = (captures.number_of(t) or 0) > 0
-        if made and t.requires_grad and t.is_leaf and not t._is_view() and _torch.level_of(t) == -1:
-            raise _left(captures, t, "It is a leaf, made inside. ")
-
-
 def further_results(captures: Captures, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
     """What is alive and requires grad at the base level, off the tape, as further results.
 

@@ -75,7 +75,6 @@ RIGHT = {
     "another branch in a mode": lambda x: branch(x, True),
 }
 REFUSED = {
-    "a leaf is returned": lambda x: torch.ones(2, requires_grad=True) if now.step else x,
     "a leaf leaves": lambda x: x * leaves(torch.ones(2, 2, dtype=x.dtype, requires_grad=True)),
     "a product, read in the backward": lambda x: learned(x, now.product if now.step else V),
     "another branch in a mode that is new": lambda x: branch(x, now.step),
