@@ -54,7 +54,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # torch's own only.
 from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
-from functx._torch import SingleLevelFunction
+from functx._torch import SingleLevelFunction, apply_at_level
 
 __all__ = [
     "SUPPORTED_NODES",
@@ -330,12 +330,7 @@ def apply_function(function: Any, *args: Any) -> Any:
 
     They see the operator that makes the node.
     """
-    allowed = _functorch.get_single_level_autograd_function_allowed()
-    _functorch.set_single_level_autograd_function_allowed(True)
-    try:
-        return plain_apply(function)(*args)
-    finally:
-        _functorch.set_single_level_autograd_function_allowed(allowed)
+    return apply_at_level(plain_apply(function), *args)
 
 
 _appliers: dict[int, Callable[..., Any]] = {}  # by thread

@@ -63,7 +63,7 @@ class Call:
 
     def __init__(self, func: Any, given: list[Any]) -> None:
         self.func = func  # what was called; of a region or a transform, its title
-        self.grad = torch.is_grad_enabled()
+        self.grad = torch.is_grad_enabled()  # compared where a plan is followed
         # For each argument, those in containers too, the number of a tensor, or a tuple that says
         # what else it is:
         self.given = given

@@ -5,7 +5,7 @@ The one decision on which values hang, made in `Captures.meet` and nowhere else.
 neither an input nor a result is
 
 1. a wrapper of one of those, of a level that has ended or was entered inside: that one;
-2. in memory that the region's operations made: inside;
+2. in memory that the region's operations made, or a view of a stand-in: inside;
 3. on a tape that leads to a stand-in: inside (what ``Function.apply`` returns);
 4. else foreign.
 """
@@ -194,7 +194,7 @@ class Captures(Listener):
         """See NOTE [inside or foreign]."""
         base = levels.base_of(t)
         if self.record.has_made(_torch.storage_of(base)) or id(base._base) in self.inputs.leaves:
-            return True  # (A view of a stand-in without grad mode is on no tape.)
+            return True  # (A view that was made without grad mode is on no tape.)
         if not levels.is_tracked(t):
             return False
         leaves = self.inputs.leaves

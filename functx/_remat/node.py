@@ -118,7 +118,7 @@ def attach(
     if len(behind) > 1 and not level:
         behind = _sharing(behind, sum(i < len(region.results) for i in payload.wanted))
     tracked = [values[i] for i in requiring] + leaves
-    got = _torch.apply_at_level(RegionNode, payload, behind, saved, *tracked)
+    got = _torch.apply_at_level(RegionNode.apply, payload, behind, saved, *tracked)
     results = list(results)
     for i, t in zip(payload.wanted, got):
         results[i] = t

@@ -91,14 +91,14 @@ class SingleLevelFunction(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
-def apply_at_level(function: Any, *args: Any) -> Any:
-    """Make a node of a single-level Function."""
+def apply_at_level(apply: Any, *args: Any) -> Any:
+    """Make a node of a single-level Function, by its ``apply``."""
     if peek_interpreter() is None:
-        return function.apply(*args)
+        return apply(*args)
     allowed = _F.get_single_level_autograd_function_allowed()
     _F.set_single_level_autograd_function_allowed(True)
     try:
-        return function.apply(*args)
+        return apply(*args)
     finally:
         _F.set_single_level_autograd_function_allowed(allowed)
 
