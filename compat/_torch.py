@@ -18,7 +18,7 @@ import torch
 
 # Kernels of an operator: going on below autograd with the keys that are left, and one node at one
 # level without the class that functorch would make at each call.
-from torch._C import _after_autograd_keyset, _functorch
+from torch._C import _after_autograd_keyset
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
 # A tensor that a functorch level wraps has no data of its own to export; what it wraps has.

@@ -85,6 +85,8 @@ allow_inplace_requires_grad = _F.set_inplace_requires_grad_allowed
 class SingleLevelFunction(_SingleLevelFunction):
     """A Function that makes one node, at one level, without functorch's per-call class."""
 
+    apply: Any  # torch's, in C
+
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int]:
         """What compiled autograd knows nodes of this kind by; only ``Function`` itself has it."""
