@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import functx
 
@@ -34,9 +35,9 @@ class Verdict:
     """An outcome, why, and the traceback of what was raised.
 
     Values, gradients, buffers and generators are ``equal``, or something is ``wrong``. What raises
-    without regions too is ``refused by torch``; where functx says that it can't, ``refused``, or
-    ``refused wrongly`` if nothing is in the way; else ``crashed``. Tensors that stay alive, and
-    stacks or modes of torch that are not as they were, are ``leaked``.
+    without regions too, perhaps in a dispatch mode, is ``refused by torch``; where functx says that
+    it can't, ``refused``, or ``refused wrongly`` if nothing is in the way; else ``crashed``. What
+    stays alive, and stacks or modes of torch that are not as they were, are ``leaked``.
     """
 
     outcome: str
@@ -162,7 +163,13 @@ def judge(program, remat=functx.remat):
         outcome = "refused" if program.may_refuse else "refused wrongly"
         return Verdict(outcome, _head(regions.error), regions.trace)
     if regions.error is not None:
-        return Verdict("crashed", _head(regions.error), regions.trace)
+        with quiet(), BaseTorchDispatchMode():
+            in_a_mode = run(program, identity).error
+        # Below a node torch goes back also to what only a result that nobody reads depends on.
+        spoiled = "write" in program.features and "modified by an inplace" in str(regions.error)
+        torchs = spoiled or type(in_a_mode) is type(regions.error)
+        outcome = "refused by torch" if torchs else "crashed"
+        return Verdict(outcome, _head(regions.error), regions.trace)
     what = difference(plain.found, regions.found, program.loose)
     if what and what != ZEROS:
         with quiet():
