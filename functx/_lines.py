@@ -17,7 +17,8 @@ from torch import nn
 
 Place = tuple[types.CodeType, int]
 
-_INTERNAL = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+_OURS = (os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))
+_INTERNAL = (*_OURS, "<frozen")
 
 
 @functools.cache
@@ -35,6 +36,17 @@ def where() -> Place:
             frame = here
             break
     return frame.f_code, frame.f_lasti
+
+
+def line_now() -> str:
+    """``file:line`` of the user's code that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not _is_internal(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
 
 
 def line_of(place: Place) -> tuple[str, int, str]:

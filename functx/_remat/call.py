@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from functx import _distributed, _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import arguments, cells, departures, forward, levels
+from functx._lines import line_now
+from functx._remat import arguments, cells, forward, levels
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._torch import compiler
@@ -48,7 +49,7 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             stacklevel=3,
         )
         return f(*args, **kwargs)
-    title = f"the region {options.name} ({departures.line_now()})"
+    title = f"the region {options.name} ({line_now()})"
     result: list[Any] = []  # how the forward's result is put together
     frozen, identity = cells.frozen(f)
     guarded = _distributed.guarded(frozen)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from itertools import zip_longest
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 
 from functx._errors import RematError, ReplayError
+from functx._lines import line_now
 from functx._remat.calls import INSIDE, RETURN, Call
-
-_HERE, _TORCH = Path(__file__).absolute().parents[1], Path(torch.__file__).absolute().parent
-_NOT_THE_USERS = (f"{_HERE}{os.sep}", f"{_TORCH}{os.sep}", "<frozen")
-
-
-def line_now() -> str:
-    """``file:line`` of the innermost frame that is neither functx's nor torch's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
 
 
 def name_of(func: Any) -> str:

@@ -23,6 +23,7 @@ from functx._remat.observers import observers
 from functx._remat.plans import Follower
 from functx._remat.region import Inputs, Options, Region
 from functx._remat.writes import Writes
+from functx._torch import graphs
 
 
 class Forward:
@@ -41,14 +42,15 @@ class Forward:
         region, outer, options = self.region, self.outer, self.region.options
         region.frames = levels.frames() if _torch.peek_interpreter() is not None else []
         region.n_args, region.draws = len(tensors), None
-        if options.preserve_rng_state or self.traces:
+        in_graph = _torch.tracing() and not self.traces
+        if (options.preserve_rng_state or self.traces) and not in_graph:
             region.draws = Draws(python=options.preserve_rng_state == "all")
-        record = self.record = Record(region.draws)
+        record = self.record = Record(region.draws, in_graph)
         inputs = self.inputs = Inputs(region.frames)
         if self.traces:
             inputs.lowest = 0
         else:
-            record.saver = saving.saver_for(options.policy)
+            record.saver = saving.saver_for(options.policy, in_graph)
         call = None if outer is None else outer.last[0]
         follows = record.saver is None and region.identity is not None and not self.traces
         kind = Follower if follows else self.captures_of
@@ -163,7 +165,9 @@ def run(
         region = Region()
         region.title, region.identity, region.body = title, identity, again
         region.options, region.settings = options, entry.settings
+        since = graphs.last_node()
         results, further = (forward or Forward)(region, outer).run(body, tensors)
+        graphs.close(since, options.name, "forward")
     if outer is not None:
         outer.last = last
         outer.give(results)

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from functx import _torch
-from functx._remat import levels
+from functx._remat import departures, levels
 from functx._remat.generators import Draws, generator_of
 from functx._remat.operators import (
     ALWAYS,
+    DRAWN,
     NEW,
     SILENT,
     VIEW,
@@ -38,7 +39,7 @@ from functx._remat.operators import (
     written_by,
 )
 from functx._remat.region import NEVER, Region
-from functx._torch import compiler, storage_of
+from functx._torch import compiler, graphs, storage_of
 
 Layout = Any  # (size, stride, dtype, device) of a tensor, or a list of layouts
 
@@ -74,6 +75,7 @@ class Ledger(_torch.TorchDispatchMode):
         self.busy = False  # an operation is in here: what it calls is the engine's, not the user's
         # What was made inside: number of the entry, the storage (weakly: addresses come again).
         self.made: dict[int, tuple[int, Any]] = {}
+        self.since = graphs.last_node()
 
     def maker_of(self, storage: int) -> int:
         """The entry that made this memory; -1 if none did."""
@@ -82,7 +84,7 @@ class Ledger(_torch.TorchDispatchMode):
 
     def note_made(self, t: Tensor, number: int) -> None:
         """The memory of ``t`` was made by an entry."""
-        storage = t.untyped_storage()
+        storage = _torch.memory_of(t)
         self.made[storage._cdata] = number, weakref.ref(storage)
 
     @compiler.uncompiled
@@ -122,9 +124,9 @@ def ledgers() -> list[Ledger]:
 class Record(Ledger):
     """The ledger of a forward."""
 
-    def __init__(self, draws: Draws | None) -> None:
+    def __init__(self, draws: Draws | None, in_graph: bool = False) -> None:
         super().__init__()
-        self.draws = draws
+        self.draws, self.in_graph = draws, in_graph
         self.entries: list[Entry] = []
         self.starts = [0]  # where in `entries` each call begins
         self.written: list[int] = []  # memory of inputs that this call has written
@@ -144,6 +146,8 @@ class Record(Ledger):
         kind = operator.kind
         if operator.draws and operator.draws_nothing(args):
             kind = NEW
+        elif operator.draws and self.in_graph:
+            kind = DRAWN
         elif operator.draws and self.draws is not None:
             self.touched = True
             self.draws.note(generator_of(tensors, args, kwargs))
@@ -153,7 +157,7 @@ class Record(Ledger):
             if not self.has_made(storage):
                 self.writes.about_to_write(storage)
                 self.written.append(storage)
-                kind = ALWAYS
+                kind = kind if kind is DRAWN else ALWAYS
         if written and self.saver is not None:
             self.saver.about_to_write(written)
         out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
@@ -180,7 +184,7 @@ class Record(Ledger):
             kind = ALWAYS
         elif kind is NEW and not writes:  # views, after all
             kind = VIEW
-        elif kind is NEW:
+        elif kind in (NEW, DRAWN):
             layout = layout_of(out)
         self.entries.append(Entry(operator.overload, kind, reads, writes, layout, makers))
 
@@ -195,7 +199,7 @@ class Record(Ledger):
             if entry.kind is VIEW:
                 live[i] = 1
                 continue
-            live[i] = entry.kind is ALWAYS or not needed.isdisjoint(entry.writes)
+            live[i] = entry.kind in (ALWAYS, DRAWN) or not needed.isdisjoint(entry.writes)
             if live[i] and i in kept:
                 kept[i].read = needed.intersection(entry.writes)
             if entry.kind is NEW:
@@ -212,7 +216,9 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
     it; and who holds a storage, tensors and its own Python object. What somebody else holds too, is
     on the tape. Results are given as the body's, and as what they are made of at the lowest level.
     """
-    alive = set(filter(record.has_made, record.made))
+    alive, noted = set(filter(record.has_made, record.made)), graphs.noted_after(record.since)
+    if noted:
+        alive = {m for m in alive if _torch.storage_use_count(m) > 1 + noted[m]}
     family = [*{id(t): t for t in (*results, *kept)}.values()]
     holders = dict.fromkeys(map(id, family), 0)  # by id: how many of the family hold it
     for t in family:  # which grows
@@ -228,7 +234,8 @@ def needed(record: Record, results: list[Tensor], kept: list[Tensor]) -> set[int
     for t in family:
         storage = storage_of(levels.base_of(t))
         if _torch.level_of(t) <= 0:
-            users[storage] = users.get(storage, 1) + 1  # one is the storage's Python object
+            # (One is the storage's Python object.)
+            users[storage] = users.get(storage, 1 + noted[storage]) + 1
         if t._use_count() > 1 + holders[id(t)]:  # type: ignore[attr-defined]
             on_tape.add(storage)
     for storage, n in users.items():
@@ -255,11 +262,7 @@ def _is_plain(out: Any) -> bool:
     """Whether memory can stand in for the results: dense tensors of no subclass."""
     if isinstance(out, (list, tuple)):
         return all(map(_is_plain, out))
-    return (
-        out is None
-        or type(out) is int
-        or (type(out) is Tensor and out.layout is torch.strided and storage_of(out) != -1)
-    )
+    return out is None or type(out) is int or (_torch.is_dense(out) and storage_of(out) != -1)
 
 
 def layout_of(out: Any) -> Layout:
@@ -292,6 +295,7 @@ class Rerun(Ledger):
         super().__init__()
         self.entries, self.starts, self.kept = ran.entries, ran.starts, kept
         self.live = live  # which entries to run; ``None`` runs all
+        self.in_graph = any(e.kind is DRAWN for e in self.entries)
         self.given: set[int] = set()  # memory of kept values that were handed out
         self.in_line = True  # whether all operations so far are entries
         self.draws_again = False  # whether the replay has put generators back
@@ -324,7 +328,8 @@ class Rerun(Ledger):
         """What entry ``i`` returns, or an operation that is none."""
         if i >= 0:
             if i in self.kept and (self.live is not None or self.kept[i].is_whole()):
-                return self.kept[i].value(self)
+                value = self.kept[i].value(self)
+                return args[0].copy_(value) if operator.writes else value
             if self.live is not None and not self.live[i]:
                 out = args[0] if operator.kind is WRITE else unwritten(self.entries[i].layout)
                 for t in tensors_in((out,), None):
@@ -333,6 +338,11 @@ class Rerun(Ledger):
         if self.hollow and operator.reads and (i < 0 or self.entries[i].kind is not VIEW):
             for storage in touched:
                 self._need(storage)
+        if self.in_graph and operator.draws and not operator.draws_nothing(args):
+            raise departures.refused(
+                "a random operation can't be told from others in a graph that is traced, and would "
+                "be drawn twice. Draw outside of the region, and pass what was drawn."
+            )
         return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
 
     def _matching(self, operator: Operator, touched: list[int]) -> int:
@@ -354,7 +364,7 @@ class Rerun(Ledger):
 
     def leave_out(self, t: Tensor) -> None:
         """``t`` is not computed."""
-        storage = t.untyped_storage()
+        storage = _torch.memory_of(t)
         self.hollow[storage._cdata] = weakref.ref(storage)
 
     def keeping(self) -> Any:
@@ -370,4 +380,6 @@ class Rerun(Ledger):
 
     def holds_unwritten(self) -> bool:
         """Whether memory that was not computed is alive."""
-        return any(storage() is not None for storage in self.hollow.values())
+        hollow = [m for m, storage in self.hollow.items() if storage() is not None]
+        noted = graphs.noted_after(self.since) if hollow else {}
+        return any(not noted or _torch.storage_use_count(m) > 1 + noted[m] for m in hollow)

@@ -7,6 +7,7 @@ nothing of wrapping and unwrapping, making duals aside.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat, starmap
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from functx import _torch
 from functx._torch import level_of
+from functx._torch.graphs import same_value
 
 GRAD, VMAP, JVP, FUNCTIONALIZE = "Grad", "Vmap", "Jvp", "Functionalize"
 _KINDS = {getattr(_torch.TransformType, kind): kind for kind in (GRAD, VMAP, JVP, FUNCTIONALIZE)}
@@ -155,7 +157,7 @@ def require_grad(t: Tensor) -> Tensor:
 
 def detached(t: Tensor) -> Tensor:
     """A plain tensor without its tape, made below all levels."""
-    return at_depth(0, t.detach)
+    return at_depth(0, partial(same_value, t, t.detach))
 
 
 def base_of(t: Tensor) -> Tensor:

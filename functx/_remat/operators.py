@@ -9,8 +9,9 @@ from torch import Tensor
 
 from functx import _torch
 
-# To the ledger: NEW can be left out, and WRITE to memory that the region made; views make nothing.
-NEW, VIEW, WRITE, ALWAYS, SILENT = "new", "view", "write", "always", "silent"
+# To the ledger: NEW can be left out, and WRITE to memory that the region made; views make nothing;
+# what is DRAWN in a graph is kept.
+NEW, VIEW, WRITE, ALWAYS, SILENT, DRAWN = "new", "view", "write", "always", "silent", "drawn"
 
 
 def _overloads(names: str) -> set[Any]:
@@ -18,7 +19,7 @@ def _overloads(names: str) -> set[Any]:
 
 
 # The engine's own, which may differ in number between a run and its replay.
-_SILENT = _overloads("detach alias is_same_size _has_same_storage_numel")
+_SILENT = _overloads("detach alias is_same_size _has_same_storage_numel") | _torch.LOOKS
 # Read the layout of their argument, not its numbers.
 _SHAPE_ONLY = _overloads(
     "zeros_like ones_like empty_like full_like rand_like randn_like "

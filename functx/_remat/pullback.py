@@ -14,6 +14,7 @@ from functx._remat.listener import listening
 from functx._remat.observers import observers
 from functx._remat.region import Options
 from functx._remat.replay import replay
+from functx._torch import graphs
 
 
 def pull_back(
@@ -30,7 +31,7 @@ def pull_back(
     n, m = payload.n_values, payload.n_values + payload.n_leaves
     body = Pullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
     flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
-    outer = listening()
+    outer, since = listening(), graphs.last_node()
     if outer is not None:
         outer.asleep = True
     try:
@@ -48,6 +49,8 @@ def pull_back(
     finally:
         if outer is not None:
             outer.asleep = False
+    del flat
+    graphs.close(since, payload.region.options.name, "backward")
     found = dict(zip(body.found, grads))
     return [found.get(i) for i in payload.requiring]
 
@@ -71,7 +74,9 @@ class Pullback:
         n, m = payload.n_values, len(flat) - len(self.results)
         values, kept, cotangents = [*flat[:n]], flat[n:m], flat[m:]
         recorded = torch.is_grad_enabled()
+        since = graphs.last_node()
         edges, inputs = replay(payload.region, payload.level, values, kept, self.results)
+        graphs.close(since, payload.region.options.name, "replay")
         inputs += self.leaves
         pairs = [(e, c) for e, c in zip(edges, cotangents) if e is not None]
         del flat, values, cotangents, edges

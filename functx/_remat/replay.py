@@ -26,6 +26,7 @@ from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
 from functx._remat.region import NEVER, Region
 from functx._remat.writes import copied
+from functx._torch import graphs
 
 
 class Replayer(Listener):
@@ -187,8 +188,8 @@ def _lifted(frame: Any, slots: list[Any], values: Sequence[Tensor], number: int)
 def _leaf(value: Tensor, connected: bool) -> Tensor:
     """A leaf for a value at the base level; part of the caller's graph where that is recorded."""
     if connected and value.requires_grad:
-        return torch.ops.aten.alias.default(value)
-    return value.detach().requires_grad_()
+        return graphs.same_value(value, partial(torch.ops.aten.alias.default, value))
+    return graphs.same_value(value, value.detach).requires_grad_()
 
 
 def _tell_apart(standins: list[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """What a policy keeps of a region's results (rule 6): asked while it runs, handed out in a replay.
 
 Never kept are random numbers, since generators must advance, and what operations that write in
-place return.
+place return. In a graph that is traced random numbers always are: it has one mask, which nobody
+draws again.
 
 NOTE [kept around]
 A value that a region around keeps is there in any case, so a region inside keeps it too; its
@@ -25,7 +26,8 @@ from functx._remat import departures, examples, ledger, levels
 from functx._remat.calls import NAMED
 from functx._remat.ledger import Entry, Record, filled
 from functx._remat.observers import observers
-from functx._remat.operators import NEW, tensors_in
+from functx._remat.operators import DRAWN, NEW, tensors_in
+from functx._torch.graphs import note_kept, same_value
 
 
 class Kept:
@@ -107,7 +109,7 @@ class Given:
             if self._fetcher is not None and self._fetcher.brings(number):
                 t = self._fetcher.value(number, kept)
             else:  # autograd is going to write on the tensor, and perhaps the region to its memory
-                t = kept.clone() if self._kept.is_written else kept.detach()
+                t = kept.clone() if self._kept.is_written else same_value(kept, kept.detach)
             rerun.given.add(_torch.storage_of(t))
             return t
 
@@ -136,15 +138,19 @@ class Saver:
     def judge(self, number: int, entry: Entry, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run."""
         overload, memory, layout = entry.overload, [*entry.writes], entry.layout
-        if entry.kind is not NEW:
+        if entry.kind not in (NEW, DRAWN):
             return
         for storage in memory:
             self._values.pop(storage, None)
             self._written.discard(storage)
         decision = self._decide(overload, args, kwargs, out, memory) or None
+        if entry.kind is DRAWN:
+            decision = Decision.SAVE
         if decision is None and not self._is_kept_around(memory):
             return
-        kept = Kept(map(_torch.detached_below_autograd, tensors_in((out,), None)), layout, decision)
+        tensors = tensors_in((out,), None)
+        twins = [same_value(t, partial(_torch.detached_below_autograd, t)) for t in tensors]
+        kept = Kept(twins, layout, decision)
         if kept.memory == memory:  # no view is among them
             self._keep(number, kept)
 
@@ -259,6 +265,7 @@ class Saver:
             kept = {i: k for i, k in kept.items() if live[i]}
             for k in kept.values():
                 k.tensors = [t for t, m in zip(k.tensors, k.memory) if m in k.read]
+                note_kept(k.tensors)
         return Keeping(kept)
 
 
@@ -267,10 +274,10 @@ def asks_of_operations(policy: Policy | None) -> bool:
     return policy is not None and policy.reads_operations and type(policy) is not Everything
 
 
-def saver_for(policy: Policy | None) -> Saver | None:
+def saver_for(policy: Policy | None, in_graph: bool) -> Saver | None:
     """What keeps values of a region that begins now; ``None`` if nothing can be kept."""
     around = [kept for mode in ledger.ledgers() if (kept := mode.keeping()) is not None]
-    if policy is None and not around:
+    if policy is None and not around and not in_graph:
         return None
     return Saver(policy or Everything(False), around)
 

@@ -138,7 +138,6 @@ class _Forward(forward.Forward):
             module = _traced(self.mode, levels.at_depth, 0, trace)
         finally:
             _batch.size = before
-        _drop_aliases(module)
         name = tracer.get_fresh_qualname("region_")
         tracer.root.register_module(name, module)
         arguments = (module, *map(tracer.unwrap_proxy, operands))
@@ -154,16 +153,6 @@ def _traced(mode: Any, f: Callable[..., Any], *args: Any) -> Any:
     """What ``f`` returns, as a part of the graph."""
     with mode:
         return f(*args)
-
-
-def _drop_aliases(module: torch.fx.GraphModule) -> None:
-    """Let a graph do without the stand-ins that a replay makes: reports would name them."""
-    for node in list(module.graph.nodes):
-        named = "functx_names" in node.meta.get("custom", {})
-        if node.target is torch.ops.aten.alias.default and not named:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-    module.recompile()
 
 
 class _Captures(captures.Captures):

@@ -2,7 +2,8 @@
 
 ``tests/project/test_canary.py`` asserts that each still means what it is used for, so that a torch
 release which moves one fails there, by name. What torch computes with is in `flags`; what is about
-``torch.compile`` and ``torch.utils.checkpoint``, in `compiler`.
+``torch.compile`` and ``torch.utils.checkpoint``, in `compiler`; what is about traced graphs, in
+`graphs`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._C import _functorch
 from torch._functorch import eager_transforms as _eager_transforms
 from torch._functorch import pyfunctorch as _pyfunctorch
 from torch._subclasses import fake_tensor as _fake_tensor
+from torch._subclasses import functional_tensor as _functional_tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
@@ -153,6 +155,9 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # lazy, synchronised and of a
 
 # -- fake tensors, on which a budgeted function is run; and how they say that values are needed
 FakeTensor, FakeTensorMode = _fake_tensor.FakeTensor, _fake_tensor.FakeTensorMode
+FunctionalTensor = _functional_tensor.FunctionalTensor  # in a trace without writes
+# What such tensors dispatch where others only look: sizes, devices.
+LOOKS = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 
@@ -161,8 +166,12 @@ any_autocast = _C._is_any_autocast_enabled
 
 # -- tracing: graphs inside of graphs, and values that stand for what a node gives
 unset_mode = _C._unset_dispatch_mode
-proxy_mode: Any = _proxy_tensor.get_proxy_mode  # that is tracing a graph now, if any
 without_proxies = _proxy_tensor.disable_proxy_modes_tracing
+
+
+def proxy_mode() -> Any:
+    """The mode that is tracing a graph now, if any."""
+    return infra_mode(PROXY) if dispatch_depth() else None
 
 
 def trace_subgraph(f: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
@@ -268,9 +277,19 @@ _NODES_LIVE_ON = _nodes_live_on()
 def storage_of(t: torch.Tensor) -> int:
     """What a tensor's memory is known by while it lives; -1 for what has none, a sparse one say."""
     try:
-        return storage_address(t)
+        return storage_address(t.elem if type(t) is FunctionalTensor else t)  # type: ignore[attr-defined]
     except (RuntimeError, NotImplementedError):
         return -1
+
+
+def memory_of(t: torch.Tensor) -> torch.UntypedStorage:
+    """The storage that `storage_of` knows."""
+    return (t.elem if type(t) is FunctionalTensor else t).untyped_storage()
+
+
+def is_dense(t: Any) -> bool:
+    """Whether it is a strided tensor of no subclass but those that traces use."""
+    return type(t) in (torch.Tensor, FakeTensor, FunctionalTensor) and t.layout is torch.strided
 
 
 def gradient_edge(t: torch.Tensor) -> Any:

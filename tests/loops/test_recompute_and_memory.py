@@ -55,11 +55,6 @@ class TestOfSteps:
         assert counts["tanh"] == steps + _schedules.recomputed(steps, slots)
         assert counts["tanh_backward"] == steps
 
-    def test_where_no_derivative_is_taken_nothing_runs_again(self):
-        assert count(functx.jvp, lambda x: loop(x, 33, slots=5), (X,), (X,))["tanh"] == 33
-        assert count(loop, X, 33)["tanh"] == 33
-        assert count(functx.vmap(lambda x: loop(x, 33, slots=5)), X)["tanh"] == 33
-
     @gradients
     @pytest.mark.parametrize(("steps", "slots"), [(33, 5), (100, 10), (120, 4)])
     def test_the_peak_is_its_slots_and_a_cotangent_a_region(self, gradient, steps, slots):
@@ -70,25 +65,6 @@ class TestOfSteps:
         depth = _schedules.depth(steps, slots)
         states = peak(gradient, loop, X, steps, slots=slots) / STATE
         assert states <= (slots - 1) + 1 + depth + 2.2
-
-    def test_without_the_loop_the_peak_is_that_of_all_states(self):
-        def plain(x):
-            for _ in range(100):
-                x = body(x)
-            return x.sum()
-
-        assert peak(grad, plain, X) / STATE > 99
-
-    def test_between_the_passes_it_keeps_its_slots(self):
-        with no_garbage_collection(), Operations() as operations:
-            x = X.detach().requires_grad_()
-            y = loop(x, 100, slots=10)
-            # Nine states, and of the last step what went in and what came out.
-            assert operations.live / STATE <= 11.1
-            y.backward()
-            x.grad = None
-            del y
-        assert operations.live == 0
 
     def test_forward_mode_keeps_no_slots(self):
         """Pairs of states that the regions around a step are called with."""
@@ -142,24 +118,35 @@ class TestUntilACondition:
             assert count(grad, until, X[:2], n)["tanh"] == n + again(n)
         assert again(1024) < 2 * _schedules.recomputed(1024, 10)
 
-    def test_where_no_derivative_of_it_is_taken_nothing_runs_again(self):
-        assert count(functx.jvp, lambda x: until(x, 33), (X,), (X,))["tanh"] == 33
-        assert count(until, X, 33)["tanh"] == 33
-        assert count(functx.grad(lambda y: (y * until(X, 33)).sum()), X)["tanh"] == 33
-
     @pytest.mark.parametrize(("n", "way"), [(40, grad), (130, per_example)])
     def test_the_peak_is_two_states_a_block(self, n, way):
         assert peak(way, until, X, n) / STATE <= 2 * n.bit_length() + 4
 
-    def test_between_the_passes_it_keeps_a_state_a_block(self):
-        with no_garbage_collection(), Operations() as operations:
-            x = X.detach().requires_grad_()
-            y = until(x, 100)
-            assert operations.live <= 7.1 * STATE  # before blocks 2, 4, ..., 64, and the last
-            y.backward()
-            x.grad = None
-            del y
-        assert operations.live == 0
+
+def of_slots(x, steps):
+    return loop(x, steps, slots=10)
+
+
+@pytest.mark.parametrize("f", [of_slots, until])
+def test_where_no_derivative_of_it_is_taken_nothing_runs_again(f):
+    assert count(functx.jvp, lambda x: f(x, 33), (X,), (X,))["tanh"] == 33
+    assert count(f, X, 33)["tanh"] == 33
+    assert count(functx.vmap(lambda x: f(x, 33)), X)["tanh"] == 33
+    assert count(functx.grad(lambda y: (y * f(X, 33)).sum()), X)["tanh"] == 33
+
+
+# Nine states, and of the last step what went in and what came out; or one before each of the blocks
+# of 2, 4, ..., 64, and the last.
+@pytest.mark.parametrize(("f", "states"), [(of_slots, 11.1), (until, 7.1)])
+def test_between_the_passes_it_keeps_its_slots_or_a_state_a_block(f, states):
+    with no_garbage_collection(), Operations() as operations:
+        x = X.detach().requires_grad_()
+        y = f(x, 100)
+        assert operations.live / STATE <= states
+        y.backward()
+        x.grad = None
+        del y
+    assert operations.live == 0
 
 
 @functools.cache
@@ -195,8 +182,7 @@ def test_binomial_schedules_are_the_optimum(slots):
 
 
 def test_a_thousand_steps_in_ten_slots_run_3755_again():
-    assert _schedules.recomputed(1024, 10) == 3755
-    assert walk(1024, 10) == (3755, 5)
+    assert walk(1024, 10) == (_schedules.recomputed(1024, 10), 5) == (3755, 5)
 
 
 def test_the_least_slots_bound_the_depth():

@@ -73,19 +73,6 @@ class TestOutOfMemory:
             per_sample.norms(limited)(W, X)
         assert sizes == [8, 4, 2, 1]
 
-    def test_what_vmap_cannot_run_says_how_it_runs(self):
-        torch.manual_seed(0)
-        pair = (torch.nn.GRU(3, 2, batch_first=True).to(DTYPE), lambda out: out[0].square().sum())
-        x = numbers(3, 4, 3)
-        with pytest.raises(RuntimeError) as caught:
-            per_sample.norms(pair)(x)
-        assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
-        found = per_sample.grads(pair, chunk_size=1)(x)
-        for example, row in zip(x, range(3), strict=True):
-            value = pair[1](pair[0](example[None]))
-            expected = torch.autograd.grad(value, list(pair[0].parameters()))
-            assert_same([g[row] for g in found.values()], list(expected), eps=64)
-
     def test_a_sum_that_cannot_be_undone_is_an_error(self, monkeypatch):
         def fails(self, rows, weights):
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -12,7 +12,7 @@ import functx
 from functx import per_sample
 from functx.per_sample import _pull
 
-from .losses import CASES, IN, OUT, B, T, arguments, embed, slow, slow_norms, slow_sum, weight
+from .losses import CASES, IN, OUT, B, arguments, slow, slow_norms, slow_sum, weight
 
 
 @pytest.fixture
@@ -52,36 +52,43 @@ def test_sums_and_norms_are_those_of_a_loop(name, chunk_size, made):
     assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, x), norms, eps=64)
 
 
+HOOKS = [
+    lambda g: g * 2,
+    lambda g: g.clone().view(-1).mul_(2).view(g.shape),
+    lambda g: g.t().contiguous().t() + 1,
+    lambda g: torch.cat([g[:1], g[1:] * 3]),
+    lambda g: torch.where(g > 0, g, 0.0),
+    lambda g: (h := g.clone(), h.t()[1].mul_(3), h.view(-1)[:5].add_(1))[0],
+]
+# In two examples of the batch, row 7 is read.
+OF_ROWS = [
+    lambda g: (g[7].fill_(2.0), g)[1],
+    lambda g: (g[-1].mul_(2), g)[1],
+    lambda g: g * g[7].sum(),
+    lambda g: g + g[7] * g.select(1, 0).unsqueeze(1),
+    lambda g: (g[7].zero_(), g[4].add_(1), g)[2],
+    lambda g: (g[7], g.mul_(2)[7].zero_(), g)[2],
+]
+
+
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-class TestCodeThatWantsTheGradientItself:
-    def check(self, loss, params, x, chunk_size):
-        norms = slow_norms(slow(loss, params, x))
-        found = per_sample.norms(loss, chunk_size=chunk_size)
-        with torch.no_grad():
-            assert_same(found(params, x), norms, eps=64)
-        assert_same(found(params, x), norms, eps=64)
+@pytest.mark.parametrize(
+    ("name", "hook"), [*(("matmul", h) for h in HOOKS), *(("embedding", h) for h in OF_ROWS)]
+)
+def test_a_hook_sees_the_gradient_and_may_take_rows_of_it(name, hook, chunk_size):
+    loss, params, batch, _ = CASES[name]
+    params, x = arguments(params, batch)
 
-    def hooked(self, hook):
-        def loss(p, x):
-            middle = p[0].view_as(p[0])
-            middle.register_hook(hook)
-            return (x @ middle.T).sin().sum()
+    def hooked(p, x):
+        middle = p[0].view_as(p[0])
+        middle.register_hook(hook)
+        return loss([middle], x)
 
-        return loss
-
-    @pytest.mark.parametrize(
-        "hook",
-        [
-            lambda g: g * 2,
-            lambda g: g.clone().view(-1).mul_(2).view(g.shape),
-            lambda g: g.t().contiguous().t() + 1,
-            lambda g: torch.cat([g[:1], g[1:] * 3]),
-            lambda g: torch.where(g > 0, g, 0.0),
-            lambda g: (h := g.clone(), h.t()[1].mul_(3), h.view(-1)[:5].add_(1))[0],
-        ],
-    )
-    def test_a_hook_sees_the_gradient(self, hook, chunk_size):
-        self.check(self.hooked(hook), [weight()], numbers(B, T, IN), chunk_size)
+    norms = slow_norms(slow(hooked, params, x))
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            found = per_sample.norms(hooked, chunk_size=chunk_size)(params, x)
+        assert_same(found, norms, eps=64)
 
 
 def test_what_cancels_is_not_lost():
@@ -95,31 +102,6 @@ def test_what_cancels_is_not_lost():
         exact = per_sample.norms(loss)(w.double(), x.double())
         found = per_sample.norms(loss)(w, x)
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize(
-    "hook",
-    [
-        lambda g: (g[3].fill_(2.0), g)[1],
-        lambda g: (g[-1].mul_(2), g)[1],
-        lambda g: g * g[3].sum(),
-        lambda g: g + g[3] * g.select(1, 0).unsqueeze(1),
-        lambda g: (g[3].zero_(), g[4].add_(1), g)[2],
-        lambda g: (g[3], g.mul_(2)[3].zero_(), g)[2],
-    ],
-)
-def test_a_hook_may_take_rows_of_an_embeddings_gradient(hook, chunk_size):
-    def loss(p, i):
-        middle = p[0].view_as(p[0])
-        middle.register_hook(hook)
-        return embed(middle, i).sin().sum()
-
-    params, i = arguments("e", "i")
-    i[0, 0], i[1, 1] = 3, 3
-    norms = slow_norms(slow(loss, params, i))
-    with torch.no_grad():
-        assert_same(per_sample.norms(loss, chunk_size=chunk_size)(params, i), norms, eps=64)
 
 
 @pytest.mark.parametrize(("name", "chunk_size"), [*zip(CASES, itertools.cycle([None, 1, 2]))])
@@ -162,44 +144,24 @@ def test_what_is_known_by_factors_is_so_in_a_region(name, chunk_size, made):
     assert_same(per_sample.norms(inner, chunk_size=chunk_size)(params, x), norms, eps=64)
 
 
-class TestBytes:
-    @torch.no_grad()
-    @pytest.mark.parametrize("chunk_size", [None, 4])
-    def test_a_wide_network_takes_a_sum_and_little_more(self, chunk_size):
-        width, size = 200, 16
-        params = [weight(width, width) for _ in range(4)]
-        x = numbers(size, width)
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_wide_network_takes_a_sum_and_little_more(regions, chunk_size, grad_mode, made):
+    size = 16
+    params, x = [weight(200, 200) for _ in range(6)], numbers(size, 200)
+    layer = lambda w, x: F.relu(x @ w, inplace=True)  # of memory that a factor had
 
-        def loss(params, x):
-            for w in params:
-                x = torch.tanh(x @ w)
-            return x.sum()
+    def loss(params, x):
+        for w in params:
+            x = functx.remat(layer)(w, x) if regions else torch.tanh(x @ w)
+        return x.square().sum()
 
-        one = sum(w.nbytes for w in params)
+    one = sum(w.nbytes for w in params)
+    with torch.set_grad_enabled(grad_mode):
         f = per_sample.clipped_sum(loss, max_norm=1.0, chunk_size=chunk_size)
         assert peak(f, params, x) < 1.6 * one
+        f(params, x)  # with what is known by then
+        assert all(made)
         assert peak(per_sample.norms(loss), params, x) < 0.7 * one
         assert peak(per_sample.grads(loss), params, x) > size * one
-
-    @pytest.mark.parametrize("grad_mode", [True, False])
-    @pytest.mark.parametrize("chunk_size", [None, 4])
-    def test_a_wide_network_of_regions_takes_no_more(self, chunk_size, grad_mode, made):
-        width, size = 200, 16
-        params = [weight(width, width) for _ in range(6)]
-        x = numbers(size, width)
-
-        @functx.remat
-        def layer(w, x):
-            return F.relu(x @ w, inplace=True)  # of memory that a factor had
-
-        def loss(params, x):
-            for w in params:
-                x = layer(w, x)
-            return x.square().sum()
-
-        one = sum(w.nbytes for w in params)
-        with torch.set_grad_enabled(grad_mode):
-            f = per_sample.clipped_sum(loss, max_norm=1.0, chunk_size=chunk_size)
-            assert peak(f, params, x) < 1.6 * one
-            f(params, x)  # with what is known by then
-        assert all(made)

@@ -132,28 +132,20 @@ class TestGroups:
             assert_same(total[position], factors @ gradients, eps=8)
 
 
-class TestScalings:
-    def total(self, scaling, **options):
-        x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.5]], dtype=DTYPE)
-        return per_sample.clipped_sum(lambda w, x: (w * x).sum(), scaling=scaling, **options)(
-            torch.ones(2, dtype=DTYPE), x
-        )
-
-    def test_automatic_divides_by_norm_and_gamma(self):
-        expected = [3 / 5.01, 4 / 5.01 + 0.5 / 0.51]
-        assert_same(self.total("automatic"), torch.tensor(expected, dtype=DTYPE), eps=8)
-        custom = self.total(per_sample.automatic(gamma=1.0), max_norm=2.0)
-        assert_same(custom, torch.tensor([1.0, 8 / 6 + 1 / 1.5], dtype=DTYPE), eps=8)
-
-    def test_normalize_divides_by_the_norm(self):
-        assert_same(self.total("normalize"), torch.tensor([0.6, 1.8], dtype=DTYPE), eps=8)
-
-    def test_a_function_gives_the_factor(self):
-        total = self.total(lambda norm, limit: (norm < limit).to(norm.dtype), max_norm=1.0)
-        assert_same(total, torch.tensor([0.0, 0.5], dtype=DTYPE))
-
-    def test_a_gradient_of_zero_is_clipped_to_zero(self):
-        assert_same(self.total("clip", max_norm=1.0), torch.tensor([0.6, 1.3], dtype=DTYPE), eps=8)
+@pytest.mark.parametrize(
+    ("scaling", "max_norm", "expected"),
+    [
+        ("automatic", None, [3 / 5.01, 4 / 5.01 + 0.5 / 0.51]),  # by norm and gamma
+        (per_sample.automatic(gamma=1.0), 2.0, [1.0, 8 / 6 + 1 / 1.5]),
+        ("normalize", None, [0.6, 1.8]),
+        (lambda norm, limit: (norm < limit).to(norm.dtype), 1.0, [0.0, 0.5]),
+        ("clip", 1.0, [0.6, 1.3]),
+    ],
+)
+def test_a_scaling_gives_the_factor_and_zero_stays_zero(scaling, max_norm, expected):
+    w, x = numbers(2), torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.5]], dtype=DTYPE)
+    f = per_sample.clipped_sum(lambda w, x: (w * x).sum(), scaling=scaling, max_norm=max_norm)
+    assert_same(f(w, x), torch.tensor(expected, dtype=DTYPE), eps=8)
 
 
 class TestArguments:

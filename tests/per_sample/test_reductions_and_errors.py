@@ -386,18 +386,25 @@ def test_threads_that_share_a_module_take_turns():
     assert_same(found, expected, eps=8)
 
 
-def test_sparse_gradients_need_one_example_at_a_time():
-    torch.manual_seed(0)
-    dense = nn.Embedding(9, 4).to(DTYPE)
-    sparse = nn.Embedding(9, 4, sparse=True, _weight=dense.weight.detach())
-    tokens = torch.tensor([[0, 3], [3, 3], [8, 1]])
-
-    def results(module, **options):
-        pair = (module, lambda out: out.sin().sum())
-        total = per_sample.clipped_sum(pair, max_norm=1.0, **options)(tokens)
-        return total, per_sample.grads(pair, **options)(tokens)
-
-    assert_same(results(sparse, chunk_size=1), results(dense), eps=64)
-    with pytest.raises(NotImplementedError) as caught:
-        results(sparse)
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.GRU(3, 2, batch_first=True), numbers(3, 4, 3)),
+        (nn.Embedding(9, 4, sparse=True), torch.tensor([[0, 3], [3, 3], [8, 1]])),
+    ],
+)
+def test_what_vmap_can_not_run_needs_one_example_at_a_time(module, x):
+    module, gradients = module.to(DTYPE), []
+    total = lambda out: (out[0] if isinstance(out, tuple) else out).sin().sum()
+    for one in x:
+        module.zero_grad()
+        total(module(one[None])).backward()
+        gradients.append([p.grad.to_dense() for p in module.parameters()])
+    pair, clipped = (module, total), slow_sum(gradients, (1 / slow_norms(gradients)).clamp(max=1))
+    found = per_sample.grads(pair, chunk_size=1)(x)
+    assert_same([*found.values()], [torch.stack(leaf) for leaf in zip(*gradients)], eps=64)
+    found = per_sample.clipped_sum(pair, max_norm=1.0, chunk_size=1)(x)
+    assert_same([*found.values()], clipped, eps=64)
+    with pytest.raises(RuntimeError) as caught:
+        per_sample.clipped_sum(pair, max_norm=1.0)(x)
     assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]

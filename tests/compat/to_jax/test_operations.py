@@ -1,13 +1,10 @@
 """Operations where torch's database of samples misses a case: kinks, NaN, padding, masks."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 from torch.nn import functional as F
 
 import functx
@@ -28,7 +25,7 @@ def sgn(x):
 def grouped(causal):
     def attention(x):
         q, k = x.reshape(1, 4, 6, 2), x.flip(0)[:24].reshape(1, 2, 6, 2)
-        return functional.scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=True)
 
     return attention
 
@@ -38,11 +35,32 @@ PLACES = torch.tensor([[0, 1, 0, 3], [3, 3, 4, 0]])
 
 
 def embed(**options):
-    return lambda w: functional.embedding(PLACES, w, **options)
+    return lambda w: F.embedding(PLACES, w, **options)
 
 
 def bag(**options):
-    return lambda w: functional.embedding_bag(PLACES, w, **options)
+    return lambda w: F.embedding_bag(PLACES, w, **options)
+
+
+TARGETS = torch.tensor([[1, 2, 2, 3], [3, 4, 1, 1], [2, 2, 2, 2]])
+ROW = TARGETS.reshape(-1)[:8]
+CTC = {"targets": TARGETS, "input_lengths": (5, 4, 5), "target_lengths": (4, 2, 2)}
+IMPOSSIBLE = {"input_lengths": (2, 4, 5), "reduction": "none"}
+
+
+def ctc(**case):
+    weights = torch.tensor([2.0, 3.0, 4.0])
+    return lambda x: F.ctc_loss(x.log_softmax(-1), **{**CTC, **case}) * weights
+
+
+def fractional(pool, *size):
+    samples = torch.rand(2, 3, len(size[0]), generator=torch.Generator().manual_seed(2))
+
+    def pooled(x):
+        y, places = pool(x, *size, return_indices=True, _random_samples=samples)
+        return torch.stack([y, places * y])
+
+    return pooled
 
 
 CASES = {
@@ -50,12 +68,12 @@ CASES = {
     "grouped queries": (grouped(False), (48,)),
     "grouped queries, causal": (grouped(True), (48,)),
     # What follows the first -1 does not count.
-    "multilabel": (lambda x: functional.multilabel_margin_loss(x, LABELS), (3, 4)),
+    "multilabel": (lambda x: F.multilabel_margin_loss(x, LABELS), (3, 4)),
     "multilabel, each": (
-        lambda x: functional.multilabel_margin_loss(x, LABELS, reduction="none"),
+        lambda x: F.multilabel_margin_loss(x, LABELS, reduction="none"),
         (3, 4),
     ),
-    "multilabel, one": (lambda x: functional.multilabel_margin_loss(x, LABELS[0]), (4,)),
+    "multilabel, one": (lambda x: F.multilabel_margin_loss(x, LABELS[0]), (4,)),
     "deviation of equals": (
         lambda x: torch.cat([(0 * x + 1).std(1), x[:, :1].std(1, False)]),
         (3, 4),
@@ -68,6 +86,17 @@ CASES = {
     "bag": (bag(padding_idx=0, mode="mean"), (6, 3)),
     "max of a bag": (bag(mode="max"), (6, 3)),  # of equals, the first
     "padded max": (bag(padding_idx=3, mode="max"), (6, 3)),
+    "ctc": (ctc(), (5, 3, 5)),
+    "ctc of each": (ctc(reduction="none"), (5, 3, 5)),
+    "ctc, no targets": (ctc(target_lengths=(0, 2, 2)), (5, 3, 5)),
+    "ctc, impossible": (ctc(**IMPOSSIBLE), (5, 3, 5)),
+    "ctc, impossible counts as nothing": (ctc(**IMPOSSIBLE, zero_infinity=True), (5, 3, 5)),
+    "ctc, one behind the other": (ctc(targets=ROW), (5, 3, 5)),
+    "fractional pool": (fractional(F.fractional_max_pool2d, (2, 3), (4, 5)), (2, 3, 9, 11)),
+    "fractional pool, 3d": (
+        fractional(F.fractional_max_pool3d, (2, 3, 2), (3, 2, 2)),
+        (2, 3, 7, 6, 5),
+    ),
 }
 
 
@@ -78,6 +107,7 @@ def test_an_operation_has_torch_s_value_and_gradient(name):
     loss = lambda x: (f(x) + 1).square().sum()
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert expected.isnan().any() == (name == "ctc, impossible")
     array = jnp.asarray(x.numpy())
     np.testing.assert_allclose(to_jax(f)(array), f(x), rtol=1e-5, atol=1e-6)
     gradients = [jax.grad(to_jax(loss))]
@@ -115,7 +145,7 @@ def test_a_power_of_zero_has_torch_s_derivatives():
 def test_a_bag_by_frequency_is_as_documented():
     # Each row's gradient over how often it was read; torch's kernel takes another row's count.
     def loss(weight):
-        return functional.embedding_bag(PLACES, weight, mode="sum", scale_grad_by_freq=True).sum()
+        return F.embedding_bag(PLACES, weight, mode="sum", scale_grad_by_freq=True).sum()
 
     got = jax.grad(to_jax(loss))(jnp.ones((6, 1)))
     np.testing.assert_allclose(got[:, 0], [1, 1, 0, 1, 1, 0])
@@ -127,7 +157,7 @@ FINITE = torch.tensor([-2.0, -0.4, 0.3, 0.1, 1.0, 2.5], dtype=torch.float64)
 AT_KINKS = {
     "abs": lambda x: x.abs(),
     "abs of complex": lambda x: torch.complex(x.nan_to_num(), 0 * x.nan_to_num()).abs(),
-    "l1_loss": lambda x: torch.nn.functional.l1_loss(x, x.detach(), reduction="none"),
+    "l1_loss": lambda x: F.l1_loss(x, x.detach(), reduction="none"),
     "norm of zeros": lambda x: torch.linalg.vector_norm(x.nan_to_num() * 0, ord=INF),
     "sqrt of abs": lambda x: x.abs().sqrt(),
     "sgn": lambda x: x.sgn() * x,
@@ -165,87 +195,19 @@ def test_at_kinks_and_at_nan_values_and_derivatives_are_torch_s(name):
             np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
-TARGETS = torch.tensor([[1, 2, 2, 3], [3, 4, 1, 1], [2, 2, 2, 2]])
-INPUTS, LENGTHS = (5, 4, 5), (4, 2, 2)
-
-
-@pytest.fixture
-def log_probs():
-    torch.manual_seed(0)
-    return torch.randn(5, 3, 5).log_softmax(-1)
-
-
-CTC = {
-    "mean": {},
-    "none": {"reduction": "none"},
-    "no targets": {"target_lengths": (0, 2, 2)},
-    "impossible counts as nothing": {"input_lengths": (2, 4, 5), "zero_infinity": True},
-    "one behind the other": {"targets": TARGETS.reshape(-1)[:8]},
-}
-
-
-def options(**case):
-    return {"targets": TARGETS, "input_lengths": INPUTS, "target_lengths": LENGTHS, **case}
-
-
-@pytest.mark.parametrize("case", CTC)
-def test_ctc_has_torch_s_value_and_gradient(case, log_probs):
-    f = lambda x: F.ctc_loss(x, **options(**CTC[case])).sum()
-    x = log_probs.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(f(x), x)
-    value, got = jax.jit(jax.value_and_grad(to_jax(f)))(arrays(log_probs))
-    assert_close(value, f(log_probs), rtol=1e-5)
-    assert_close(got, gradient, rtol=1e-4)
-
-
-@pytest.mark.parametrize("zero_infinity", [False, True])
-def test_what_is_impossible_has_no_derivative(zero_infinity, log_probs):
-    def f(x):
-        case = options(input_lengths=(2, 4, 5), zero_infinity=zero_infinity, reduction="none")
-        return (F.ctc_loss(x, **case) * torch.tensor([2.0, 3.0, 4.0])).sum()
-
-    x = log_probs.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(f(x), x)
-    assert expected.isnan().any() != zero_infinity
-    for gradient in (jax.grad(to_jax(f)), to_jax(functx.grad(f))):
-        found = jax.jit(gradient)(arrays(log_probs))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("targets", [TARGETS, TARGETS.reshape(-1)[:8]], ids=["rows", "one row"])
-def test_the_lengths_of_ctc_may_be_traced(targets, log_probs):
-    loss = functools.partial(F.ctc_loss, reduction="none")
-    args = (log_probs, targets, torch.tensor(INPUTS), torch.tensor(LENGTHS))
+@pytest.mark.parametrize("targets", [TARGETS, ROW], ids=["rows", "one row"])
+def test_the_lengths_of_ctc_may_be_traced(targets):
+    loss = lambda *args: F.ctc_loss(*args, reduction="none")
+    lengths = torch.tensor(CTC["input_lengths"]), torch.tensor(CTC["target_lengths"])
+    args = drawn(5, 3, 5).log_softmax(-1), targets, *lengths
     assert_close(jax.jit(to_jax(loss))(*arrays(args)), loss(*args), rtol=1e-5)
 
 
-def test_ctc_under_transforms(log_probs):
-    f = lambda x: F.ctc_loss(x.log_softmax(-1), **options())
-    rows = torch.stack([log_probs, 2 * log_probs])
+def test_ctc_under_transforms():
+    f = lambda x: ctc()(x).sum()
+    rows = drawn(2, 5, 3, 5)
     leaf = rows.clone().requires_grad_()  # torch.func.grad can't, in torch
     (expected,) = torch.autograd.grad(f(leaf[0]) + f(leaf[1]), leaf)
     assert_close(jax.jit(jax.vmap(jax.grad(to_jax(f))))(arrays(rows)), expected, rtol=1e-4)
     inside = functx.vmap(functx.grad(functx.remat(f)))
     assert_close(jax.jit(to_jax(inside))(arrays(rows)), expected, rtol=1e-4)
-
-
-POOLS = {
-    "2d": (F.fractional_max_pool2d, (2, 3), (4, 5), (2, 3, 9, 11)),
-    "3d": (F.fractional_max_pool3d, (2, 3, 2), (3, 2, 2), (2, 3, 7, 6, 5)),
-}
-
-
-@pytest.mark.parametrize("name", POOLS)
-def test_a_fractional_pool_has_torch_s_value_and_gradient(name):
-    pool, kernel, size, shape = POOLS[name]
-    torch.manual_seed(0)
-    x, samples = torch.randn(shape), torch.rand(2, 3, len(shape) - 2)
-
-    def f(x, samples):
-        return pool(x, kernel, output_size=size, return_indices=True, _random_samples=samples)
-
-    loss = lambda x, samples: (f(x, samples)[0] ** 2).sum()
-    assert_close(jax.jit(to_jax(f))(*arrays((x, samples))), f(x, samples), rtol=1e-6)
-    expected = torch.func.grad(loss)(x, samples)
-    assert_close(jax.jit(jax.grad(to_jax(loss)))(*arrays((x, samples))), expected, rtol=1e-6)
-    assert_close(jax.jit(to_jax(functx.grad(loss)))(*arrays((x, samples))), expected, rtol=1e-6)

@@ -175,13 +175,9 @@ def judge(op, most=4):
 
 
 def _samples(op, most):
-    out = []
     torch.manual_seed(0)
-    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd):
-        out.append(sample)
-        if len(out) == most:
-            break
-    return out
+    samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    return [*itertools.islice(samples, most)]
 
 
 def _plain(out):

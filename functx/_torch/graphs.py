@@ -1,0 +1,95 @@
+"""The graph that is being traced by ``make_fx`` or AOTAutograd, while regions run in it.
+
+A graph is made of what runs below all transforms. So a region in it is what it runs: its operations
+and, where it is differentiated, those of its replay. Without a trace under way these do nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx.experimental import proxy_tensor as _proxy_tensor
+
+from functx import _torch
+
+
+def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """``make()``, which has the memory of ``t``, and is the same value in the graph."""
+    mode = _torch.proxy_mode()
+    if mode is None or _torch.infra_mode(_torch.FUNCTIONAL) is not None:
+        return make()
+    slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+    if slot is None:  # a constant
+        proxy = torch.fx.Proxy(mode.tracer.create_arg(t), mode.tracer)
+        slot = _proxy_tensor._ProxyTensor(proxy, None)
+    with _torch.without_proxies():
+        twin = make()
+    _proxy_tensor.set_proxy_slot(twin, mode.tracer, slot)
+    return twin
+
+
+def last_node() -> Any:
+    """The last node so far."""
+    mode = _torch.proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def _nodes_after(since: Any, mode: Any) -> Iterable[Any]:
+    """The nodes that were made after that one, the last one first."""
+    for node in reversed(mode.tracer.graph.nodes):
+        if node is since:
+            return
+        yield node
+
+
+def noted_after(since: Any) -> Counter[int]:
+    """For memory, how many values are noted in nodes after ``since`` that lie there."""
+    noted: Counter[int] = Counter()
+    if (mode := _torch.proxy_mode()) is not None:
+        for node in _nodes_after(since, mode):
+            value = node.meta.get("val")
+            values = value if isinstance(value, (tuple, list)) else [value]
+            noted.update(_torch.storage_of(t) for t in values if isinstance(t, torch.Tensor))
+    return noted
+
+
+def close(since: Any, region: str, phase: str) -> None:
+    """A part of the graph is complete: say of its nodes what they belong to, but erase dead ones.
+
+    Dead is what no node and no tensor that is alive reads, writes and draws aside.
+    """
+    if (mode := _torch.proxy_mode()) is None:
+        return
+    read = {slot.proxy.node for slot in mode.tracer.tensor_tracker.values()}
+    for node in _nodes_after(since, mode):
+        gives_sizes = any(map(_is_computed, torch.utils._pytree.tree_leaves(node.meta.get("val"))))
+        if not (node.users or node in read or gives_sizes or node.is_impure()):
+            mode.tracer.graph.erase_node(node)
+        elif node.op == "call_function":
+            _note(node, functx_region=region, functx_phase=phase)
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a value is a number, or has a size that is no input's: the graph may yet use it."""
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, _proxy_tensor.py_sym_types)
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    sizes = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
+    return any(not size.is_symbol or str(size)[0] == "u" for size in sizes)
+
+
+def note_kept(tensors: Iterable[torch.Tensor]) -> None:
+    """Say of the nodes that give these that a region keeps what they give."""
+    if (mode := _torch.proxy_mode()) is not None:
+        for t in tensors:
+            slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+            if slot is not None:
+                _note(slot.proxy.node, functx_decision="save")
+
+
+def _note(node: Any, **said: Any) -> None:
+    """What is said of a node first, holds: inner regions come first."""
+    node.meta["custom"] = {**said, **node.meta.get("custom", {})}
