@@ -14,6 +14,8 @@ from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
+from functx._errors import TracingError as TracingError
+from functx._jit import jit as jit
 from functx._linearize import linearize as linearize
 from functx._loops import remat_loop as remat_loop
 from functx._loops import remat_scan as remat_scan

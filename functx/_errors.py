@@ -26,5 +26,9 @@ class ReplayError(RematError):
     """A replay departed from what ran forward."""
 
 
+class TracingError(RuntimeError):
+    """A function can't be traced into a graph: it reads values of tensors in Python, say."""
+
+
 class LoweringError(NotImplementedError):
     """A torch program can't be expressed in JAX; the message lists every reason found."""

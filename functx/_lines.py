@@ -22,7 +22,8 @@ _INTERNAL = (*_OURS, "<frozen")
 
 
 @functools.cache
-def _is_internal(filename: str) -> bool:
+def is_internal(filename: str) -> bool:
+    """Whether a file is torch's or functx's."""
     return filename.startswith(_INTERNAL)
 
 
@@ -30,7 +31,7 @@ def where() -> Place:
     """The line outside of torch and functx that is running."""
     frame: Any = sys._getframe(1)
     here = frame
-    while _is_internal(frame.f_code.co_filename):
+    while is_internal(frame.f_code.co_filename):
         frame = frame.f_back
         if frame is None:
             frame = here
@@ -43,7 +44,7 @@ def line_now() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not _is_internal(name):
+        if not is_internal(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"

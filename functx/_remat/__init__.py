@@ -40,6 +40,7 @@ from functx._remat.inside import by_arguments as by_arguments
 from functx._remat.inside import by_primals as by_primals
 from functx._remat.inside import made_inside as made_inside
 from functx._remat.inside import taken_in as taken_in
+from functx._remat.ledger import read_outside as read_outside
 from functx._remat.levels import is_tracked as is_tracked
 from functx._remat.listener import listening as listening
 from functx._remat.module import RematModule as RematModule

@@ -121,6 +121,13 @@ def ledgers() -> list[Ledger]:
     return [mode for mode in modes if isinstance(mode, Ledger)]
 
 
+def read_outside(tensors: Sequence[Tensor]) -> None:
+    """Code that no mode sees is about to read these."""
+    for ledger in ledgers():
+        for t in tensors:
+            ledger.need(levels.base_of(t))
+
+
 class Record(Ledger):
     """The ledger of a forward."""
 

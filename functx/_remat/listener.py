@@ -33,7 +33,7 @@ from functx._remat.calls import (
     read_by,
     same_call,
 )
-from functx._remat.ledger import ledgers
+from functx._remat.ledger import read_outside
 from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
 
@@ -278,9 +278,7 @@ class Listener(TorchFunctionMode):
     def execute(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a call."""
         if func in READ:
-            for t in read_by(func, args, kwargs):
-                for ledger in ledgers():
-                    ledger.need(levels.base_of(t))
+            read_outside(read_by(func, args, kwargs))
         if self.norms and func in DEFINITIONS:
             return normalized(func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)

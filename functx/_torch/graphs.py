@@ -14,6 +14,30 @@ import torch
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 
 from functx import _torch
+from functx._lines import is_internal
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether a trace has ended where Python, or a shape, needs the value of a tensor."""
+    known = _torch.DataDependentOutputException, _torch.DynamicOutputShapeException
+    return isinstance(error, known) or type(error).__name__ == "GuardOnDataDependentSymNode"
+
+
+def make(f: Callable[..., Any], *args: torch.Tensor) -> torch.fx.GraphModule:
+    """A graph of ``f``, traced on fake tensors; real ones that it reads are constants in it."""
+    make_fx = _proxy_tensor.make_fx
+    return make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+def line_of(error: BaseException) -> str:
+    """``file:line`` of the user's code that an error came from."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not is_internal(code.co_filename):
+            found = f"{code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
 
 
 def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:

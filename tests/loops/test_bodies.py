@@ -151,7 +151,7 @@ def test_a_bound_ends_a_loop_that_a_condition_would_go_on_with():
         assert steps(numbers(3), bound) == steps(numbers(3).requires_grad_(), bound) == ran
 
 
-X, WEIGHT = numbers(64, 4), numbers(4, 4) / 2
+STATES = numbers(64, 4)
 
 
 def test_a_scan_of_pytrees():
@@ -194,7 +194,7 @@ def test_a_chain_runs_all_but_its_last_segment_again(segments):
     layers = [nn.Sequential(nn.Linear(4, 4, dtype=DTYPE), nn.Tanh()) for _ in range(7)]
 
     def run(f):
-        x = X.detach().requires_grad_()
+        x = STATES.detach().requires_grad_()
         y = f(x)
         return y, torch.autograd.grad(y.sum(), [x, *nn.Sequential(*layers).parameters()])
 
@@ -204,9 +204,6 @@ def test_a_chain_runs_all_but_its_last_segment_again(segments):
     start, end = _schedules.segments(7, segments)[-1]
     counts = count(run, lambda x: functx.remat_sequential(layers, segments, x))
     assert counts["tanh"] == 7 + 7 - (end - start)
-
-
-STATES = numbers(64, 4)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,7 @@ CASES = {
     "used twice": (lambda p, x: ((x @ p[0].T).sin() @ p[0]).sin().sum(), "w", "t", True),
     "used twice, once otherwise": (
         lambda p, x: linear(p, x) + p[0].square().sum(),
-        "w",
-        "t",
-        False,
+        *("w", "t", False),
     ),
     "through a mask": (lambda p, x: (x @ (p[0] * p[0].sign()).T).sin().sum(), "w", "t", False),
     "embedding": (lambda p, i: embed(p[0], i).sin().sum(), "e", "i", True),

@@ -186,10 +186,3 @@ def test_eager_where_something_else_looks_on(graphs):
     assert graphs.ran == 0
     assert_same(f(w, X), expected, eps=16)
     assert graphs.ran == 2
-
-
-def test_options_that_make_no_sense_are_an_error():
-    with pytest.raises(TypeError, match="compile must be True or a dict"):
-        per_sample.grads(of_dicts, compile="inductor")
-    with pytest.raises(ValueError, match="give chunk_size with compile"):
-        per_sample.norms(PAIR, compile=True, memory_budget=10**9)

@@ -30,6 +30,9 @@ def problem():
     return params, numbers(B, 3, start=4.0), numbers(B, start=5.0)
 
 
+product = lambda w, x: (w * x).sum()
+
+
 def flat(tree):
     return torch.utils._pytree.tree_leaves(tree)
 
@@ -144,7 +147,7 @@ class TestGroups:
 )
 def test_a_scaling_gives_the_factor_and_zero_stays_zero(scaling, max_norm, expected):
     w, x = numbers(2), torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.5]], dtype=DTYPE)
-    f = per_sample.clipped_sum(lambda w, x: (w * x).sum(), scaling=scaling, max_norm=max_norm)
+    f = per_sample.clipped_sum(product, scaling=scaling, max_norm=max_norm)
     assert_same(f(w, x), torch.tensor(expected, dtype=DTYPE), eps=8)
 
 
@@ -163,10 +166,8 @@ class TestArguments:
         w, x = numbers(B, 3), numbers(B, 3, start=1.0)
         f = per_sample.grads(lambda w, x: (w * x).sin().sum(), in_dims=0, chunk_size=2)
         assert_same(f(w, x), (w * x).cos() * x, eps=8)
-        total = per_sample.clipped_sum(
-            lambda w, x: (w * x).sum(), in_dims=0, max_norm=100.0, chunk_size=2
-        )(w, x)
-        assert_same(total, x.sum(0), eps=8)
+        f = per_sample.clipped_sum(product, in_dims=0, max_norm=100.0, chunk_size=2)
+        assert_same(f(w, x), x.sum(0), eps=8)
 
     @pytest.mark.parametrize("chunk_size", [None, 1, 2])
     def test_padding_counts_for_nothing(self, chunk_size):
@@ -220,17 +221,13 @@ class TestArguments:
         x = torch.full((300, 1), 1.0, dtype=torch.bfloat16)
         w = torch.ones(1, dtype=torch.bfloat16)
         for chunk_size in (1, 100):
-            f = per_sample.clipped_sum(
-                lambda w, x: (w * x).sum(), max_norm=1.0, chunk_size=chunk_size
-            )
+            f = per_sample.clipped_sum(product, max_norm=1.0, chunk_size=chunk_size)
             assert f(w, x).item() == 300  # 256 + 1 is 256 in bfloat16
             assert f(w, x).dtype == torch.bfloat16
-        f = per_sample.clipped_sum(
-            lambda w, x: (w * x).sum(), max_norm=1.0, accumulation_dtype=torch.float64
-        )
+        f = per_sample.clipped_sum(product, max_norm=1.0, accumulation_dtype=torch.float64)
         assert f(w, x[:3]).dtype == torch.float64
         huge = torch.full((1, 1), 300.0, dtype=torch.float16)  # its square is no float16
-        norm = per_sample.norms(lambda w, x: (w * x).sum())(torch.ones(1).half(), huge)
+        norm = per_sample.norms(product)(torch.ones(1).half(), huge)
         assert (norm.item(), norm.dtype) == (300, torch.float32)
 
     @pytest.mark.parametrize("chunk_size", [None, 1, 2])

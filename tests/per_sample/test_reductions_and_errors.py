@@ -60,13 +60,8 @@ class TestJacobian:
         assert_same(f(W, X), expected, eps=8)
 
     def test_it_may_be_of_inputs_with_aux(self, chunk_size):
-        f = per_sample.jacobian(
-            lambda w, x: (scores(w, x), x),
-            1,
-            has_aux=True,
-            chunk_size=chunk_size,
-            in_dims=(None, 0),
-        )
+        options = {"has_aux": True, "chunk_size": chunk_size, "in_dims": (None, 0)}
+        f = per_sample.jacobian(lambda w, x: (scores(w, x), x), 1, **options)
         jacobian, aux = f(W, X)
         expected = torch.func.vmap(torch.func.jacrev(scores, 1), (None, 0))(W, X)
         assert_same((jacobian, aux), (expected, X), eps=8)
@@ -226,6 +221,7 @@ REFUSED = {
     "returns a tensor": [lambda: per_sample.gram(lambda w, x: [w])(W, X)],
     "no example": [lambda: per_sample.gram(scores)(W, X[:0])],
     "the parameters are differentiated, argnums=1": of_module(MAKES, 1),
+    r"pass a pair \(module, criterion\)": [lambda: per_sample.grads(nn.Linear(2, 2))],
     "must be a tuple, an entry for each argument": of_module(MAKES, in_dims=0),
 }
 """What is refused, by what the error says."""
@@ -258,6 +254,16 @@ def test_nothing_has_a_sum():
     assert_same(per_sample.map_reduce(lambda x: x)(X[:0]), torch.zeros_like(X[0]))
 
 
+def looped(module, criterion, *batch):
+    """The gradients of its parameters, of one example after the other."""
+    found = []
+    for x, *others in zip(*batch):
+        module.zero_grad()
+        criterion(module(x[None]), *(y[None] for y in others)).backward()
+        found.append([p.grad.to_dense() for p in module.parameters()])
+    return found
+
+
 class TestModules:
     def model(self):
         torch.manual_seed(0)
@@ -269,12 +275,8 @@ class TestModules:
         total, extras = per_sample.clipped_sum(
             (model, nn.functional.cross_entropy), max_norm=0.3, return_values=True
         )(x, y)
-        factors, gradients = [], []
-        for one in range(B):
-            model.zero_grad()
-            nn.functional.cross_entropy(model(x[one : one + 1]), y[one : one + 1]).backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
-            factors.append(min(1.0, 0.3 / slow_norms(gradients[-1:]).item()))
+        gradients = looped(model, nn.functional.cross_entropy, x, y)
+        factors = (0.3 / slow_norms(gradients)).clamp(max=1)
         assert list(total) == [name for name, _ in model.named_parameters()]
         assert_same(list(total.values()), slow_sum(gradients, factors), eps=16)
         values = nn.functional.cross_entropy(model(x), y, reduction="none").detach()
@@ -313,12 +315,7 @@ class TestModules:
         torch.manual_seed(0)
         model, tokens = Tied(), torch.tensor([[0, 1, 2], [3, 3, 3], [4, 0, 4]])
         norms = per_sample.norms((model, criterion), chunk_size=chunk_size)(tokens, tokens)
-        expected = []
-        for one in tokens:
-            model.zero_grad()
-            criterion(model(one[None]), one[None]).backward()
-            expected.append(model.embed.weight.grad.norm())
-        assert_same(norms, torch.stack(expected), eps=8)
+        assert_same(norms, slow_norms(looped(model, criterion, tokens, tokens)), eps=8)
 
     def test_inputs_may_be_several_arguments(self):
         class Two(nn.Module):
@@ -353,10 +350,6 @@ class TestModules:
         model.train()
         with pytest.raises(ValueError, match="evaluation mode"):
             f(torch.randn(B, 3))
-
-    def test_a_module_alone_is_an_error(self):
-        with pytest.raises(TypeError, match=r"pass a pair \(module, criterion\)"):
-            per_sample.grads(nn.Linear(2, 2))
 
 
 class Meets(nn.Module):
@@ -394,13 +387,9 @@ def test_threads_that_share_a_module_take_turns():
     ],
 )
 def test_what_vmap_can_not_run_needs_one_example_at_a_time(module, x):
-    module, gradients = module.to(DTYPE), []
-    total = lambda out: (out[0] if isinstance(out, tuple) else out).sin().sum()
-    for one in x:
-        module.zero_grad()
-        total(module(one[None])).backward()
-        gradients.append([p.grad.to_dense() for p in module.parameters()])
-    pair, clipped = (module, total), slow_sum(gradients, (1 / slow_norms(gradients)).clamp(max=1))
+    pair = module.to(DTYPE), lambda out: (out[0] if isinstance(out, tuple) else out).sin().sum()
+    gradients = looped(*pair, x)
+    clipped = slow_sum(gradients, (1 / slow_norms(gradients)).clamp(max=1))
     found = per_sample.grads(pair, chunk_size=1)(x)
     assert_same([*found.values()], [torch.stack(leaf) for leaf in zip(*gradients)], eps=64)
     found = per_sample.clipped_sum(pair, max_norm=1.0, chunk_size=1)(x)

@@ -11,12 +11,8 @@ import torch
 import functx
 from functx import checkpoint_policies as cp
 from functx.compat import crosscheck
-from functx.compat._case import case_of
-from functx.compat._crosscheck import _kept
-from functx.compat._derivatives import TRANSFORMS, libraries
-from functx.compat._dlpack import array_from_torch
+from functx.compat._derivatives import TRANSFORMS
 from functx.compat._precision import difference
-from functx.compat._to_jax import to_jax
 
 from .. import agreement
 from ..helpers import BATCH, LAYERS, WIDTH, chain, weights
@@ -31,8 +27,7 @@ def test_every_transform_agrees():
     report.assert_agrees()
     assert tuple(report.differences) == tuple(report.runs) == ALL
     for d in report.differences.values():
-        assert d.torch_ulps < 30
-        assert d.jax_ulps < 30
+        assert max(d.torch_ulps, d.jax_ulps) < 30
 
 
 def test_peaks_products_and_replays_are_reported():
@@ -57,9 +52,6 @@ def test_a_module_agrees():
     assert report.name == "Sequential"
     assert report.differences["grad"].where.startswith("[0]['")
     assert report.differences["grad"].torch_ulps is not None
-    by_example = crosscheck(net, torch.randn(5, 3), in_dims=(0,), peak=False)
-    by_example.assert_agrees()
-    assert "vmap(grad)" in by_example.differences
 
 
 def test_keywords_pytrees_and_static_arguments_agree():
@@ -223,8 +215,7 @@ def test_a_network_agrees(network, cuts):
     every = agreement.CUTS[cuts]
     assert report.kept_torch.regions == (-(-len(net.steps) // every) if every else 0)
     for d in report.differences.values():
-        assert d.torch_ulps < 200
-        assert d.jax_ulps < 200
+        assert max(d.torch_ulps, d.jax_ulps) < 200
     if (network, cuts) in QUICK:
         assert report.kept_torch.activations > 0 or cuts == "one region"
         assert report.runs["grad"].products.torch_recomputed > 0
@@ -258,18 +249,6 @@ def test_kept_bytes_are_equal_and_as_expected(segment):
     assert {r.name for r in report.kept_jax.by_region} == {"chain.<locals>.run"}
 
 
-def kept(in_torch, in_jax, *args):
-    """What torch keeps of one function and JAX of another."""
-    sides = []
-    for n, f in enumerate((in_torch, in_jax)):
-        with jax.enable_x64(True):
-            case = case_of(f, args, {}, 0, None, None)
-            lowered = to_jax(case.function)
-            arrays = tuple([array_from_torch(x) for x in xs] for xs in (case.primals, case.rest))
-            sides.append(_kept(*libraries(case, lowered), lowered, arrays)[n])
-    return sides
-
-
 def test_a_moved_cut_fails_the_assertion_and_names_the_region():
     def net(widths):
         """Layers of different widths, so that where a cut is shows in bytes."""
@@ -289,8 +268,7 @@ def test_a_moved_cut_fails_the_assertion_and_names_the_region():
 
     report = crosscheck(*net([1, 3]), transforms="grad", peak=False)
     report.assert_agrees()
-    f, ws, x = net([1, 3])
-    moved = kept(f, net([2, 3])[0], ws, x)[1]
+    moved = crosscheck(*net([2, 3]), transforms="grad", peak=False).kept_jax
     assert moved.activations != report.kept_jax.activations
     object.__setattr__(report, "kept_jax", moved)
     assert not report.kept_equal

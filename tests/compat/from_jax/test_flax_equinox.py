@@ -106,13 +106,8 @@ def test_modes_statistics_and_keys_of_linen_go_over():
     params, statistics = variables["params"], {"batch_stats": variables["batch_stats"]}
 
     def apply(params, statistics, x, key):
-        return model.apply(
-            {"params": params, **statistics},
-            x,
-            train=True,
-            rngs={"dropout": key},
-            mutable=["batch_stats"],
-        )
+        variables = {"params": params, **statistics}
+        return model.apply(variables, x, True, rngs={"dropout": key}, mutable=["batch_stats"])
 
     f = from_jax(apply)
     tensors = jax.tree.map(lambda a: torch.from_numpy(np.array(a)).requires_grad_(), params)
@@ -126,9 +121,8 @@ def test_modes_statistics_and_keys_of_linen_go_over():
     assert_same(jax.tree.map(lambda t: t.grad.numpy(), tensors), expected)
     net = module_from_jax(model.apply, variables, static_argnames=("train",))
     evaluated = net(torch.from_numpy(X), train=False)
-    np.testing.assert_allclose(
-        evaluated.detach(), model.apply(variables, X, train=False), rtol=1e-5, atol=1e-6
-    )
+    expected = model.apply(variables, X, train=False)
+    np.testing.assert_allclose(evaluated.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_module_is_saved_copied_and_part_of_others():

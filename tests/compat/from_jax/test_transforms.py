@@ -68,7 +68,6 @@ COMPOSED = {
     "jacfwd": lambda t, f: t.jacfwd(f, (0, 1))(W, x),
     "hessian": lambda t, f: t.hessian(total(f), (0, 1))(W, x),
     "vmap(hessian)": lambda t, f: t.vmap(t.hessian(total(f), (0, 1)), (None, 0))(W, X),
-    "remat under grad": lambda t, f: t.grad(total(functx.remat(f)), (0, 1))(W, x),
     "checkpoint, reentrant": lambda t, f: backward(
         lambda *args: checkpoint(f, *args, use_reentrant=True)
     ),
@@ -76,11 +75,7 @@ COMPOSED = {
         lambda *args: checkpoint(f, *args, use_reentrant=False)
     ),
     "jacfwd of jacrev of jacrev": lambda t, f: t.jacfwd(t.jacrev(t.jacrev(f)))(W, x),
-    "grad of vmap of grad": lambda t, f: t.grad(
-        lambda w: t.vmap(t.grad(lambda x: f(w, x).sum()))(X).sin().sum()
-    )(W),
     "grad of jvp": lambda t, f: t.grad(lambda x: t.jvp(lambda x: f(W, x), (x,), (W,))[1].sum())(x),
-    "jvp of grad": lambda t, f: t.jvp(t.grad(lambda x: f(W, x).sum()), (x,), (W,)),
     "linearize": lambda t, f: t.linearize(lambda x: f(W, x), x)[1](W),
     "vmap(grad) of remat": lambda t, f: t.vmap(t.grad(total(functx.remat(f)), (0, 1)), (None, 0))(
         W, X
@@ -133,15 +128,11 @@ def test_a_function_is_compiled_once():
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, seconds, **kwargs: count.append(name) if "backend_compile" in name else None
     )
-    for _ in range(3):
-        t = torch.ones(7, requires_grad=True)
-        f(t).sum().backward()
-    forward_and_backward = len(count)
-    for _ in range(3):
-        t = torch.ones(7, requires_grad=True)
-        f(t).sum().backward()
-    assert 1 <= forward_and_backward <= 2
-    assert len(count) == forward_and_backward
+    compiled = []
+    for _ in range(4):
+        f(torch.ones(7, requires_grad=True)).sum().backward()
+        compiled.append(len(count))
+    assert 1 <= compiled[0] == compiled[-1] <= 2
     jax.monitoring.clear_event_listeners()
 
 

@@ -13,6 +13,7 @@ import functx
 from functx.compat import random, to_jax
 
 from ..helpers import as_usual, assert_close
+from .test_bits import flax_dropout
 
 TORCH = SimpleNamespace(**vars(random), uint8=torch.uint8)
 TORCH.arange = lambda n: torch.arange(n, dtype=torch.int32)
@@ -22,7 +23,6 @@ DRAWS = {
     "uniform": lambda key, of: of.uniform(key, (3,)),
     "uniform between bounds": lambda key, of: of.uniform(key, (3,), minval=0.3, maxval=1.7),
     "bernoulli": lambda key, of: of.bernoulli(key, 0.3, (4,)),
-    "split": lambda key, of: of.key_data(of.split(key, (2, 3))),
     "split then draw": lambda key, of: of.uniform(of.fold_in(of.split(key)[1], 3)),
     "randint": lambda key, of: of.randint(key, (5,), -3, 100),
     "permutation": lambda key, of: of.permutation(key, of.arange(7)),
@@ -30,12 +30,8 @@ DRAWS = {
 }
 
 
-def ours(name):
-    return lambda key: DRAWS[name](key, TORCH)
-
-
-def theirs(name):
-    return lambda key: DRAWS[name](key, JAX)
+ours = lambda name: lambda key: DRAWS[name](key, TORCH)
+theirs = lambda name: lambda key: DRAWS[name](key, JAX)
 
 
 def agree(name, got, expected):
@@ -89,12 +85,9 @@ def network(key, weight, x):
 
 
 def jax_network(key, weight, x):
-    def dropout(key, x):
-        return jnp.where(jax.random.bernoulli(key, np.float32(0.6), x.shape), x / 0.6, 0)
-
     first, second = jax.random.split(key)
-    hidden = dropout(first, jnp.tanh(x @ weight))
-    return (dropout(second, hidden @ weight) ** 2).sum()
+    hidden = flax_dropout(first, jnp.tanh(x @ weight), 0.4)
+    return (flax_dropout(second, hidden @ weight, 0.4) ** 2).sum()
 
 
 TRANSFORMS = {

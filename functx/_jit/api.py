@@ -1,0 +1,122 @@
+"""`jit`: what users call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from functx import _torch, _tree
+from functx._jit.rules import Code, call
+from functx._jit.state import State
+from functx._remat import Settings
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+@overload
+def jit(f: Callable[P, R], *, backend: Any = "inductor") -> Callable[P, R]: ...
+
+
+@overload
+def jit(
+    f: None = None, *, backend: Any = "inductor"
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def jit(f: Any = None, *, backend: Any = "inductor") -> Any:
+    """Compile ``f``, any stack of transforms and regions, as one graph.
+
+    A call is traced once for each signature: the structure of the arguments, shapes, dtypes and
+    devices of tensors, and the values of everything else. What ``f`` reads otherwise than through
+    its arguments (closures, modules, globals) is read at each call. The graph recomputes what
+    regions recompute, and where they do: its peak is that of eager. Random numbers advance torch's
+    generators as in eager, and writes to buffers and arguments happen once a call.
+
+    Gradients flow through it (``.backward()``, `functx.grad`, any order), and vmap and jvp work.
+    They are compiled in turn; the stack inside of ``jit`` is one graph, so put it around all.
+
+    Args:
+        f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.
+        backend: ``"inductor"``, the name of another one of ``torch.compile``, or a function that is
+            given a graph and example inputs.
+
+    Returns:
+        A function that does what ``f`` does.
+
+    Raises:
+        TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
+        functx.TracingError: when called, where Python reads the value of a tensor.
+
+    Example:
+        >>> import torch, functx
+        >>> loss = functx.remat(lambda w, x: torch.sin(x @ w).sum())
+        >>> step = functx.jit(functx.vmap(functx.grad(loss), (None, 0)), backend="aot_eager")
+        >>> step(torch.zeros(2), torch.ones(3, 2))
+        tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.]])
+    """
+    if f is None:
+        return functools.partial(jit, backend=backend)
+    if not callable(f):
+        raise TypeError(f"functx.jit: expected a callable, got {type(f).__name__}.")
+    return Jitted(f, backend)
+
+
+class Jitted:
+    """A function that runs as graphs, one for each signature."""
+
+    def __init__(self, function: Any, backend: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.backend = function, backend
+        self._codes: dict[Any, Code] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _torch.tracing():  # a part of that graph
+            return self.function(*args, **kwargs)
+        leaves, spec = _tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[i] for i in places]
+        statics = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        state = State(self.function)
+        settings = Settings()
+        key = (
+            *(spec, statics, tuple(map(type, statics)), tuple(state.key)),
+            *(torch.is_grad_enabled(), torch.get_default_dtype(), settings.device),
+            *(repr(settings.flags), repr(settings.casts)),
+        )
+        try:
+            code = self._codes.get(key)
+        except TypeError as error:
+            raise TypeError(
+                f"functx.jit: an argument that is no tensor can't be hashed ({error}). Give "
+                "tensors for what changes from call to call; numbers, strings, tuples for the rest."
+            ) from error
+        if code is None:
+            code = self._codes[key] = Code(self._flat(leaves, places, spec), self.backend)
+        results = call(code, tensors, state.tensors)
+        return code.rebuilt(results)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"functx.jit({self.function!r})"
+
+    def _flat(self, leaves: list[Any], places: list[int], spec: Any) -> Any:
+        """The function, from tensors to any pytree."""
+        statics = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+
+        def flat(*tensors: Tensor) -> Any:
+            given = list(statics)
+            for i, t in zip(places, tensors):
+                given[i] = t
+            args, kwargs = _tree.unflatten(spec, given)
+            return self.function(*args, **kwargs)
+
+        return flat

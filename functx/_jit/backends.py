@@ -1,0 +1,55 @@
+"""Compiles a graph, so that its order and its recompute stay what they are."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+# Inductor would move a recompute to where its operands are (`reorder_for_locality`), or schedule it
+# early. Random numbers come from torch's generators, in the order of eager.
+INDUCTOR = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "fallback_random": True,
+}
+_PATIENCE = 2.0  # seconds until a compile says that it runs
+
+
+def compiled(
+    module: fx.GraphModule, examples: list[Tensor], backend: Any
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What runs the graph: from a list of tensors to the list of its results."""
+    with _telling(module), torch.no_grad():
+        if backend == "inductor":
+            run = torch._inductor.compile(module, examples, options=INDUCTOR)
+        elif isinstance(backend, str):
+            run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+            run(*examples)
+        else:
+            run = backend(module, examples)
+
+    def call(args: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [*run(*[t.detach() for t in args])]
+
+    return call
+
+
+@contextmanager
+def _telling(module: fx.GraphModule) -> Iterator[None]:
+    """Say on stderr that a compile runs, if it takes long."""
+    n = len(module.graph.nodes)
+    text = f"functx.jit: compiling a graph of {n} operations ...\n"
+    timer = threading.Timer(_PATIENCE, lambda: sys.stderr.write(text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

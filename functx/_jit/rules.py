@@ -1,0 +1,308 @@
+"""A jitted function as one operation: how it runs, and its pullback, vmap and jvp.
+
+Each of these is a jitted function in turn (`Pullback`, `Mapped`, `Pushforward`), traced from the
+function itself, so that any order and depth composes. At the base level, where nobody
+differentiates the pullback, it is the second half of a graph whose first half has run
+(`tracing.cut`), and reads what regions keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _transforms, _tree
+from functx._errors import TracingError
+from functx._jit.backends import compiled
+from functx._jit.tracing import COTANGENT, SAVED, Traced, cut, trace
+from functx._remat import is_tracked, read_outside
+from functx._torch import level_of
+
+Tensors = Sequence[Tensor]
+
+
+class Code:
+    """A function of tensors, which reads further ones (its state), and its graphs.
+
+    Results are those leaves of what the function returns that are tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: Any) -> None:
+        self.function, self.backend = function, backend
+        self._programs: dict[Any, Program] = {}
+        self._derived: dict[Any, Code] = {}
+        self.rest: Any = None  # structure and other leaves of what the function returns
+
+    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
+        """Its results, where it is traced."""
+        leaves, spec = _tree.flatten(self.function(*tensors))
+        self.rest = spec, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def as_function_of(
+        self, places: Sequence[int], tensors: Tensors, state: Tensors
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """The results that may have derivatives, as a function of some of its arguments."""
+
+        def results(*some: Tensor) -> tuple[Tensor, ...]:
+            args = list(tensors)
+            for i, t in zip(places, some):
+                args[i] = t
+            return tuple(t for t in self.flat(args, state) if differentiable(t))
+
+        return results
+
+    def rebuilt(self, results: Tensors) -> Any:
+        """What the function returns."""
+        spec, others = self.rest
+        it = iter(results)
+        return _tree.unflatten(spec, [next(it) if o is None else o[0] for o in others])
+
+    def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> Program:
+        """The graphs for such inputs, of which those in ``mask`` are differentiated."""
+        key = mask, *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *state)]
+        if (found := self._programs.get(key)) is None:
+            found = self._programs[key] = Program(self, tensors, state, mask)
+        return found
+
+    def derived(self, kind: Any, *said: Any) -> Any:
+        """Its pullback, or what it is under vmap or jvp."""
+        if (kind, said) not in self._derived:
+            self._derived[kind, said] = kind(self, *said)
+        return self._derived[kind, said]
+
+
+class Pullback(Code):
+    """The gradients of the inputs in ``mask``, from inputs and a cotangent for each result."""
+
+    def __init__(self, inner: Code, n: int, mask: tuple[bool, ...]) -> None:
+        super().__init__(None, inner.backend)  # type: ignore[arg-type]
+        self.inner, self.n, self.mask = inner, n, mask
+
+    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
+        args, cotangents = tensors[: self.n], tensors[self.n :]
+        if not any(self.mask[self.n :]):
+            places = [i for i, m in enumerate(self.mask) if m]
+            results = self.inner.as_function_of(places, args, state)
+            pull = _transforms.vjp(results, *[args[i] for i in places])[1]
+            return [*pull(tuple(cotangents))]
+        recorded = torch.is_grad_enabled()
+        with torch.enable_grad():
+            args = [_leaf(t) if m else t for t, m in zip(args, self.mask)]
+            results = [t for t in self.inner.flat(args, state) if differentiable(t)]
+            of = [t for t, m in zip((*args, *state), self.mask) if m]
+            pairs = [(t, c) for t, c in zip(results, cotangents) if t.requires_grad]
+        found: Any = [None] * len(of)
+        if pairs:
+            roots, given = zip(*pairs)
+            found = torch.autograd.grad(roots, of, given, create_graph=recorded, allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(of, found)]
+
+
+class Mapped(Code):
+    """The function on batches of its arguments; batches of its results, along dimension 0."""
+
+    def __init__(self, inner: Code, in_dims: tuple[Any, ...], size: int, randomness: str) -> None:
+        super().__init__(None, inner.backend)  # type: ignore[arg-type]
+        self.inner, self.in_dims = inner, (0, *in_dims)
+        self.size, self.randomness = size, randomness
+
+    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
+        def body(_: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.inner.flat(args, state))
+
+        # (Perhaps none of the arguments is mapped: random numbers may differ even so.)
+        count = torch.zeros(self.size)
+        return [*torch.func.vmap(body, self.in_dims, randomness=self.randomness)(count, *tensors)]
+
+
+class Pushforward(Code):
+    """The tangents of the results, from inputs and tangents of those at ``places``."""
+
+    def __init__(self, inner: Code, n: int, places: tuple[int, ...]) -> None:
+        super().__init__(None, inner.backend)  # type: ignore[arg-type]
+        self.inner, self.n, self.places = inner, n, places
+
+    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
+        primals, tangents = tensors[: self.n], tensors[self.n :]
+        results = self.inner.as_function_of(self.places, primals, state)
+        given = tuple(primals[i] for i in self.places)
+        return [*_transforms.jvp(results, given, tuple(tangents))[1]]
+
+
+def differentiable(t: Tensor) -> bool:
+    """Whether a result may have a derivative."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+
+
+class Graph:
+    """A compiled graph, and where it finds the tensors that it reads beside its arguments."""
+
+    def __init__(self, traced: Traced, args: Tensors, state: Tensors, backend: Any) -> None:
+        numbers = {id(t): i for i, t in enumerate(state)}
+        self.sources = [numbers.get(id(t), t) for t in traced.constants]
+        examples = [*args, *self.read(state)]
+        self.run = compiled(traced.module(), [t.detach() for t in examples], backend)
+
+    def read(self, state: Tensors) -> list[Tensor]:
+        """What it reads beside its arguments."""
+        return [state[s] if isinstance(s, int) else s for s in self.sources]
+
+
+class Program:
+    """The graphs of a function for inputs of some shapes: forward, and backward if need be."""
+
+    def __init__(self, code: Code, tensors: Tensors, state: Tensors, mask: Any) -> None:
+        self.tracked = list[bool]()  # which results depend on inputs in the mask
+        self.found = list[bool]()  # which inputs in the mask have a gradient
+
+        def forward(trace: Any, *given: Tensor) -> list[Tensor]:
+            results = code.flat(given, state)
+            self.tracked = [t.requires_grad for t in results]
+            return results
+
+        def joint(trace: Any, *given: Tensor) -> list[Tensor]:
+            args = [t.requires_grad_() if m else t for t, m in zip(given, mask)]
+            of = [t for t, m in zip((*args, *state), mask) if m]
+            with torch.enable_grad():
+                results = forward(trace, *args)
+            trace.end_forward()
+            roots = [t for t in results if t.requires_grad]
+            found: Any = [None] * len(of)
+            if roots:
+                cotangents = [trace.cotangent_of(t) for t in roots]
+                found = torch.autograd.grad(roots, of, cotangents, allow_unused=True)
+            self.found = [g is not None for g in found]
+            return [t.detach() for t in (*results, *found) if t is not None]
+
+        traced = trace(joint if any(mask) else forward, tensors)
+        if any(mask):
+            traced, second, self.given, self.shapes = cut(traced, len(self.tracked))
+            examples = [_empty(v) for v in self.shapes]
+            self.backward = Graph(second, examples, (), code.backend).run
+        self.forward = Graph(traced, tensors, state, code.backend)
+
+    def pull_back(self, tensors: Tensors, state: Tensors, saved: Tensors, cotangents: Any) -> Any:
+        """The gradients of the inputs in the mask; ``None`` for those that have none."""
+        inputs = [*tensors, *self.forward.read(state)]
+        it, roots = iter(saved), [c for c, t in zip(cotangents, self.tracked) if t]
+        args = []
+        for (kind, i), like in zip(self.given, self.shapes):
+            t = next(it) if kind == SAVED else roots[i] if kind == COTANGENT else inputs[i]
+            args.append(torch.zeros_like(_empty(like)) if t is None else _laid_out(t, like))
+        gradients = iter(self.backward(args))
+        return [next(gradients) if found else None for found in self.found]
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _laid_out(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` as a graph was compiled for it: cotangents may be expanded."""
+    return t if t.stride() == like.stride() else _empty(like).copy_(t)
+
+
+def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
+    """Run a function, as an operation that can be differentiated and mapped."""
+    if any(level_of(t) > 0 for t in state):
+        raise _not_an_argument("differentiates or maps")
+    given = [*tensors, *state]
+    mask = tuple(torch.is_grad_enabled() and is_tracked(t) for t in given)
+    read_outside(given)
+    if not any(mask) and not any(level_of(t) > 0 for t in tensors):
+        forward = code.program(tensors, state, mask).forward
+        return forward.run([*tensors, *forward.read(state)])
+    known = _Known(code, len(tensors), mask, state)
+    return [*_Operation.apply(known, *given)[: known.n_results]]
+
+
+class _Known:
+    """What an operation knows beside tensors."""
+
+    n_results: int
+    program: Program | None = None  # where it ran at the base level
+
+    def __init__(self, code: Code, n: int, mask: tuple[bool, ...], state: Tensors) -> None:
+        self.code, self.n, self.mask = code, n, mask
+        self.state = state  # as it is at the base level
+
+
+class _Operation(torch.autograd.Function):
+    """Its outputs are results, and then what the base level has saved for the backward."""
+
+    @staticmethod
+    def forward(known: _Known, *given: Tensor) -> Any:
+        tensors = given[: known.n]
+        program = known.program = known.code.program(tensors, known.state, known.mask)
+        known.n_results = len(program.tracked)
+        return tuple(program.forward.run([*tensors, *program.forward.read(known.state)]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        known, *given = inputs
+        ctx.known, ctx.n_given, ctx.n_saved = known, len(given), len(output) - known.n_results
+        results, saved = output[: known.n_results], output[known.n_results :]
+        ctx.mark_non_differentiable(*saved, *[t for t in results if not differentiable(t)])
+        ctx.set_materialize_grads(False)
+        ctx.results = [(t.shape, t.dtype, t.device) for t in results if differentiable(t)]
+        ctx.at = [i for i, t in enumerate(results) if differentiable(t)]
+        ctx.save_for_backward(*given, *saved)
+        ctx.save_for_forward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        known, n = ctx.known, ctx.known.n
+        given, saved = ctx.saved_tensors[:n], ctx.saved_tensors[ctx.n_given :]
+        all_given = [t for t in (*given, *known.state, *cotangents) if t is not None]
+        needs = ctx.needs_input_grad[1:]
+        recorded = torch.is_grad_enabled() and any(map(is_tracked, all_given))
+        if known.program is None or recorded or any(level_of(t) > 0 for t in all_given):
+            filled = [
+                torch.zeros(shape, dtype=dtype, device=device)
+                if cotangents[i] is None
+                else cotangents[i]
+                for i, (shape, dtype, device) in zip(ctx.at, ctx.results)
+            ]
+            pullback = known.code.derived(Pullback, n, needs)
+            it = iter(call(pullback, [*given, *filled], known.state))
+            return None, *[next(it) if need else None for need in needs]
+        it = iter(known.program.pull_back(given, known.state, saved, cotangents))
+        return None, *[next(it) if m else None for m in known.mask]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, known: _Known, *given: Tensor) -> Any:
+        n = known.n
+        if any(dim is not None for dim in in_dims[1 + n :]):
+            raise _not_an_argument("maps")
+        said = tuple(in_dims[1 : 1 + n]), info.batch_size, info.randomness
+        results = call(known.code.derived(Mapped, *said), given[:n], known.state)
+        known.n_results = len(results)
+        return tuple(results), (0,) * len(results)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        known, n = ctx.known, ctx.known.n
+        if any(t is not None for t in tangents[n:]):
+            raise _not_an_argument("pushes forward")
+        places = tuple(i for i, t in enumerate(tangents[:n]) if t is not None)
+        given = [*ctx.saved_tensors[:n], *[tangents[i] for i in places]]
+        found = call(known.code.derived(Pushforward, n, places), given, known.state)
+        out: list[Any] = [None] * known.n_results
+        for i, t in zip(ctx.at, found):
+            out[i] = t
+        return (*out, *[None] * ctx.n_saved)
+
+
+def _not_an_argument(does: str) -> TracingError:
+    return TracingError(
+        f"functx.jit: the function reads a tensor that a transform around {does} otherwise than "
+        "through its arguments. Pass it as an argument, or put functx.jit around the transform."
+    )
