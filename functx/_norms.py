@@ -1,13 +1,10 @@
 """Nested derivatives of normalisation layers, taken from their definition.
 
 torch's formulas for the derivatives of layer_norm, batch_norm and instance_norm read the saved mean
-and deviation, which carry no derivative. The first derivative is right; of the next ones many are
-silently wrong (torch 2.11 to 2.13): forward mode differentiated again, reverse mode of a gradient
-that went through ``vmap`` (``grad(vmap(grad))``, ``jacrev(jacrev)``) with respect to weights, and
-the third order in reverse mode.
-
-So where derivatives nest inside of a functx transform, a layer keeps its value, bit by bit, and
-takes its derivatives from its definition. A first derivative is torch's own.
+and deviation, which carry no derivative. So after the first derivative many are silently wrong
+(torch 2.11 to 2.13): forward mode differentiated again, ``grad(vmap(grad))`` and ``jacrev(jacrev)``
+with respect to weights, and the third order in reverse mode. Where derivatives nest inside of a
+functx transform, a layer keeps its value and takes its derivatives from its definition.
 """
 
 from __future__ import annotations
@@ -23,9 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch, _tree
 
-_DERIVATIVES = {_torch.TransformType.Grad, _torch.TransformType.Jvp}
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
-
 
 def around(tree: Any, *, once: bool = False) -> AbstractContextManager[Any]:
     """The mode for a transform of these arguments, where another derivative may follow.
@@ -36,7 +30,7 @@ def around(tree: Any, *, once: bool = False) -> AbstractContextManager[Any]:
     follows = _levels() > 0
     if not follows and torch.is_grad_enabled():
         follows = not once or _torch.functorch_depth() > 0 or _any_requires_grad(_tree.leaves(tree))
-    return NormsByDefinition() if follows else _AS_IT_IS
+    return NormsByDefinition() if follows else nullcontext()
 
 
 def are_defined() -> bool:
@@ -59,35 +53,33 @@ class NormsByDefinition(TorchFunctionMode):
 def normalized(func: Any, args: Any, kwargs: Any) -> Any:
     """What a normalisation returns, where derivatives nest with those of its definition."""
     out = func(*args, **kwargs)
-    if _nest((out, *args, *kwargs.values())):
-        exact = DEFINITIONS[func](*args, **kwargs)
-        if exact is not None:
-            exact = exact.to(out.dtype)
-            return out.detach() + (exact - exact.detach())
-    return out
+    nests = _nest((out, *args, *kwargs.values()))
+    if not nests or (exact := DEFINITIONS[func](*args, **kwargs)) is None:
+        return out
+    exact = exact.to(out.dtype)
+    return out.detach() + (exact - exact.detach())
 
 
 def _levels() -> int:
     """How many transforms that take derivatives are active; plain forward mode is one."""
+    grad, jvp = _torch.TransformType.Grad, _torch.TransformType.Jvp
     active = [level.key() for level in _torch.interpreter_stack() or ()]
-    plain = _torch.dual_level() >= 0 and _torch.TransformType.Jvp not in active
-    return sum(key in _DERIVATIVES for key in active) + plain
+    plain = _torch.dual_level() >= 0 and jvp not in active
+    return sum(key in (grad, jvp) for key in active) + plain
 
 
 def _nest(values: Sequence[Any]) -> bool:
     """Whether a second derivative may be taken: the same in a region and its replays."""
-    levels = _levels()
-    return levels > 1 or (levels == 1 and _any_requires_grad(values))
+    return (n := _levels()) > 1 or (n == 1 and _any_requires_grad(values))
 
 
 def _any_requires_grad(values: Sequence[Any]) -> bool:
     """Whether plain autograd knows one of some values, below all transforms."""
     for t in values:
-        if isinstance(t, Tensor):
-            while _torch.level_of(t) > 0:
-                t = _torch.inner_of(t)
-            if t.requires_grad:
-                return True
+        while isinstance(t, Tensor) and _torch.level_of(t) > 0:
+            t = _torch.inner_of(t)
+        if isinstance(t, Tensor) and t.requires_grad:
+            return True
     return False
 
 
@@ -107,8 +99,8 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    shape = [*normalized_shape]
-    return _normalized(input, range(-len(shape), 0), weight, bias, eps, shape)
+    over = range(-len(normalized_shape), 0)
+    return _normalized(input, over, weight, bias, eps, normalized_shape)
 
 
 def _by_channel(first: int, default: bool) -> Callable[..., Tensor | None]:

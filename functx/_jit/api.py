@@ -83,7 +83,7 @@ class Jitted:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[i] for i in places]
         statics = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        state = State(self.function)
+        state = State((self.function, *statics))
         settings = Settings()
         key = (
             *(spec, statics, tuple(map(type, statics)), tuple(state.key)),

@@ -30,7 +30,6 @@ def compiled(
             run = torch._inductor.compile(module, examples, options=INDUCTOR)
         elif isinstance(backend, str):
             run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
-            run(*examples)
         else:
             run = backend(module, examples)
 

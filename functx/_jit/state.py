@@ -10,93 +10,92 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
-_LIBRARIES = ("torch", "functx", "numpy", "builtins", "functools", "math", "typing", "jax")
+from functx._lines import is_internal
+
+_PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class State:
     """The tensors that a function reads, each once, and what else of it belongs to a signature."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, roots: Iterable[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = []
         self._seen: dict[int, int] = {}
         self._held: list[Any] = []  # so that ids stay what they are
-        todo = [iter((function,))]
-        while todo:
-            for x in todo[-1]:
-                if (inner := self._look(x)) is not None:
-                    todo.append(inner)
-                    break
-            else:
-                todo.pop()
+        for root in roots:
+            self._look(root)
 
-    def _look(self, x: Any) -> Iterator[Any] | None:
-        """Note what ``x`` is; returns what is inside of it."""
-        kind = type(x)
+    def _look(self, x: Any) -> None:
+        """Note what ``x`` is, and what is inside of it."""
+        kind, key = type(x), self.key
         if kind in _PLAIN:
-            self.key.append(x)
-            return None
-        number = self._seen.get(id(x))
-        self.key.append(kind if number is None else number)
-        if number is not None:
-            return None
-        self._seen[id(x)] = len(self._seen)
+            key.append(x)
+            return
+        number = self._seen.setdefault(id(x), len(self._seen))
+        if number < len(self._held):
+            key.append(number)
+            return
         self._held.append(x)
+        key.append(kind)
         if isinstance(x, Tensor):
             self.tensors.append(x)
-            return None
-        return self._inside(x, kind)
+        elif isinstance(x, nn.Module):
+            self._look_at_all(v for v in vars(x).values() if v is not None and v != {})
+        elif kind is types.FunctionType:
+            key.append(x.__code__)
+            if x.__closure__ or not is_internal(x.__code__.co_filename):
+                self._look_at_all((*_cells(x), *_globals(x)))
+                self._look_at_all(x.__defaults__ or ())
+                self._look_at_all((x.__kwdefaults__ or {}).values())
+        elif kind is types.MethodType:
+            self._look_at_all((x.__func__, x.__self__))
+        elif kind is functools.partial:
+            self._look_at_all((x.func, x.args, x.keywords))
+        elif isinstance(x, (list, tuple)):
+            key.append(len(x))
+            self._look_at_all(x)
+        elif isinstance(x, dict):
+            self._look_at_all(x)
+            self._look_at_all(x.values())
+        elif isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):
+            key.append(id(x))
+        else:
+            self._look_at_all(vars(x).values())
 
-    def _inside(self, x: Any, kind: type) -> Iterator[Any] | None:
-        if kind is types.FunctionType:
-            self.key.append(x.__code__)
-            if _of_library(x.__module__) and not x.__closure__:
-                return None
-            return iter((*_cells(x), *_globals(x), x.__defaults__, x.__kwdefaults__))
-        if kind is types.MethodType:
-            return iter((x.__func__, x.__self__))
-        if kind is functools.partial:
-            return iter((x.func, x.args, x.keywords))
-        if isinstance(x, (list, tuple)):
-            self.key.append(len(x))
-            return iter(x)
-        if isinstance(x, dict):
-            return iter([part for item in x.items() for part in item])
-        if isinstance(x, (type, types.ModuleType)) or not hasattr(x, "__dict__"):
-            self.key.append(id(x))
-            return None
-        if _of_library(kind.__module__) and not isinstance(x, nn.Module) and not callable(x):
-            self.key.append(id(x))
-            return None
-        return iter((vars(x),))
+    def _look_at_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if type(value) in _PLAIN:
+                self.key.append(value)
+            else:
+                self._look(value)
 
 
-def _of_library(module: Any) -> bool:
-    return str(module).split(".")[0] in _LIBRARIES
-
-
-def _cells(f: Any) -> Iterator[Any]:
+def _cells(f: Any) -> list[Any]:
+    cells = []
     for cell in f.__closure__ or ():
         try:
-            yield cell.cell_contents
+            cells.append(cell.cell_contents)
         except ValueError:  # not bound yet
-            yield None
+            cells.append(None)
+    return cells
 
 
-def _globals(f: Any) -> Iterator[Any]:
+def _globals(f: Any) -> list[Any]:
     """The globals that a function's code names, and the code of functions that it defines."""
-    todo = [f.__code__]
-    while todo:
-        code = todo.pop()
-        todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        for name in code.co_names:
-            value = f.__globals__.get(name)
-            if not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
-                yield value
+    around = f.__globals__
+    values = [around[name] for name in _names(f.__code__) if name in around]
+    return [v for v in values if not isinstance(v, _OPAQUE)]
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return (*code.co_names, *(name for c in inner for name in _names(c)))

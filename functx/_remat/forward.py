@@ -168,6 +168,9 @@ def run(
         since = graphs.last_node()
         results, further = (forward or Forward)(region, outer).run(body, tensors)
         graphs.close(since, options.name, "forward")
+        if entry.norms is not None:  # here, lest an interrupt comes before its exit has begun
+            _torch.push_function_mode(entry.norms)
+            entry.norms = None
     if outer is not None:
         outer.last = last
         outer.give(results)

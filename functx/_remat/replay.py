@@ -120,6 +120,9 @@ def replay(
         drawn = None if entry.restored is None else entry.restored.differ()
         if drawn is not None and region.options.determinism_check != "none":
             raise departures.drawn_by_others(region, drawn)
+        if entry.norms is not None:  # as in `forward.run`
+            _torch.push_function_mode(entry.norms)
+            entry.norms = None
     return result
 
 

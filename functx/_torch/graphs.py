@@ -25,8 +25,35 @@ def reads_values(error: BaseException) -> bool:
 
 def make(f: Callable[..., Any], *args: torch.Tensor) -> torch.fx.GraphModule:
     """A graph of ``f``, traced on fake tensors; real ones that it reads are constants in it."""
+
+    def on_fakes(*given: Any) -> Any:
+        with _NothingIsReal():
+            return f(*given)
+
     make_fx = _proxy_tensor.make_fx
-    return make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    return make_fx(on_fakes, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+class _NothingIsReal(_torch.TorchDispatchMode):
+    """What is done to real tensors is traced, not done: a buffer would advance in the trace.
+
+    Nor are values read, which a trace would stand symbols for.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise _torch.DataDependentOutputException(func)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise _torch.DynamicOutputShapeException(func)
+        if any(t not in (_torch.FakeTensor, torch.SymInt) for t in types) or func._schema.is_mutable:
+            args, kwargs = torch.utils._pytree.tree_map(self._fake, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _fake(self, x: Any) -> Any:
+        mode = _torch.infra_mode(_torch.FAKE)
+        if not isinstance(x, torch.Tensor) or isinstance(x, _torch.FakeTensor):
+            return x
+        return same_value(x, lambda: mode.from_tensor(x.detach()))
 
 
 def line_of(error: BaseException) -> str:

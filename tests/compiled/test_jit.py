@@ -1,0 +1,232 @@
+"""`functx.jit` gives eager's numbers, gradients, draws and writes, whatever is inside or around."""
+
+import copy
+import itertools
+import weakref
+
+import pytest
+import torch
+from cases import numbers
+from references import assert_same
+from torch import nn
+
+import functx
+
+
+def as_traced(module, _):
+    """A backend that compiles nothing."""
+    return module
+
+
+WEIGHTS = numbers(3, 4, 4)
+LAYER = nn.LayerNorm(4).double()
+
+
+def chain(region):
+    def f(x):
+        for w in WEIGHTS:
+            x = region(lambda x, w: torch.tanh(torch.sin(x @ w) + WEIGHTS[0, 0]))(x, w)
+        return x.square().sum()
+
+    return f
+
+
+def writes(region):
+    def f(x):
+        y = (x @ WEIGHTS[0]).clone()
+        y.mul_(2).add_(1)
+        y[0].sin_()
+        return torch.cos(y).sum()
+
+    return region(f)
+
+
+def norm(region):
+    return region(lambda x: LAYER(torch.tanh(x @ WEIGHTS[0])).cos().sum())
+
+
+def two_results(region):
+    f = region(lambda x: (torch.sin(x @ WEIGHTS[0]), torch.cos(x)))
+    return lambda x: f(x)[0].sum()
+
+
+def backward(f):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(f(x), x)[0]
+
+    return gradient
+
+
+def double_backward(f):
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), x)[0]
+
+    return gradient
+
+
+FUNCTIONS = {"chain": chain, "writes": writes, "norm": norm, "two results": two_results}
+WAYS = {
+    "values": lambda f: f,
+    "grad": functx.grad,
+    "vmap(grad)": lambda f: functx.vmap(functx.grad(f)),
+    "torch's vmap(grad)": lambda f: torch.func.vmap(torch.func.grad(f)),
+    "jvp": lambda f: lambda x: functx.jvp(f, (x,), (x.sin(),)),
+    "jvp(grad)": lambda f: lambda x: functx.jvp(functx.grad(f), (x,), (x.sin(),))[1],
+    "hessian": functx.hessian,
+    "grad(grad)": lambda f: functx.grad(lambda x: functx.grad(f)(x).sin().sum()),
+    "backward": backward,
+    "double backward": double_backward,
+}
+
+
+def grid():
+    places = ["around the stack", "inside"]
+    regions = {"plain": lambda f: f, "remat": functx.remat}
+    for i, (name, way) in enumerate(itertools.product(FUNCTIONS, WAYS)):
+        for j, (place, region) in enumerate(itertools.product(places, regions)):
+            marks = () if (i + i // len(WAYS) + j) % 4 == 0 else pytest.mark.sweep
+            id = f"{name}-{way}-{place}-{region}"
+            yield pytest.param(name, way, place, regions[region], marks=marks, id=id)
+
+
+@pytest.mark.parametrize(("name", "way", "place", "region"), [*grid()])
+def test_a_stack_gives_what_it_gives_in_eager(name, way, place, region):
+    f, transform = FUNCTIONS[name](region), WAYS[way]
+    jit = lambda f: functx.jit(f, backend=as_traced)
+    g = transform(jit(f)) if place == "inside" else jit(transform(f))
+    shape = (2, 3, 4) if "vmap" in way else (3, 4)
+    for start in (0.0, 5.0):  # the second call runs what the first one has traced
+        x = numbers(*shape, start=start)
+        assert_same(g(x), transform(FUNCTIONS[name](lambda f: f))(x), eps=64)
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_training_step_advances_state_and_draws_as_in_eager(backend):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    plain = plain.double()
+    ours = copy.deepcopy(plain)
+    functx.apply_remat(ours, nn.BatchNorm1d)
+    jitted, x = functx.jit(ours, backend=backend), numbers(5, 4)
+    for step in range(3):
+        found = []
+        for net, call in ((plain, plain), (ours, jitted)):
+            torch.manual_seed(step)
+            loss = call(x).square().sum()
+            net.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+            found.append((loss.detach(), dict(net.state_dict()), torch.get_rng_state()))
+        assert_same(found[1], found[0], eps=64)
+
+
+def test_what_it_reads_is_read_at_each_call():
+    net, w, k = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), numbers(4), 2.0
+    jitted = functx.jit(f := lambda x: net(w * x) * k, backend=as_traced)
+
+    def check():
+        torch.manual_seed(0)
+        ours = jitted(numbers(4))
+        torch.manual_seed(0)
+        assert_same(ours.detach(), f(numbers(4)).detach(), eps=8)
+
+    check()
+    w = numbers(4, start=3.0)
+    check()
+    k = 3.0
+    check()
+    net[0].weight = nn.Parameter(numbers(4, 4))
+    check()
+    net[1].p = 0.1
+    check()
+    net.eval()
+    check()
+
+
+def test_a_signature_is_traced_once():
+    traced = []
+
+    def backend(module, _):
+        traced.append(module)
+        return module
+
+    jitted = functx.jit(lambda x, *, n: {"a": x["x"] * n, "n": [n, None]}, backend=backend)
+    for n, shape in ((1, 3), (1, 3), (2, 3), (2, 4), (1, 3)):
+        x = numbers(shape)
+        out = jitted({"x": x}, n=n)
+        assert_same(out["a"], x * n)
+        assert out["n"] == [n, None]
+    assert len(traced) == 3
+
+
+def test_a_method_reads_its_own_object():
+    class Scale:
+        def __init__(self, w):
+            self.w = w
+
+        @functx.jit(backend=as_traced)
+        def apply(self, x):
+            return self.w * x
+
+    one, other = Scale(numbers(3)), Scale(numbers(3, start=4.0))
+    for scale in (one, other, one):
+        assert_same(scale.apply(numbers(3)), scale.w * numbers(3))
+
+
+def test_a_jitted_function_works_inside_of_a_region():
+    jitted = functx.jit(lambda x: torch.sin(x @ WEIGHTS[0]), backend=as_traced)
+    f = lambda x: jitted(torch.cos(x)).exp().sum()
+    assert_same(functx.grad(functx.remat(f))(numbers(3, 4)), functx.grad(f)(numbers(3, 4)), eps=8)
+
+
+def test_an_argument_that_is_written_or_returned_is_the_callers():
+    x = torch.ones(3)
+    assert functx.jit(lambda x: x.mul_(2).sum(), backend=as_traced)(x) == 6
+    assert x.tolist() == [2, 2, 2]
+    leaf = numbers(2, 3).requires_grad_()
+    same, view = functx.jit(lambda x: (x, x.t()), backend=as_traced)(leaf)
+    (same.sum() + view.sum()).backward()
+    assert_same(leaf.grad, torch.full_like(leaf, 2))
+
+
+def test_it_holds_nothing_of_a_call():
+    jitted = functx.jit(lambda x: x.sin().sum(), backend=as_traced)
+    x = numbers(3).requires_grad_()
+    out = jitted(x)
+    kept = weakref.ref(x), weakref.ref(out)
+    out.backward()
+    del x, out
+    assert [ref() for ref in kept] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x if x.sum() > 0 else -x, lambda x: x * x[0].item(), lambda x: x[x > 0].sum()]
+)
+def test_a_value_that_is_read_is_an_error_with_the_line(f):
+    with pytest.raises(functx.TracingError, match=r"test_jit\.py:\d+ the function reads the value"):
+        functx.jit(f, backend=as_traced)(numbers(3))
+
+
+def test_a_captured_tensor_of_a_transform_around_is_an_error():
+    def f(x):
+        return functx.jit(lambda y: x * y, backend=as_traced)(x.sin()).sum()
+
+    with pytest.raises(functx.TracingError, match="Pass it as an argument"):
+        functx.grad(f)(numbers(3))
+
+
+def test_what_cannot_be_a_signature_is_an_error():
+    class Unhashable:
+        __hash__ = None
+
+    with pytest.raises(TypeError, match="can't be hashed"):
+        functx.jit(lambda x, o: x, backend=as_traced)(numbers(3), Unhashable())
+    with pytest.raises(TypeError, match="expected a callable"):
+        functx.jit(3)
