@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.utils._pytree as _torch_pytree
 
 try:
@@ -18,7 +20,7 @@ try:
 
     # Importing it copies what was and will be registered with torch into optree's "torch"
     # namespace.
-    import torch.utils._cxx_pytree  # noqa: F401
+    import torch.utils._cxx_pytree
 except ImportError:  # the fallback serves machines without optree
     _optree = None  # type: ignore[assignment]
 
@@ -93,6 +95,23 @@ def leaves_to_torch(tree: Any) -> list[Any]:
 def shown(spec: TreeSpec) -> str:
     """A structure in one line, for messages."""
     return " ".join(str(spec).split())
+
+
+def parted(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors among the leaves, and how `joined` puts the tree together again."""
+    if isinstance(tree, torch.Tensor):
+        return [tree], None
+    found, spec = flatten(tree)
+    others = [None if isinstance(x, torch.Tensor) else (x,) for x in found]
+    return [x for x in found if isinstance(x, torch.Tensor)], (spec, others)
+
+
+def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
+    """The tree, with these tensors in it."""
+    if how is None:
+        return tensors[0]
+    (spec, others), it = how, iter(tensors)
+    return unflatten(spec, [next(it) if o is None else o[0] for o in others])
 
 
 def leaves(tree: Any) -> list[Any]:

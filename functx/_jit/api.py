@@ -100,7 +100,7 @@ class Jitted:
         if code is None:
             code = self._codes[key] = Code(self._flat(leaves, places, spec), self.backend)
         results = call(code, tensors, state.tensors)
-        return code.rebuilt(results)
+        return _tree.joined(results, code.rest)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)

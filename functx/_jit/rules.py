@@ -34,13 +34,12 @@ class Code:
         self.function, self.backend = function, backend
         self._programs: dict[Any, Program] = {}
         self._derived: dict[Any, Code] = {}
-        self.rest: Any = None  # structure and other leaves of what the function returns
+        self.rest: Any = None  # of what the function returns, beside tensors
 
     def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
         """Its results, where it is traced."""
-        leaves, spec = _tree.flatten(self.function(*tensors))
-        self.rest = spec, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results, self.rest = _tree.parted(self.function(*tensors))
+        return results
 
     def as_function_of(
         self, places: Sequence[int], tensors: Tensors, state: Tensors
@@ -54,12 +53,6 @@ class Code:
             return tuple(t for t in self.flat(args, state) if differentiable(t))
 
         return results
-
-    def rebuilt(self, results: Tensors) -> Any:
-        """What the function returns."""
-        spec, others = self.rest
-        it = iter(results)
-        return _tree.unflatten(spec, [next(it) if o is None else o[0] for o in others])
 
     def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> Program:
         """The graphs for such inputs, of which those in ``mask`` are differentiated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,13 +56,15 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     tensors, call, call_again = _prepared(f, guarded, args, kwargs, options.name)
 
     def body(*ts: Tensor) -> list[Tensor]:
-        return _flat(call(*ts), result)
+        out, how = _tree.parted(call(*ts))
+        result.append(how)
+        return out
 
     def again(*ts: Tensor) -> list[Tensor]:
-        return _flat(call_again(*ts), [])
+        return _tree.parted(call_again(*ts))[0]
 
     results = forward.run(body, again, tensors, options, title, identity)
-    return _built(results, result[0])
+    return _tree.joined(results, result[0])
 
 
 _on_budget: list[Callable[..., Any]] = []
@@ -86,36 +88,17 @@ def _prepared(
     if not kwargs and all(type(a) is Tensor for a in args):
         return [*args], f, frozen
     arguments.check(args, kwargs, name)
-    leaves, spec = _tree.flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+    tensors, how = _tree.parted((args, kwargs))
 
     def call(*ts: Tensor) -> Any:
-        args, kwargs = _built(ts, (spec, others))
+        args, kwargs = _tree.joined(ts, how)
         containers = arguments.containers(args, kwargs)
         out = f(*args, **kwargs)
         arguments.check_unchanged(containers, out, name)
         return out
 
     def call_again(*ts: Tensor) -> Any:
-        args, kwargs = _built(ts, (spec, others))
+        args, kwargs = _tree.joined(ts, how)
         return frozen(*args, **kwargs)
 
     return tensors, call, call_again
-
-
-def _flat(out: Any, result: list[Any]) -> list[Tensor]:
-    """The tensors of a result; how the rest is, is noted in ``result``."""
-    if isinstance(out, Tensor):
-        result.append(None)
-        return [out]
-    leaves, spec = _tree.flatten(out)
-    result.append((spec, [None if isinstance(x, Tensor) else (x,) for x in leaves]))
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def _built(results: Sequence[Tensor], how: Any) -> Any:
-    if how is None:
-        return results[0]
-    (spec, others), tensors = how, iter(results)
-    return _tree.unflatten(spec, [next(tensors) if o is None else o[0] for o in others])

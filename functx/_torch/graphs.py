@@ -45,7 +45,7 @@ class _NothingIsReal(_torch.TorchDispatchMode):
             raise _torch.DataDependentOutputException(func)
         if torch.Tag.dynamic_output_shape in func.tags:
             raise _torch.DynamicOutputShapeException(func)
-        if any(t not in (_torch.FakeTensor, torch.SymInt) for t in types) or func._schema.is_mutable:
+        if types != (_torch.FakeTensor,):
             args, kwargs = torch.utils._pytree.tree_map(self._fake, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
