@@ -15,7 +15,8 @@ from functx._jit.rules import Code, call
 from functx._jit.state import State
 from functx._remat import Settings
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @overload

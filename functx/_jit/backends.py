@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functx._torch import compiler
+
 # Inductor would move a recompute to where its operands are (`reorder_for_locality`), or schedule it
 # early. Random numbers come from torch's generators, in the order of eager.
 INDUCTOR = {
@@ -27,7 +29,7 @@ def compiled(
     """What runs the graph: from a list of tensors to the list of its results."""
     with _telling(module), torch.no_grad():
         if backend == "inductor":
-            run = torch._inductor.compile(module, examples, options=INDUCTOR)
+            run = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):
             run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
         else:

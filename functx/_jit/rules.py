@@ -79,8 +79,8 @@ class Pullback(Code):
         args, cotangents = tensors[: self.n], tensors[self.n :]
         if not any(self.mask[self.n :]):
             places = [i for i, m in enumerate(self.mask) if m]
-            results = self.inner.as_function_of(places, args, state)
-            pull = _transforms.vjp(results, *[args[i] for i in places])[1]
+            inner = self.inner.as_function_of(places, args, state)
+            pull = _transforms.vjp(inner, *[args[i] for i in places])[1]
             return [*pull(tuple(cotangents))]
         recorded = torch.is_grad_enabled()
         with torch.enable_grad():

@@ -37,7 +37,7 @@ class State:
         """Note what ``x`` is, and what is inside of it."""
         kind, key = type(x), self.key
         if kind in _PLAIN:
-            key.append(x)
+            key += kind, x  # (2 == 2.0)
             return
         number = self._seen.setdefault(id(x), len(self._seen))
         if number < len(self._held):
@@ -66,16 +66,26 @@ class State:
             self._look_at_all(x)
             self._look_at_all(x.values())
         elif isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):
-            key.append(id(x))
+            key.append(_Itself(x))
         else:
             self._look_at_all(vars(x).values())
 
     def _look_at_all(self, values: Iterable[Any]) -> None:
         for value in values:
-            if type(value) in _PLAIN:
-                self.key.append(value)
-            else:
-                self._look(value)
+            self._look(value)
+
+
+class _Itself:
+    """An object as a part of a key: equal to itself alone, and held, lest its id comes again."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.x is other.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
 
 
 def _cells(f: Any) -> list[Any]:

@@ -128,7 +128,7 @@ class Listener(TorchFunctionMode):
         if number is None:
             number = self.number_within(t)
         if number == due:
-            return due, t
+            return due, levels.alive(t)
         if number is not None and (number >= 0 or max(-1 - number, -1 - due) < self.n_args):
             return None
         if _torch.level_of(levels.alive(t)) > self.depth or -1 - due >= len(self.standins):

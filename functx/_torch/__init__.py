@@ -277,7 +277,7 @@ _NODES_LIVE_ON = _nodes_live_on()
 def storage_of(t: torch.Tensor) -> int:
     """What a tensor's memory is known by while it lives; -1 for what has none, a sparse one say."""
     try:
-        return storage_address(t.elem if type(t) is FunctionalTensor else t)  # type: ignore[attr-defined]
+        return storage_address(t.elem if type(t) is FunctionalTensor else t)
     except (RuntimeError, NotImplementedError):
         return -1
 

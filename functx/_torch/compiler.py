@@ -40,6 +40,14 @@ def load() -> None:
     importlib.import_module("torch._dynamo")
 
 
+def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any]) -> Any:
+    """What runs a graph, compiled with these options and torch's own for the rest.
+
+    `torch.compile` would trace the graph again, and guard it at each call.
+    """
+    return importlib.import_module("torch._inductor").compile(module, examples, options=options)
+
+
 def graphs_compiled() -> int:
     """How many graphs were made so far: a call before which there were fewer has made one."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")

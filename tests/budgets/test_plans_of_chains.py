@@ -54,6 +54,8 @@ def test_the_peak_is_within_the_budget(network):
     blocks, x = network
     least, most = least_possible(blocks, x), functx.plan(blocks, x, budget=1.0).peak
     assert least < 0.95 * most
+    with pytest.raises(ValueError, match=f"the least possible is {least:,} bytes"):
+        functx.plan(blocks, x, budget=least - 1)
     for budget in (least, (2 * least + most) // 3, 0.96):
         plan = functx.plan(blocks, x, budget=budget)
         f = plan.apply(blocks)
@@ -110,13 +112,6 @@ def test_where_there_is_room_there_are_no_regions(network):
     assert plan.peak == plan.peak_without == plan.budget
 
 
-def test_an_impossible_budget_says_the_least(network):
-    blocks, x = network
-    least = least_possible(blocks, x)  # which is possible, see above
-    with pytest.raises(ValueError, match=f"the least possible is {least:,} bytes"):
-        functx.plan(blocks, x, budget=least - 1)
-
-
 def test_planning_leaves_no_trace():
     blocks = [nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3)) for _ in range(6)]
     buffers = [b.clone() for b in nn.Sequential(*blocks).buffers()]
@@ -129,12 +124,10 @@ def test_planning_leaves_no_trace():
     assert not x.requires_grad
 
 
-def test_a_plan_is_saved_as_json_and_printed(tmp_path):
+def test_a_plan_is_json_and_printed():
     blocks, x = NETWORKS["mlp"]()
     plan = functx.plan(nn.Sequential(*blocks), x, budget=0.6)
     assert functx.Plan.from_json(plan.to_json()) == plan
-    plan.save(tmp_path / "plan.json")
-    assert functx.Plan.load(tmp_path / "plan.json") == plan
     assert json.loads(plan.to_json())["peak"] == plan.peak
     hash(plan)
     text = str(plan)
@@ -158,6 +151,9 @@ def test_a_plan_is_saved_as_json_and_printed(tmp_path):
 def test_budgets_that_are_none_are_an_error(budget, error):
     with pytest.raises(error, match="budget"):
         functx.plan([torch.sin], torch.ones(3), budget=budget)
+    if budget is not None:  # which is a region without one
+        with pytest.raises(error, match="budget"):
+            functx.remat(torch.sin, budget=budget)
 
 
 def test_chains_that_are_none_are_an_error():

@@ -170,7 +170,9 @@ class TestAnyNumberOfTimes:
             h.mul_(2)
             return y * h.cos() * torch.tanh(y)
 
-        assert_same(pulled(functx.remat(f, policy=policy), X)[1], pulled(f, X)[1])
+        counts, gradients = pulled(functx.remat(f, policy=policy), X)
+        assert_same(gradients, pulled(f, X)[1])
+        assert counts["mm"] == 1 + (policy is only_sines)
 
     def test_what_was_written_to_may_be_named(self):
         def f(x):
@@ -219,14 +221,6 @@ class TestBytes:
     def test_kept_once_by_nested_regions(self):
         nested = lambda weights, x: functx.remat(layers, policy=cp.dots_saveable)(weights, x)
         assert self.kept(cp.dots_saveable, nested) == 3
-
-    def test_nothing_is_left_after_the_backward(self):
-        x = X.clone().requires_grad_()
-        with no_garbage_collection(), Operations() as operations:
-            value = functx.remat(layers, policy=cp.everything_saveable)(WEIGHTS, x)
-            (gradient,) = torch.autograd.grad(value.sum(), x)
-            del value
-            assert operations.live == gradient.numel() * 8
 
 
 def test_decisions_are_made_once():

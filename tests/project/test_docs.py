@@ -76,6 +76,7 @@ def test_a_result_is_a_table(tmp_path):
 
 
 # They train a model, or want a package that `make test` does without.
+QUICK = ["budget", "models", "from_jax", "compiled"]
 LONG = ["loops", "dp_sgd", "flow_matching", "influence", "laplace", "ntk"]
 TUTORIALS = (pages.DOCS / "tutorials.md").read_text()
 SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TUTORIALS, re.DOTALL))
@@ -83,7 +84,7 @@ SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TUTORIALS, re.DO
 
 @pytest.mark.parametrize(
     "name",
-    ["budget", "models", "from_jax", *(pytest.param(n, marks=pytest.mark.sweep) for n in LONG)],
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.sweep) for n in LONG)],
 )
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of matplotlib, about numpy
 def test_a_page_runs_and_makes_its_pictures(name, tmp_path):

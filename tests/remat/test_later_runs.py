@@ -105,3 +105,20 @@ def test_what_leaves_is_written_or_read_is_that_of_the_run(name):
 def test_what_no_run_can_do_is_an_error_in_a_later_one_too(name):
     with pytest.raises(functx.RematError, match=r"(?i)return it|as an argument|outside"):
         steps(REFUSED[name])(functx.remat)
+
+
+def test_a_module_may_bind_a_buffer_to_what_to_returns():
+    """As CTRL does: in a replay what it has bound belongs to a level that has ended."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(4))
+
+        def forward(self, x):
+            self.table = self.table.to(x.dtype)
+            return (x * self.table).sin().sum()
+
+    net, x = functx.remat(Table()), numbers(4)
+    for _ in range(2):
+        assert_same(functx.grad(net)(x), x.cos(), eps=4)

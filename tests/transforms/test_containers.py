@@ -65,15 +65,15 @@ def test_what_is_no_container_is_not_shared_by_mistake(batch):
 
 
 FORWARD = {
-    "jvp": lambda f, one: functx.jvp(f, (one,), (one,)),
-    "jacfwd": lambda f, one: functx.jacfwd(f)(one),
-    "hessian": lambda f, one: functx.hessian(f)(one),
+    "jvp": lambda library, f, one: library.jvp(f, (one,), (one,)),
+    "jacfwd": lambda library, f, one: library.jacfwd(f)(one),
+    "hessian": lambda library, f, one: library.hessian(f)(one),
 }
 REVERSE = {
-    "grad": lambda f, one: functx.grad(f)(one),
-    "vjp": lambda f, one: functx.vjp(f, one),
-    "jacrev": lambda f, one: functx.jacrev(f)(one),
-    "linearize": lambda f, one: functx.linearize(f, one),
+    "grad": lambda library, f, one: library.grad(f)(one),
+    "vjp": lambda library, f, one: library.vjp(f, one),
+    "jacrev": lambda library, f, one: library.jacrev(f)(one),
+    "linearize": lambda library, f, one: library.linearize(f, one),
 }
 
 
@@ -86,17 +86,14 @@ def test_a_class_that_is_no_pytree_is_named_with_what_makes_it_one(name):
     """As torch does, which sees no tensors in it."""
     x = numbers(3)
     with pytest.raises((ValueError, RuntimeError), match=r"_pytree\.register_dataclass\(Unknown\)"):
-        {**FORWARD, **REVERSE}[name](product, Unknown(x, x))
+        {**FORWARD, **REVERSE}[name](functx, product, Unknown(x, x))
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_takes_what_torch_takes(name):
     x = numbers(3)
-    found = FORWARD[name](product, Batch(x, x.cos()))
-    expected = getattr(torch.func, name)
-    one = Batch(x, x.cos())
-    wanted = expected(product, (one,), (one,)) if name == "jvp" else expected(product)(one)
-    assert_same(_tree.leaves(found), _tree.leaves(wanted))
+    run = lambda library: FORWARD[name](library, product, Batch(x, x.cos()))
+    assert_same(*(_tree.leaves(run(library)) for library in (functx, torch.func)))
     with pytest.raises(RuntimeError, match="convert it with"):
         functx.jvp(lambda x: x, (1.0,), (x,))
 

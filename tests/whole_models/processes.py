@@ -74,13 +74,6 @@ def split(model, mesh=None):
     return model
 
 
-def communicates(run):
-    """How often each collective runs."""
-    with Log() as log:
-        run()
-    return Counter(name.rpartition(".")[0] for name in log.names if "exp" not in name)
-
-
 class Log(TorchDispatchMode):
     """Collectives, in order, and what they are given here."""
 
@@ -90,21 +83,21 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         communicates = func.namespace in ("c10d", "_c10d_functional")
-        if (communicates and not func.__name__.startswith(("wait", "_wrap"))) or func.__name__ in (
-            "exp.default",
-            "expm1.default",
-        ):
+        if communicates and not func.__name__.startswith(("wait", "_wrap")):
             self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
-def communicates_once(model, x):
-    return communicates(lambda: loss(model, x).backward())
+def collectives(model, x):
+    """How often each runs in a step."""
+    with Log() as log:
+        loss(model, x).backward()
+    return Counter(name.rpartition(".")[0] for name in log.names)
 
 
 def trained(model, x):
     """Whether gradients are right, also where nobody counts; and how often collectives ran."""
-    counts = communicates_once(model, x)
+    counts = collectives(model, x)
     right = same_gradients(model)
     model.zero_grad()
     for _ in range(2):
@@ -239,7 +232,7 @@ WAYS = {
     "fsdp_apply_after": lambda: trained(regions(shard(net())), mine()),
     "fsdp_remat_modules": lambda: trained(shard(nn.Sequential(*map(functx.remat, net()))), mine()),
     "tensor_parallel_apply": lambda: trained(regions(split(net())), batch()),
-    "tensor_parallel_as_it_is": lambda: communicates_once(split(net()), batch()),
+    "tensor_parallel_as_it_is": lambda: collectives(split(net()), batch()),
 }
 
 

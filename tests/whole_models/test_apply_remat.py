@@ -54,15 +54,6 @@ def test_values_and_gradients_are_those_of_the_model():
     assert tanhs(ours()) == 2
 
 
-def test_the_model_works_under_transforms():
-    def gradients(net):
-        parameters = {k: v.detach() for k, v in net.named_parameters()}
-        loss = lambda parameters, x: functx.functional_call(net, parameters, (x,)).square().mean()
-        return functx.vmap(functx.grad(loss), (None, 0))(parameters, numbers(5, 4, 3))
-
-    assert_same(gradients(ours()), gradients(plain()))
-
-
 class TestNothingElseChanges:
     def test_types_do_not(self):
         assert [type(m) for m in ours().modules()] == [type(m) for m in plain().modules()]
@@ -179,14 +170,13 @@ def test_a_forward_that_was_set_on_the_instance_is_called(before):
 
 
 def test_an_error_names_the_module():
-    net = ours()
-    net.blocks[1].flag = True
-    original = type(net.blocks[1]).forward
+    class Fickle(Block):
+        flag = True
 
-    class Fickle(type(net.blocks[1])):
         def forward(self, x):
-            return original(self, x) if self.flag else torch.sin(x)
+            return super().forward(x) if self.flag else torch.sin(x)
 
+    net = ours()
     net.blocks[1].__class__ = Fickle
     out = net(numbers(2, 3))
     net.blocks[1].flag = False
@@ -250,7 +240,7 @@ LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
     [
         (Layer, LAYERS),
         (Special, ["layers.2"]),
-        ((Special, nn.LayerNorm), [f"layers.{i}.norm" for i in range(2)]),
+        ((Special, nn.LayerNorm), sorted(["layers.2", *(f"layers.{i}.norm" for i in range(4))])),
         ("layers.0", ["layers.0"]),
         ("layers.*", LAYERS),
         ("layers.[02]", ["layers.0", "layers.2"]),
@@ -278,11 +268,7 @@ LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
     ],
 )
 def test_where_means(where, expected):
-    found = chosen(where)
-    if where == (Special, nn.LayerNorm):
-        assert set(found) == {"layers.2", *(f"layers.{i}.norm" for i in range(4))}
-    else:
-        assert found == expected
+    assert chosen(where) == expected
 
 
 def test_every_takes_one_of_some():

@@ -174,10 +174,16 @@ def drawn(seed):
 
 
 def touches_all(steps, results, given):
-    """Whether no region has an argument that it never touches: its node keeps it, JAX drops it."""
-    touched = {*results, *(i for _, arguments in steps for i in arguments)}
-    inner = [(*step, len(arguments)) for step, arguments in steps if isinstance(step, tuple)]
-    return touched >= {*range(given)} and all(touches_all(*region) for region in inner)
+    """Whether all that regions are given, and return, is read: JAX drops what is not."""
+    touched, read = {*results, *(i for _, arguments in steps for i in arguments)}, {*range(given)}
+    for step, arguments in steps:
+        n = len(step[1]) if isinstance(step, tuple) else 1
+        if isinstance(step, tuple):
+            read |= {*range(given, given + n)}
+            if not touches_all(*step, len(arguments)):
+                return False
+        given += n
+    return touched >= read
 
 
 def loss(seed, library, remat):
@@ -259,7 +265,7 @@ def test_a_nest_recomputes_no_more_than_in_jax(seed, way):
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_many_nests_recompute_no_more_than_in_jax(way):
-    seeds = [seed for seed in range(100, 1500) if touches_all(*drawn(seed), 2)]
+    seeds = [seed for seed in range(100, 3000) if touches_all(*drawn(seed), 2)]
     assert len(seeds) > 100
     for seed in seeds:
         check(seed, way)
