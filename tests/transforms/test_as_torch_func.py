@@ -263,7 +263,7 @@ class TestRegions:
         jacobian = functx.vmap(linear)(torch.eye(4, dtype=DTYPE))
         assert_same(jacobian.diagonal() == 0, value == 0)
         assert_same(jacobian @ Y, linear(Y), eps=8)
-        assert len(runs) == 1
+        assert len(runs) == 1 or remat is functx.remat  # which runs it again in each call
 
     @pytest.mark.parametrize("remat", [functx.remat, identity])
     def test_it_works_under_transforms(self, remat):
