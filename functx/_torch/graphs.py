@@ -15,6 +15,7 @@ from torch.fx.experimental import proxy_tensor as _proxy_tensor
 
 from functx import _torch
 from functx._lines import is_internal
+from functx._torch import FUNCTIONAL, PROXY, dispatch_depth, infra_mode
 
 
 def reads_values(error: BaseException) -> bool:
@@ -50,7 +51,7 @@ class _NothingIsReal(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _fake(self, x: Any) -> Any:
-        mode = _torch.infra_mode(_torch.FAKE)
+        mode = infra_mode(_torch.FAKE)
         if not isinstance(x, torch.Tensor) or isinstance(x, _torch.FakeTensor):
             return x
         return same_value(x, lambda: mode.from_tensor(x.detach()))
@@ -69,8 +70,8 @@ def line_of(error: BaseException) -> str:
 
 def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``make()``, which has the memory of ``t``, and is the same value in the graph."""
-    mode = _torch.proxy_mode()
-    if mode is None or _torch.infra_mode(_torch.FUNCTIONAL) is not None:
+    mode = infra_mode(PROXY) if dispatch_depth() else None
+    if mode is None or infra_mode(FUNCTIONAL) is not None:
         return make()
     slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
     if slot is None:  # a constant
@@ -84,7 +85,7 @@ def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tenso
 
 def last_node() -> Any:
     """The last node so far."""
-    mode = _torch.proxy_mode()
+    mode = infra_mode(PROXY) if dispatch_depth() else None
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
@@ -112,7 +113,7 @@ def close(since: Any, region: str, phase: str) -> None:
 
     Dead is what no node and no tensor that is alive reads, writes and draws aside.
     """
-    if (mode := _torch.proxy_mode()) is None:
+    if not dispatch_depth() or (mode := infra_mode(PROXY)) is None:
         return
     read = {slot.proxy.node for slot in mode.tracer.tensor_tracker.values()}
     for node in _nodes_after(since, mode):
