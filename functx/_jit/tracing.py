@@ -26,10 +26,8 @@ aten = torch.ops.aten
 # Do nothing to a value below all transforms.
 _SAME = {aten.alias.default, aten.detach.default}
 # Ask for what the trace already knows.
-_FORWARD, _COTANGENT = "functx_forward", "functx_cotangent"  # noted at nodes
 _ASKS = {aten.is_same_size.default, aten._has_same_storage_numel.default}
-
-
+_FORWARD, _COTANGENT = "functx_forward", "functx_cotangent"  # noted at nodes
 INPUT, SAVED, COTANGENT = "input", "saved", "cotangent"  # what a backward is given
 
 
