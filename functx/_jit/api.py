@@ -80,12 +80,10 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _torch.tracing():  # a part of that graph
             return self.function(*args, **kwargs)
-        leaves, spec = _tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[i] for i in places]
-        statics = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        state = State((self.function, *statics))
-        settings = Settings()
+        tensors, how = _tree.parted((args, kwargs))
+        spec, others = how
+        statics = tuple(other[0] if other else None for other in others)
+        state, settings = State((self.function, *statics)), Settings()
         key = (
             *(spec, statics, tuple(map(type, statics)), tuple(state.key)),
             *(torch.is_grad_enabled(), torch.get_default_dtype(), settings.device),
@@ -99,7 +97,12 @@ class Jitted:
                 "tensors for what changes from call to call; numbers, strings, tuples for the rest."
             ) from error
         if code is None:
-            code = self._codes[key] = Code(self._flat(leaves, places, spec), self.backend)
+
+            def function(*ts: Tensor) -> Any:
+                args, kwargs = _tree.joined(ts, how)
+                return self.function(*args, **kwargs)
+
+            code = self._codes[key] = Code(function, self.backend)
         results = call(code, tensors, state.tensors)
         return _tree.joined(results, code.rest)
 
@@ -108,16 +111,3 @@ class Jitted:
 
     def __repr__(self) -> str:
         return f"functx.jit({self.function!r})"
-
-    def _flat(self, leaves: list[Any], places: list[int], spec: Any) -> Any:
-        """The function, from tensors to any pytree."""
-        statics = [None if i in places else leaf for i, leaf in enumerate(leaves)]
-
-        def flat(*tensors: Tensor) -> Any:
-            given = list(statics)
-            for i, t in zip(places, tensors):
-                given[i] = t
-            args, kwargs = _tree.unflatten(spec, given)
-            return self.function(*args, **kwargs)
-
-        return flat

@@ -144,6 +144,9 @@ class Graph:
         examples = [*args, *self.read(state)]
         self.run = compiled(traced.module(), [t.detach() for t in examples], backend)
 
+    def __call__(self, tensors: Tensors, state: Tensors = ()) -> list[Tensor]:
+        return self.run([*tensors, *self.read(state)])
+
     def read(self, state: Tensors) -> list[Tensor]:
         """What it reads beside its arguments."""
         return [state[s] if isinstance(s, int) else s for s in self.sources]
@@ -179,7 +182,7 @@ class Program:
         if any(mask):
             traced, second, self.given, self.shapes = cut(traced, len(self.tracked))
             examples = [_empty(v) for v in self.shapes]
-            self.backward = Graph(second, examples, (), code.backend).run
+            self.backward = Graph(second, examples, (), code.backend)
         self.forward = Graph(traced, tensors, state, code.backend)
 
     def pull_back(self, tensors: Tensors, state: Tensors, saved: Tensors, cotangents: Any) -> Any:
@@ -212,7 +215,7 @@ def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
     read_outside(given)
     if not any(mask) and not any(level_of(t) > 0 for t in tensors):
         forward = code.program(tensors, state, mask).forward
-        return forward.run([*tensors, *forward.read(state)])
+        return forward(tensors, state)
     known = _Known(code, len(tensors), mask, state)
     return [*_Operation.apply(known, *given)[: known.n_results]]
 
@@ -236,7 +239,7 @@ class _Operation(torch.autograd.Function):
         tensors = given[: known.n]
         program = known.program = known.code.program(tensors, known.state, known.mask)
         known.n_results = len(program.tracked)
-        return tuple(program.forward.run([*tensors, *program.forward.read(known.state)]))
+        return tuple(program.forward(tensors, known.state))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
