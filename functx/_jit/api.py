@@ -85,7 +85,7 @@ class Jitted:
         statics = tuple(other[0] if other else None for other in others)
         state, settings = State((self.function, *statics)), Settings()
         key = (
-            *(spec, statics, tuple(map(type, statics)), tuple(state.key)),
+            *(spec, tuple(others), tuple(map(type, statics)), tuple(state.key)),
             *(torch.is_grad_enabled(), torch.get_default_dtype(), settings.device),
             *(repr(settings.flags), repr(settings.casts)),
         )

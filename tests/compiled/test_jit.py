@@ -176,6 +176,12 @@ def test_a_signature_is_traced_once():
     assert len(traced) == 3
 
 
+def test_none_in_place_of_a_tensor_is_another_signature():
+    jitted = functx.jit(lambda x, y: x if y is None else -y, backend=as_traced)
+    assert_same(jitted(numbers(3), None), numbers(3))
+    assert_same(jitted(None, numbers(3)), -numbers(3))
+
+
 def test_a_method_reads_its_own_object():
     class Scale:
         def __init__(self, w):
