@@ -34,8 +34,11 @@ class Chain(nn.Module):
 SHARES = {"mlp": 0.7, "transformer": 0.8, "conv net": 0.85, "u-net": 0.85}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
 # A plan of a transformer measures some hundred stretches of it.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.sweep if n == "transformer" else ()) for n in NETWORKS],
+)
 def test_a_network_keeps_to_its_budget(name):
     torch.manual_seed(1)
     blocks, x = NETWORKS[name]()

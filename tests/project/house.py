@@ -1,6 +1,7 @@
 """Reads the source: what imports what, and which private names of other libraries are used."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +18,23 @@ def sources():
     return found
 
 
+@functools.cache
+def nodes(source):
+    return [*ast.walk(ast.parse(source))]
+
+
+def dotted(node):
+    """``a.b.c``, of an attribute of a name; of anything else nothing."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
 def imports(source):
     """Dotted names that ``source`` imports, wherever it does: ``from a import b`` gives ``a.b``."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -35,9 +50,9 @@ def is_private(name):
 def private_names(source, library):
     """Private names of ``library`` that ``source`` imports or reaches by attribute."""
     found = {name for name in imports(source) if name.split(".")[0] == library}
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute):
-            chain = ast.unparse(node)
+            chain = dotted(node)
             if chain.startswith(f"{library}.") and not chain.startswith(f"{library}.ops."):
                 found.add(chain)
     return {name for name in found if is_private(name)}
@@ -47,18 +62,18 @@ def private_attributes(source):
     """Private attributes that ``source`` reads of whatever has them: ``node._sequence_nr``."""
     return {
         node.attr
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and is_private(node.attr)
-        and not ast.unparse(node).startswith("torch.ops.")
+        and not dotted(node).startswith("torch.ops.")
     }
 
 
 def own_names(source):
     """Private names that ``source`` gives to something."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -198,7 +198,7 @@ def test_wrong_use_says_what_to_do(args, options, error, message):
         crosscheck(*args, **options)
 
 
-QUICK = [("MLP", "every 2 steps"), ("GPT", "one region")]
+QUICK = [("MLP", "every 2 steps"), ("MLP", "one region")]
 REST = [
     pytest.param(*which, marks=pytest.mark.sweep)
     for which in itertools.product(agreement.NETWORKS, agreement.CUTS)

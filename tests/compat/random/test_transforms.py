@@ -43,7 +43,12 @@ def agree(name, got, expected):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("name", DRAWS)
+REST = ("bits", "uniform between bounds", "bernoulli", "randint")  # `test_bits` has them, unbatched
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.sweep if n in REST else ()) for n in DRAWS]
+)
 def test_a_draw_is_that_of_jax_batched_traced_and_lowered(name):
     keys = random.split(random.key(1), (2, 3))
     typed = random.to_jax(keys)

@@ -145,7 +145,14 @@ def example(name):
     return (AT_KINKS[name], AT) if name in AT_KINKS else (OF_TWO[name], FINITE, FINITE.flip(0))
 
 
-@pytest.mark.parametrize("name", [*CASES, *AT_KINKS, *OF_TWO])
+LONG = ("ctc of each", "ctc, no targets", "ctc, impossible")
+NAMES = [
+    pytest.param(name, marks=pytest.mark.sweep if name in LONG else ())
+    for name in (*CASES, *AT_KINKS, *OF_TWO)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_operation_has_torch_s_value_and_gradient(name):
     f, *args = example(name)
 
