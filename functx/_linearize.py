@@ -15,7 +15,7 @@ from functx._transforms import vjp
 
 
 @by_primals
-@compiler.uncompiled
+@compiler.told
 def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
     """The value of a function, and its Jacobian-vector product at that point, for many tangents.
 

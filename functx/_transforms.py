@@ -57,7 +57,7 @@ jacfwd = by_arguments(_remat.by_arguments(_forward.jacfwd))
 jvp = by_primals(_remat.by_primals(_forward.jvp))
 
 
-@compiler.uncompiled
+@compiler.told
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def grad(
     return gradient
 
 
-@compiler.uncompiled
+@compiler.told
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def grad_and_value(
     return gradient_and_value
 
 
-@compiler.uncompiled
+@compiler.told
 def value_and_grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def value_and_grad(
     return value_and_gradient
 
 
-@compiler.uncompiled
+@compiler.told
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The output of a function, and its pullback: vector-Jacobian products.
 
@@ -228,7 +228,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return (output, pullback, aux) if has_aux else (output, pullback)
 
 
-@compiler.uncompiled
+@compiler.told
 def jacrev(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -296,7 +296,7 @@ def jacrev(
     return jacobian
 
 
-@compiler.uncompiled
+@compiler.told
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.
 
@@ -373,4 +373,4 @@ def _named_after(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     And hidden from ``torch.compile``, which would trace half of it.
     """
     wraps = functools.wraps(func, updated=())
-    return lambda wrapper: compiler.uncompiled(wraps(wrapper))
+    return lambda wrapper: compiler.told(wraps(wrapper), _validate.name_of(func))

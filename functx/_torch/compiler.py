@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._guards import TracingContext
 from torch.utils import checkpoint as _checkpoint
 
 from functx import _torch
+from functx._lines import is_internal, line_of, where
 
 _eval_frame = torch._C._dynamo.eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,8 +30,63 @@ def uncompiled(f: F) -> F:
     strategy = _eval_frame._FrameExecStrategy(skip, skip)  # this frame, and those it calls
     _eval_frame.set_code_exec_strategy(f.__code__, strategy)
     f._torchdynamo_disable = True  # type: ignore[attr-defined]
-    f._torchdynamo_disable_msg = "functx runs this in eager"  # type: ignore[attr-defined]
+    f._torchdynamo_disable_msg = _IN_EAGER  # type: ignore[attr-defined]
     return f
+
+
+_IN_EAGER = (
+    "torch.compile runs transforms of functx, and regions in transforms, in eager; functx.jit(f) "
+    "compiles the whole stack as one graph, and keeps its recompute"
+)
+_told: set[Any] = set()
+
+
+def tell(name: str) -> None:
+    """Warn that ``torch.compile``, which is tracing this, leaves it out.
+
+    The compiler runs this as it traces, and not in what it compiles.
+    """
+    _warn(f"functx: {name}: {_IN_EAGER}.")
+
+
+def tell_of_export() -> None:
+    """Warn that what is exported has no regions."""
+    _warn(_EXPORTED)
+
+
+def _warn(text: str) -> None:
+    """Warn, once for each line of what is traced."""
+    frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
+    file, line, _ = line_of(where())  # that calls it
+    key: Any = text
+    if frames:
+        file, line = frames[-1].filename, frames[-1].lineno or 0
+        key = text, file, line
+    if key not in _told:
+        _told.add(key)
+        warnings.warn_explicit(text, RuntimeWarning, file, line)
+
+
+_EXPORTED = (
+    "functx: what torch.export and torch.jit.trace make of a model has no regions: where it is "
+    "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph."
+)
+for _run_in_traces in (tell, tell_of_export):
+    _run_in_traces._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def told(f: F, name: str = "") -> F:
+    """``f`` as `uncompiled`; and the compiler `tell`s so."""
+    uncompiled(f)
+    name = name or f"functx.{f.__name__}"
+
+    @functools.wraps(f, updated=())
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            tell(name)
+        return f(*args, **kwargs)
+
+    return telling  # type: ignore[return-value]
 
 
 def load() -> None:

@@ -10,13 +10,15 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import functx
+from functx._torch import compiler
 
 WEIGHTS = [numbers(4, 4, start=float(i)) for i in range(8)]
 X = numbers(16, 4)
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch):
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -103,7 +105,9 @@ def test_names_break_the_graph_and_hold():
     weights = [w.clone().requires_grad_() for w in WEIGHTS]
     region = functx.remat(named, policy=functx.checkpoint_policies.save_only_these_names("z"))
     loss = lambda x: chain(lambda f: region, weights)(x)
-    ours = torch.autograd.grad(compiled(loss)(X), weights)
+    with pytest.warns(RuntimeWarning, match="functx.jit"):
+        out = compiled(loss)(X)
+    ours = torch.autograd.grad(out, weights)
     assert_same(ours, torch.autograd.grad(chain(lambda f: named, weights)(X), weights), eps=8)
 
 
@@ -157,15 +161,39 @@ def test_a_compiled_model_may_get_regions():
     assert kept(fast(X)) == before
 
 
-@pytest.mark.parametrize(
-    ("library", "kind"), [(functx, "remat"), (torch.func, "checkpoint"), (functx, "none")]
-)
-def test_transforms_break_the_graph_and_are_right(library, kind):
-    loss = chain(REGIONS.get(kind, lambda f: f))
+KINDS = [(functx, "remat"), (torch.func, "remat"), (torch.func, "checkpoint"), (functx, "none")]
 
-    def step(x):
-        y = 2 * x
-        return library.vmap(library.grad(loss))(y).sin() + y
 
-    expected = functx.vmap(functx.grad(chain(lambda f: f)))(2 * X).sin() + 2 * X
-    assert_same(compiled(step)(X), expected, eps=8)
+@pytest.mark.parametrize(("library", "kind"), KINDS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_transforms_run_in_eager_and_a_warning_names_jit(library, kind, alone):
+    stack = library.vmap(library.grad(chain(REGIONS.get(kind, lambda f: f))))
+    step = stack if alone else lambda x: stack(2 * x).sin() + x
+    expected = functx.vmap(functx.grad(chain(lambda f: f)))
+    expected = expected(X) if alone else expected(2 * X).sin() + X
+    fast = compiled(step)
+    with pytest.warns(RuntimeWarning, match=r"eager; functx\.jit") as caught:
+        assert_same(fast(X), expected, eps=8)
+    assert {w.filename for w in caught} == {__file__}
+    torch._dynamo.reset()
+    assert_same(fast(X), expected, eps=8)  # without another warning
+
+
+def test_a_full_graph_is_refused_by_name():
+    step = functx.vmap(functx.grad(lambda x: x.sin().sum()))
+    with (
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"functx\.jit"),
+        pytest.warns(RuntimeWarning, match=r"functx\.jit"),
+    ):
+        compiled(step, fullgraph=True)(X)
+    assert_same(step(X), X.cos(), eps=4)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace])
+def test_what_is_exported_has_no_regions_and_a_warning_says_so(export):
+    net = functx.remat(nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh()))
+    with pytest.warns(RuntimeWarning, match="no regions"):
+        exported = export(net, (X,))
+    again = exported.module() if export is torch.export.export else exported
+    assert_same(again(X), net(X), eps=4)
