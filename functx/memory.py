@@ -2,8 +2,10 @@
 
 On CPU the bytes are those of the storages that the call creates (``functx/_storages.py`` says how
 they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
-:func:`torch.cuda.max_memory_allocated`. Functions of ``torch.compile`` run in eager while they are
-measured on CPU: a mode follows each operation.
+:func:`torch.cuda.max_memory_allocated`. If the call runs compiled code (of `functx.jit` or
+``torch.compile``: itself, or what its closures, globals and arguments reach), no operation can be
+seen: the bytes are those that torch's allocator hands out. Call it once before, since the first
+call also compiles.
 
 The collector of reference cycles is off during a measured call, so that a cycle that holds
 activations shows in every run, as the leak it is.
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 
 from functx import _pictures, _tree
-from functx._storages import Event, LiveStorages, no_collection
+from functx._allocations import Allocations, runs_compiled
+from functx._storages import Event, LiveStorages, no_collection, storages_of
 from functx._traced import Held, TracedStorages
 from functx._validate import check_callable
 
@@ -48,6 +51,9 @@ class Profile:
         phases: For each event of the timeline, whether it is part of the ``"forward"``, of the
             ``"backward"``, or of a ``"replay"`` of a region within that.
         history: Every change: after how many operations, by how many bytes, of what line.
+
+    Of a call that runs compiled code the timeline has the allocator's requests, and it is not known
+    what was live at the peak, and in which phase.
     """
 
     result: Any
@@ -90,7 +96,8 @@ class Profile:
             rest = sum(held.values()) - sum(nbytes for _, nbytes in most)
             lines.append((f"at peak, {len(held) - SHOWN} others", rest))
         width = max(len(name) for name, _ in lines)
-        head = f"{len(self.timeline)} operations"
+        what = "operations" if self.phases or not self.timeline else "requests to the allocator"
+        head = f"{len(self.timeline)} {what}"
         return "\n".join([head] + [f"{name:<{width}} {n:>15,} bytes" for name, n in lines])
 
 
@@ -106,7 +113,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         A `Profile`; its ``result`` is what ``f`` returned.
 
     Raises:
-        TypeError: ``f`` can't be called, or is compiled. What ``f`` raises passes through.
+        TypeError: ``f`` can't be called. What ``f`` raises passes through.
 
     Example:
         >>> import torch, functx.memory
@@ -122,7 +129,9 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, sin, float32[1000], ...:1 in <lambda> ... 4,000 bytes
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
-    _check(f, "profile")
+    check_callable(f, "functx.memory.profile")
+    if runs_compiled(f, args, kwargs):
+        return _profile_compiled(f, args, kwargs)
     storages = TracedStorages()
     with no_collection(), _DevicePeak() as device, storages:
         result = f(*args, **kwargs)
@@ -152,16 +161,20 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
         >>> functx.memory.peak(lambda x: x.sin().sin().sin(), torch.ones(1000))
         8000
     """
-    _check(f, "peak")
-    with no_collection(), _DevicePeak() as device, LiveStorages() as storages:
+    check_callable(f, "functx.memory.peak")
+    followed = Allocations() if runs_compiled(f, args, kwargs) else LiveStorages()
+    with no_collection(), _DevicePeak() as device, followed:
         f(*args, **kwargs)
-    return device.bytes or storages.peak
+    return device.bytes or followed.peak
 
 
 def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
     """How often a call runs each operation, below autograd and functorch.
 
-    Args and errors are those of `profile`.
+    Args are those of `profile`.
+
+    Raises:
+        TypeError: ``f`` can't be called, or runs compiled code, whose operations can't be seen.
 
     Returns:
         Counts by name: ATen operations by their bare one (``"mm"``), others with their namespace.
@@ -172,7 +185,12 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
         >>> functx.memory.count(df, torch.ones(3))["cos"]
         1
     """
-    _check(f, "count")
+    check_callable(f, "functx.memory.count")
+    if runs_compiled(f, args, kwargs):
+        raise TypeError(
+            "functx.memory.count: the function runs compiled code, whose operations can't be seen. "
+            "Count those of the function that was compiled."
+        )
     with LiveStorages() as storages:
         f(*args, **kwargs)
     return storages.operations
@@ -198,14 +216,14 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     return _pictures.lines(curves, path)
 
 
-def _check(f: Any, name: str) -> None:
-    check_callable(f, f"functx.memory.{name}")
-    if hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod"):
-        raise TypeError(
-            f"functx.memory.{name}: the function is compiled, and would run in eager while each "
-            "operation is followed. Measure what it was made of; or, on CUDA, the compiled "
-            "function with torch.cuda.max_memory_allocated()."
-        )
+def _profile_compiled(f: Any, args: Any, kwargs: Any) -> Profile:
+    with no_collection(), _DevicePeak() as device, Allocations() as followed:
+        result = f(*args, **kwargs)
+    tensors = [x for x in _tree.leaves(result) if isinstance(x, torch.Tensor)]
+    returned = sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
+    kept, timeline = followed.live - returned, tuple(followed.timeline)
+    peak = device.bytes or followed.peak
+    return Profile(result, peak, kept, returned, timeline, ())
 
 
 class _DevicePeak:

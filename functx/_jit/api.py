@@ -111,3 +111,9 @@ class Jitted:
 
     def __repr__(self) -> str:
         return f"functx.jit({self.function!r})"
+
+
+def is_compiled(x: Any) -> bool:
+    """Whether something is a jitted function, or one of ``torch.compile``."""
+    names = "_torchdynamo_orig_callable", "_orig_mod"
+    return isinstance(x, Jitted) or any(name in getattr(x, "__dict__", ()) for name in names)

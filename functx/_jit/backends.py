@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from functx import _torch
+from functx._storages import LiveStorages
 from functx._torch import compiler
 
 # Inductor would move a recompute to where its operands are (`reorder_for_locality`), or schedule it
@@ -36,10 +38,23 @@ def compiled(
             run = backend(module, examples)
 
     def call(args: list[Tensor]) -> list[Tensor]:
+        if _torch.dispatch_depth() and backend == "inductor":
+            _check_not_followed()
         with torch.no_grad():
             return [*run(*[t.detach() for t in args])]
 
     return call
+
+
+def _check_not_followed() -> None:
+    """Refuse to run unseen where each operation is followed."""
+    if any(
+        isinstance(_torch.dispatch_mode_at(i), LiveStorages) for i in range(_torch.dispatch_depth())
+    ):
+        raise TypeError(
+            "functx.memory follows a call operation by operation, and code of functx.jit runs in it "
+            "that it has not found. Pass the jitted function as an argument of what is measured."
+        )
 
 
 @contextmanager

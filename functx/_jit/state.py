@@ -29,7 +29,7 @@ class State:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = []
         self._seen: dict[int, int] = {}
-        self._held: list[Any] = []  # so that ids stay what they are
+        self.held: list[Any] = []  # all of that, so that ids stay what they are
         for root in roots:
             self._look(root)
 
@@ -40,10 +40,10 @@ class State:
             key += kind, x  # (2 == 2.0)
             return
         number = self._seen.setdefault(id(x), len(self._seen))
-        if number < len(self._held):
+        if number < len(self.held):
             key.append(number)
             return
-        self._held.append(x)
+        self.held.append(x)
         key.append(kind)
         if isinstance(x, Tensor):
             self.tensors.append(x)
@@ -73,6 +73,11 @@ class State:
     def _look_at_all(self, values: Iterable[Any]) -> None:
         for value in values:
             self._look(value)
+
+
+def reached(root: Any) -> list[Any]:
+    """Everything that is looked into, or part of a signature, by identity."""
+    return State([root]).held
 
 
 class _Itself:

@@ -172,12 +172,37 @@ def test_what_is_not_callable_is_an_error(measure):
         measure(torch.ones(3))
 
 
-# Torch imports its compiler.
-def test_compiled_functions_are_refused_on_cpu(x):
-    """Each operation is followed by a mode, under which they run in eager."""
-    for compiled in (torch.compile(torch.sin), torch.compile(torch.nn.Linear(3, 3))):
-        with pytest.raises(TypeError, match=r"functx.memory.peak: .* is compiled"):
-            peak(compiled, x)
+def chain(layers):
+    region = functx.remat(lambda x: torch.tanh(x @ torch.ones(10, 10)))
+
+    def f(x):
+        for _ in range(layers):
+            x = region(x)
+        return x.sum()
+
+    return functx.grad(f)
+
+
+# Compiled by inductor, which takes seconds.
+def test_of_compiled_code_the_bytes_are_the_allocator_s(x):
+    x, nbytes = x[:100].reshape(10, 10), 400
+    jitted, compiled = functx.jit(chain(6)), torch.compile(lambda x: (x.sin() @ x.cos()).exp())
+    jitted(x), compiled(x)
+    fused = peak(jitted, x)
+    assert 5 * nbytes <= fused <= peak(chain(6), x)  # what regions keep, and no result in between
+    assert peak(lambda: jitted(x)) == fused
+    p = profile(jitted, x)
+    assert (p.peak, p.kept, p.returned) == (fused, 0, nbytes)
+    assert "requests to the allocator" in str(p)
+    assert peak(compiled, x) == 3 * nbytes  # a product, which exp overwrites, and its operands
+    with pytest.raises(TypeError, match="compiled code, whose operations can't be seen"):
+        count(jitted, x)
+
+
+def test_compiled_code_that_is_not_found_is_an_error(x):
+    jitted = functx.jit(torch.sin)
+    with pytest.raises(TypeError, match="Pass the jitted function as an argument"), LiveStorages():
+        jitted(x)
 
 
 HERE = os.path.basename(__file__)
