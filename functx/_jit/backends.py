@@ -48,12 +48,11 @@ def compiled(
 
 def _check_not_followed() -> None:
     """Refuse to run unseen where each operation is followed."""
-    if any(
-        isinstance(_torch.dispatch_mode_at(i), LiveStorages) for i in range(_torch.dispatch_depth())
-    ):
+    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_depth()))
+    if any(isinstance(mode, LiveStorages) for mode in modes):
         raise TypeError(
-            "functx.memory follows a call operation by operation, and code of functx.jit runs in it "
-            "that it has not found. Pass the jitted function as an argument of what is measured."
+            "functx.memory follows each operation, and code of functx.jit runs in it that it has "
+            "not found. Pass the jitted function as an argument of what is measured."
         )
 
 
