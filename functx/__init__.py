@@ -6,6 +6,7 @@ checkpointing that composes with all of them.
 
 from functx import _budget as _budget
 from functx import checkpoint_policies as checkpoint_policies
+from functx import graph as graph
 from functx import memory as memory
 from functx import per_sample as per_sample
 from functx._apply import apply_remat as apply_remat

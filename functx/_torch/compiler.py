@@ -71,8 +71,7 @@ _EXPORTED = (
     "functx: what torch.export and torch.jit.trace make of a model has no regions: where it is "
     "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph."
 )
-for _run_in_traces in (tell, tell_of_export):
-    _run_in_traces._dynamo_marked_constant = True  # type: ignore[attr-defined]
+tell._dynamo_marked_constant = tell_of_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def told(f: F, name: str = "") -> F:

@@ -83,6 +83,13 @@ def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tenso
     return twin
 
 
+def empty_like(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A graph without nodes that takes its arguments, and gives its results, as this one."""
+    new = torch.fx.Graph()
+    new.set_codegen(graph._codegen)
+    return new
+
+
 def last_node() -> Any:
     """The last node so far."""
     mode = infra_mode(PROXY) if dispatch_depth() else None
@@ -140,6 +147,17 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
             slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
             if slot is not None:
                 _note(slot.proxy.node, functx_decision="save")
+
+
+def note_name(t: torch.Tensor, name: str) -> None:
+    """Say of the node that gives a tensor, below all transforms, that it has a name."""
+    if dispatch_depth() and (mode := infra_mode(PROXY)) is not None:
+        while _torch.level_of(t) > 0:
+            t = _torch.inner_of(t)
+        slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+        if slot is not None:
+            names = slot.proxy.node.meta.get("custom", {}).get("functx_names", ())
+            slot.proxy.node.meta.setdefault("custom", {})["functx_names"] = (*names, name)
 
 
 def _note(node: Any, **said: Any) -> None:

@@ -1,0 +1,422 @@
+"""Recompute in a graph of ``torch.fx`` that holds a forward and its backward.
+
+`remat` takes graphs from anywhere: ``make_fx`` of a step, AOTAutograd, the joint export of
+``torch.export``, a graph trainer. What the backward reads of the forward, and a region does not
+keep, it computes again, right before its first use; what nobody reads any more is taken out.
+
+NOTE [runs]
+A graph is a row of runs: the forward, and a backward pass, perhaps with the next forward behind it.
+A run begins where torch has marked a node as backward, or where ones are made like a result that is
+differentiated, or where an input is read that AOTAutograd names ``tangents_...``. What a run reads
+of those before it, it may compute again.
+
+NOTE [regions]
+They are, by what there is: nodes with torch's ``recompute`` tags, the regions of functx, the
+blocks of a model (what is in a module whose path has a number: ``layers.3``), or else all of a
+run. Kept are inputs of a region, and values that leave it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from functx import _policies, _torch, _tree
+from functx._policies import Decision, Value
+from functx._policy_kinds import flops_of, is_dot
+from functx._remat import operator_of
+from functx._torch import graphs
+from functx._validate import checked_budget
+
+__all__ = ["remat"]
+
+aten = torch.ops.aten
+_ONES = {aten.ones_like.default, aten.full_like.default}
+_SAME = {aten.detach.default, aten.alias.default}
+_SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
+_BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+_COUNTS = (*range(1, 17), *range(18, 65, 3))  # of segments that a budget tries
+
+
+def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.GraphModule:
+    """Put recompute into a joint forward and backward graph.
+
+    Args:
+        gm: a graph of ATen operations, whose nodes have ``meta["val"]``, as tracers leave it.
+            Several backward passes may be in it.
+        policy: what regions keep beside their inputs, as for `functx.remat`; random results are
+            kept in any case. ``None`` asks the tags of the nodes, and keeps nothing where there are
+            none. Regions are found by tags or modules; see the module's docstring.
+        budget: the most bytes that are to be live beside the inputs: an int, a text such as
+            ``"2GiB"``, or a float, a share of what the graph has now. Regions are chosen, not read.
+
+    Returns:
+        A graph module that gives the same results. ``gm`` stays as it is. Nodes that run again are
+        named ``..._again_1``, by run; their ``meta["custom"]["functx_phase"]`` is ``"replay"``.
+
+    Raises:
+        TypeError: ``gm`` is no graph module.
+        ValueError: there is no backward in it, or nothing says what is a region, or the budget
+            can't be met (the error says what can), or both or offloading are asked for.
+
+    Example:
+        >>> import torch, functx
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> f = lambda w, x: torch.sin(torch.sin(x @ w)).sum()
+        >>> joint = make_fx(torch.func.grad_and_value(f))(torch.ones(2, 2), torch.ones(3, 2))
+        >>> less = functx.graph.remat(joint, policy=functx.checkpoint_policies.dots_saveable)
+        >>> [node.name for node in less.graph.nodes if "again" in node.name]
+        ['sin_again_1']
+
+    Source:
+        Chen et al., *Training deep nets with sublinear memory cost*, 2016; for budgets, segments of
+        the same bytes.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"functx.graph.remat: expected an fx.GraphModule, got {type(gm).__name__}.")
+    if policy is not None and budget is not None:
+        raise ValueError("functx.graph.remat: a budget chooses what to keep; don't give a policy.")
+    joint = Joint(gm.graph)
+    if budget is None:
+        again = joint.not_kept(joint.regions(policy), _asked(policy))
+    else:
+        again = _within(joint, checked_budget(budget, "functx.graph.remat"))
+    new = fx.GraphModule(gm, joint.rewritten(again))
+    new.meta.update(gm.meta)
+    return new
+
+
+class Joint:
+    """What is to be known of a graph, node by node; places are in its order."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes = [n for n in graph.nodes if n.op != "output"]
+        self.output = next(n for n in graph.nodes if n.op == "output")
+        self.place = {n: i for i, n in enumerate(self.nodes)}
+        starts = _starts(self.nodes)
+        if not starts:
+            raise ValueError(
+                "functx.graph.remat: the graph has no backward that can be told from the forward. "
+                'Set node.meta["partitioner_tag"] = "is_backward" on its nodes.'
+            )
+        self.run = dict(zip(self.nodes, itertools.accumulate(int(n in starts) for n in self.nodes)))
+        self.reads = {n: n.all_input_nodes for n in self.nodes}
+        self.base = {n: _base(n) for n in self.nodes}
+        self.size = {n: _bytes(n) for n in self.nodes}
+        self.stays = {n for n in self.nodes if n.op != "call_function" or n.is_impure()}
+        self.memory = dict[fx.Node, fx.Node]()  # for each node the one that made its memory
+        for node, base in self.base.items():
+            self.memory[node] = node if base is None else self.memory[base]
+        self.results = {self.memory[n] for n in self.output.all_input_nodes}
+        self.fixed = self._fixed()
+
+    def _fixed(self) -> set[fx.Node]:
+        """Nodes that can't run again."""
+        writes = defaultdict(list)
+        for node in self.nodes:
+            for x in _written(node):
+                writes[self.memory[x]].append(self.place[node])
+        fixed, last = set[fx.Node](), dict[fx.Node, int]()
+        for node in reversed(self.nodes):
+            # The last place at which it may run again:
+            users = [u for u in node.users if u in self.place]
+            ends = [self.place[u] if self.run[u] > self.run[node] else last[u] for u in users]
+            last[node], here = max(ends, default=-1), self.place[node]
+            read = {self.memory[x] for x in (node, *self.reads[node])}
+            written = any(here < at < last[node] for m in read for at in writes[m])
+            if written or not _is_pure(node):
+                fixed.add(node)
+        return fixed
+
+    def regions(self, policy: Any) -> dict[fx.Node, Any]:
+        """For each node that is in a region, which; see NOTE [regions]."""
+        for find in (_by_tag, _by_region, _by_module):
+            found = find(self.nodes)
+            if found:
+                return found
+        if policy is None:
+            raise ValueError(
+                "functx.graph.remat: nothing says what is a region: no node has a recompute tag, "
+                "a region of functx, or a module with a number in its path. Give a policy or a "
+                "budget."
+            )
+        return dict.fromkeys(self.nodes, "all")
+
+    def not_kept(
+        self, regions: dict[fx.Node, Any], keeps: Callable[[fx.Node], bool]
+    ) -> set[fx.Node]:
+        """What is to run again: in regions, what is not kept."""
+        again = set[fx.Node]()
+        leaves = set[fx.Node]()  # memory that does
+        for node, region in regions.items():
+            users = [u for u in node.users if self.run.get(u) == self.run[node]]
+            if any(regions.get(u) != region for u in users):
+                leaves.add(self.memory[node])
+        for node in self.nodes:
+            if node not in regions or node in self.fixed:
+                continue
+            base = self.memory[node]
+            if base is not node:  # a view: as what it is of
+                if base in again:
+                    again.add(node)
+            elif base not in self.results and base not in leaves and not keeps(node):
+                again.add(node)
+        return again
+
+    def steps(self, again: set[fx.Node]) -> list[tuple[fx.Node, int]]:
+        """The nodes in their new order; what runs again with the number of its run, else -1."""
+        made, copied = list[tuple[fx.Node, int]](), set[tuple[fx.Node, int]]()
+        for node in self.nodes:
+            run = self.run[node]
+            todo = [*self.reads[node]]
+            while todo:
+                x = todo.pop()
+                if x not in again or self.run[x] == run or (x, run) in copied:
+                    continue
+                before = [y for y in self.reads[x] if y in again and (y, run) not in copied]
+                if before:
+                    todo += [x, *before]
+                else:
+                    copied.add((x, run))
+                    made.append((x, run))
+            made.append((node, -1))
+        # Take out what nobody reads.
+        read, live = {(n, -1) for n in self.output.all_input_nodes}, list[tuple[fx.Node, int]]()
+        for node, number in reversed(made):
+            if (node, number) in read or (number < 0 and node in self.stays):
+                live.append((node, number))
+                own = number if number >= 0 else self.run[node]
+                for x in self.reads[node]:
+                    read.add((x, own) if (x, own) in copied else (x, -1))
+        return live[::-1]
+
+    def rewritten(self, again: set[fx.Node]) -> fx.Graph:
+        """The graph in which these run again."""
+        graph, made = graphs.empty_like(self.graph), dict[tuple[fx.Node, int], fx.Node]()
+
+        def resolved(number: int) -> Callable[[fx.Node], fx.Node]:
+            return lambda x: made.get((x, number)) or made[x, -1]
+
+        for node, number in self.steps(again):
+            own = number if number >= 0 else self.run[node]
+            new = made[node, number] = graph.node_copy(node, resolved(own))
+            if number >= 0:
+                new.meta["custom"] = {**node.meta.get("custom", {}), "functx_phase": "replay"}
+                new.name = f"{node.name}_again_{number}"
+        graph.output(fx.map_arg(self.output.args[0], resolved(-1)))
+        graph.lint()
+        return graph
+
+    def cost(self, again: set[fx.Node]) -> tuple[int, int]:
+        """Peak bytes beside the inputs, and FLOPs that run again."""
+        steps, flops = self.steps(again), 0
+        memory, end = dict[Any, Any](), dict[Any, int]()  # of each step; and when it is let go
+        for i, (node, number) in enumerate(steps):
+            at = number if number >= 0 else self.run[node]
+            read = {x: (x, at) if (x, at) in memory else (x, -1) for x in self.reads[node]}
+            base = self.base[node]
+            memory[node, number] = (node, number) if base is None else memory[read[base]]
+            end |= {memory[x]: i for x in (*read.values(), (node, number))}
+            flops += _flops(node) if number >= 0 else 0
+        end |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
+        dying = defaultdict(list)
+        for made, i in end.items():
+            dying[i].append(made)
+        live = most = 0
+        for i, step in enumerate(steps):
+            if memory[step] == step:
+                live += self.size[step[0]]
+            most = max(most, live)
+            live -= sum(self.size[node] for node, _ in dying[i])
+        return most, flops
+
+
+def _asked(policy: Any) -> Callable[[fx.Node], bool]:
+    """Whether a region keeps what a node gives."""
+    if policy is None:
+        return _is_tagged_to_save
+    asked = _policies.as_policy(policy)
+
+    def keeps(node: fx.Node) -> bool:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        names = frozenset(node.meta.get("custom", {}).get("functx_names", ()))
+        decision = asked.decide(Value(node.target, args, kwargs, node.meta.get("val"), names))
+        if decision is Decision.OFFLOAD:
+            raise ValueError("functx.graph.remat: a graph can't offload; save or recompute.")
+        return bool(decision)
+
+    return keeps
+
+
+def _is_tagged_to_save(node: fx.Node) -> bool:
+    said = node.meta.get("recompute"), node.meta.get("custom", {}).get("functx_decision")
+    return said[0] in _SAVE or said[1] == "save"
+
+
+def _by_tag(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    tagged = [n for n in nodes if isinstance(n.meta.get("recompute"), CheckpointPolicy)]
+    return {n: n.meta.get("ac_graph_id", 0) for n in tagged}
+
+
+def _by_region(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    names = ((n.meta.get("custom", {}).get("functx_region"), n) for n in nodes)
+    runs = enumerate(itertools.groupby(names, lambda named: named[0]))
+    return {n: number for number, (name, run) in runs if name is not None for _, n in [*run]}
+
+
+def _by_module(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    found = {}
+    for node in nodes:
+        modules = [*node.meta.get("nn_module_stack", {}).values()]
+        if modules and (block := _BLOCK.match(str(modules[-1][0]))):
+            found[node] = block[0]
+    return found
+
+
+def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
+    """The least work that keeps to a budget, among segments of the same bytes."""
+    whole, _ = joint.cost(set())
+    most = int(whole * budget) if isinstance(budget, float) else budget
+    if whole <= most:
+        return set()
+    found, least = list[tuple[int, int, set[fx.Node]]](), whole
+    segments, nothing = _Segments(joint), lambda _: False
+    for count, even, keeps in itertools.product(_COUNTS, (True, False), (_is_product, nothing)):
+        again = joint.not_kept(segments.of(count, even), keeps)
+        peak, flops = joint.cost(again)
+        least = min(least, peak)
+        if peak <= most:
+            found.append((flops, len(found), again))
+    if not found:
+        raise ValueError(
+            f"functx.graph.remat: the budget is {most:,} bytes; the least possible is {least:,}."
+        )
+    return min(found)[2]
+
+
+class _Segments:
+    """Segments of a graph: of the same bytes, or cut near there where little is handed on."""
+
+    def __init__(self, joint: Joint) -> None:
+        last = joint.run[joint.nodes[-1]]
+        self.nodes = [n for n in joint.nodes if joint.run[n] < last]
+        sizes = [joint.size[n] if joint.memory[n] is n else 0 for n in self.nodes]
+        self.made = [*itertools.accumulate(sizes)]
+        ends = dict[fx.Node, int]()  # of memory, the last place at which its run reads it
+        for i, node in enumerate(self.nodes):
+            for x in joint.reads[node]:
+                if joint.run[x] == joint.run[node]:
+                    ends[joint.memory[x]] = i
+        changes = [0] * (len(self.nodes) + 1)
+        for i, node in enumerate(self.nodes):
+            changes[i] += sizes[i]
+            changes[ends.get(node, i)] -= sizes[i]
+        self.handed_on = [*itertools.accumulate(changes)]
+
+    def of(self, count: int, even: bool) -> dict[fx.Node, int]:
+        """For each node the number of its segment, of so many of about the same bytes."""
+        step, places = max(self.made[-1] / count, 1.0), range(len(self.nodes))
+        if even:
+            return {n: int(made / step) for n, made in zip(self.nodes, self.made)}
+        near = itertools.groupby(places, lambda i: round(self.made[i] / step))
+        cuts = {min(group, key=self.handed_on.__getitem__) for j, group in near if 0 < j < count}
+        starts = itertools.accumulate(int(i - 1 in cuts) for i in places)
+        return dict(zip(self.nodes, starts))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return is_dot(node.target)
+
+
+def _starts(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes at which a run begins; see NOTE [runs]."""
+    for is_backward in (_is_marked, _is_cotangent, _reads_tangents, _is_marked_by_functx):
+        found = [n for n in nodes if is_backward(n)]
+        found = [n for n in found if n is nodes[0] or not is_backward(n.prev)]
+        if found:
+            return {*found}
+    return set()
+
+
+def _is_marked(node: fx.Node) -> bool:
+    meta = node.meta
+    if node.op == "placeholder":
+        return False
+    tagged = meta.get("partitioner_tag") == "is_backward" or meta.get("autograd_backward")
+    return bool(tagged) or meta.get("custom", {}).get("phase") == "backward"
+
+
+def _is_marked_by_functx(node: fx.Node) -> bool:
+    return node.meta.get("custom", {}).get("functx_phase") in ("backward", "replay")
+
+
+def _reads_tangents(node: fx.Node) -> bool:
+    return any(str(x.target).startswith("tangents") for x in node.all_input_nodes)
+
+
+def _is_cotangent(node: fx.Node) -> bool:
+    """Whether a node is ones, like a result that is differentiated."""
+    if node.target not in _ONES or (node.target is aten.full_like.default and node.args[1] != 1):
+        return False
+    (of,) = node.all_input_nodes
+    return of.meta["val"].dim() == 0 or _is_final(of)
+
+
+def _is_final(node: fx.Node) -> bool:
+    """Whether nothing is computed of a node but ones."""
+    others = [u for u in node.users if u.op != "output" and u.target not in _ONES]
+    return all(u.target in _SAME and _is_final(u) for u in others)
+
+
+def _base(node: fx.Node) -> fx.Node | None:
+    """What a node gives a part of, or a view, or has written."""
+    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    return next(iter(node.all_input_nodes), None)
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node writes to."""
+    if isinstance(node.target, _torch.OpOverload):
+        for i in operator_of(node.target).writes:
+            name = node.target._schema.arguments[i].name
+            x = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            yield from (a for a in _tree.leaves(x) if isinstance(a, fx.Node))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node gives the same again, and does nothing else."""
+    if node.target is operator.getitem:
+        return True
+    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
+        return False
+    known = operator_of(node.target)
+    drawn = known.draws and not known.draws_nothing(node.args)
+    return not (drawn or known.writes or node.target._schema.is_mutable)
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of what a node makes; inputs count nothing."""
+    if node.op in ("placeholder", "get_attr"):
+        return 0
+    tensors = [t for t in _tree.leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    return sum(int(t.numel()) * t.element_size() for t in tensors)
+
+
+def _flops(node: fx.Node) -> int:
+    if node.op != "call_function" or _base(node) is not None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return flops_of(node.target, args, kwargs, node.meta.get("val"))
