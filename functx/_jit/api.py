@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functx import _torch, _tree
 from functx._jit.rules import Code, call
-from functx._jit.state import State
+from functx._jit.state import Cache, State
 from functx._remat import Settings
 
 P = ParamSpec("P")
@@ -75,7 +75,7 @@ class Jitted:
     def __init__(self, function: Any, backend: Any) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function, self.backend = function, backend
-        self._codes: dict[Any, Code] = {}
+        self._codes = Cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _torch.tracing():  # a part of that graph

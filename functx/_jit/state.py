@@ -22,6 +22,10 @@ _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
+class Cache(dict[Any, Any]):
+    """What is known of a function, which is no part of it."""
+
+
 class State:
     """The tensors that a function reads, each once, and what else of it belongs to a signature."""
 
@@ -63,6 +67,8 @@ class State:
             key.append(len(x))
             self._look_at_all(x)
         elif isinstance(x, dict):
+            if kind.__module__.startswith("functx."):
+                return  # what functx knows of a function, in `Cache` say
             self._look_at_all(x)
             self._look_at_all(x.values())
         elif isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):

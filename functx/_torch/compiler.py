@@ -105,18 +105,6 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     return importlib.import_module("torch._inductor").compile(module, examples, options=options)
 
 
-def graphs_compiled() -> int:
-    """How many graphs were made so far: a call before which there were fewer has made one."""
-    compiler: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
-
-
-def hooks_guarded() -> Any:
-    """A context in which a graph is made so that it is made again when hooks of modules change."""
-    load()
-    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-
-
 def in_plain_graph() -> bool:
     """Whether ``torch.compile`` is tracing this, and no transform is active there."""
     # (It understands this question about the stack; `is None` it answers wrongly.)

@@ -57,14 +57,12 @@ def grads(
             size follows, from measurements at the first call with a shape (of up to eight examples,
             which may take more than that). The result counts too.
         randomness: ``"error"``, ``"different"`` or ``"same"``, as for :func:`torch.func.vmap`.
-        compile: Compile the gradients of a chunk with :func:`torch.compile`; a dict has its
-            options. For chunks of one size, ``chunk_size`` or that of the first call, of more than
-            one example, without random numbers, where no argument requires grad; of up to eight
-            shapes of examples; not where gradients are known by their factors, which is quicker
-            still. The first chunk of a graph also runs in eager, to compare (what ``func`` does to
-            Python's objects, it does twice there): where they differ, ``func`` applies an
-            ``autograd.Function``, or it can't be compiled, a warning says why and all runs in
-            eager. Threads that call the same function take turns.
+        compile: Compile the gradients of a chunk with :func:`functx.jit`; a dict has its options.
+            For chunks of one size, ``chunk_size`` or that of the first call, of more than one
+            example, where no argument requires grad; of up to eight shapes of examples; not where
+            gradients are known by their factors, which is quicker still. Regions stay recomputed.
+            Where ``func`` can't be traced, a warning says why, and all runs in eager. Threads that
+            call the same function take turns.
 
     Returns:
         A function of the same arguments, for a batch of ``B`` examples, and

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +85,7 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
         leaves of shape ``(c, ...)``.
     """
     run = _pull_one if batch.size == 1 and not _torch.transforming() else _pull_mapped
-    serves = loss.compiled is not None and loss.compiled.serves(loss, batch)
+    serves = loss.compiled is not None and loss.compiled.serves(batch)
     key = (batch.size == 1, batch.signature())
     if not receiver.factors or _torch.transforming() or not loss.hints.get(key, True):
         found = _pull_compiled(loss, batch, receiver) if serves else None
@@ -112,11 +112,7 @@ def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
 def _pull_compiled(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any] | None:
     """As `pull`, compiled; ``None`` where that can't be, and nothing was fed."""
     assert loss.compiled is not None
-
-    def eager(receiver: Receiver, func: Callable[..., Any]) -> tuple[Any, Any]:
-        return _pull_mapped(replace(loss, func=func), batch, receiver, None)
-
-    found = loss.compiled.rows(loss, batch, eager)
+    found = loss.compiled.rows(loss, batch)
     if found is None:
         return None
     value, aux, rows = found

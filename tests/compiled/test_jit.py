@@ -176,6 +176,21 @@ def test_a_signature_is_traced_once():
     assert len(traced) == 3
 
 
+def test_what_functx_knows_of_a_function_is_no_signature():
+    """A jitted function inside, and a region with plans, learn at each call."""
+    traced = []
+    inner = functx.jit(torch.sin, backend=as_traced)
+    region = functx.remat(lambda x: x.sin().exp().tanh().sum(), budget=1.0)
+    jitted = functx.jit(
+        lambda x: inner(x) + functx.grad(region)(x), backend=lambda m, _: traced.append(m) or m
+    )
+    for n in (3, 3, 4, 3):
+        x = numbers(n)
+        inner(x), region(x.clone().requires_grad_()).backward()
+        assert_same(jitted(x), x.sin() + functx.grad(region)(x), eps=8)
+    assert len(traced) == 2
+
+
 def test_none_in_place_of_a_tensor_is_another_signature():
     jitted = functx.jit(lambda x, y: x if y is None else -y, backend=as_traced)
     assert_same(jitted(numbers(3), None), numbers(3))
