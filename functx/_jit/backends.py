@@ -1,7 +1,15 @@
-"""Compiles a graph, so that its order and its recompute stay what they are."""
+"""Compiles a graph, so that its order and its recompute stay what they are.
+
+NOTE [stages]
+Inductor fuses loops that read the same memory, where it can: the norm of a forward with that of its
+recompute, which then lives from the forward on. So nodes note the stage that they are part of, a
+run of one phase of one region, and whether it is a forward. Fused is what is of one stage; or is
+read by a later one, unless it is a forward's.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +37,7 @@ def compiled(
     module: fx.GraphModule, examples: list[Tensor], backend: Any
 ) -> Callable[[list[Tensor]], list[Tensor]]:
     """What runs the graph: from a list of tensors to the list of its results."""
+    _note_stages(module)
     with _telling(module), torch.no_grad():
         if backend == "inductor":
             run = compiler.inductor(module, examples, INDUCTOR)
@@ -44,6 +53,15 @@ def compiled(
             return [*run(*[t.detach() for t in args])]
 
     return call
+
+
+def _note_stages(module: fx.GraphModule) -> None:
+    """See NOTE [stages]."""
+    said = lambda n: [n.meta.get("custom", {}).get(f"functx_{x}") for x in ("region", "phase")]
+    for number, (key, nodes) in enumerate(itertools.groupby([*module.graph.nodes], said)):
+        for node in nodes:
+            if key[1] is not None:
+                node.meta["custom"] |= {compiler.STAGE: (number, key[1] == "forward")}
 
 
 def _check_not_followed() -> None:

@@ -100,9 +100,45 @@ def load() -> None:
 def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any]) -> Any:
     """What runs a graph, compiled with these options and torch's own for the rest.
 
-    `torch.compile` would trace the graph again, and guard it at each call.
+    `torch.compile` would trace the graph again, and guard it at each call. Loops are fused within
+    a stage of the graph, which nodes have noted (NOTE [stages] of `functx._jit.backends`).
     """
+    choices: Any = importlib.import_module("torch._inductor.choices").InductorChoices
+
+    class Choices(choices):  # type: ignore[misc]
+        def uuid(self) -> Any:  # of what is kept on disk
+            return "functx", str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
+
+        @staticmethod
+        def can_fuse_vertical(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
+            return _in_turn(one, other) and choices.can_fuse_vertical(scheduler, one, other, shared)
+
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
+            if _stages(one) and _stages(other) and _stages(one) != _stages(other):
+                return False
+            return bool(choices.can_fuse_horizontal(scheduler, one, other, shared))
+
+    options = {"inductor_choices_class": Choices, **options}
     return importlib.import_module("torch._inductor").compile(module, examples, options=options)
+
+
+STAGE = "functx_stage"
+
+
+def _stages(scheduled: Any) -> set[tuple[int, bool]]:
+    """The stages of what a loop computes, and whether each is of a forward."""
+    of = [n.node.get_origins() for n in scheduled.get_nodes() if n.node is not None]
+    found = {origin.meta.get("custom", {}).get(STAGE) for origins in of for origin in origins}
+    return found - {None}
+
+
+def _in_turn(producer: Any, consumer: Any) -> bool:
+    """Whether a loop may be fused with one that reads it: not the forward's with a later one."""
+    before, after = _stages(producer), _stages(consumer)
+    if not before or not after:
+        return True
+    return max(after) == max(before) or not min(before)[1]
 
 
 def in_plain_graph() -> bool:
