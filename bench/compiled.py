@@ -106,7 +106,7 @@ def llama() -> Program:
 def programs() -> list[Program]:
     layer = lambda x, w: torch.tanh(x @ w)
     waves = lambda x, w: torch.sin(torch.tanh(x)) @ w
-    small = lambda x, w: torch.sin(x * w.sum(0)).exp().tanh() * x + torch.cos(x)
+    small = lambda x, w: torch.sin(x * w.sum(0)).exp().tanh() + torch.cos(x)
     return [
         chain("gradient, 24 layers, regions of 4", "grad", 512, 256, 24, 4, layer),
         chain("gradient, 24 waves, regions of 1", "grad", 512, 256, 24, 1, waves),

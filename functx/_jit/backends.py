@@ -57,7 +57,10 @@ def compiled(
 
 def _note_stages(module: fx.GraphModule) -> None:
     """See NOTE [stages]."""
-    said = lambda n: [n.meta.get("custom", {}).get(f"functx_{x}") for x in ("region", "phase")]
+
+    def said(node: fx.Node) -> list[Any]:
+        return [node.meta.get("custom", {}).get(f"functx_{x}") for x in ("region", "phase")]
+
     for number, (key, nodes) in enumerate(itertools.groupby([*module.graph.nodes], said)):
         for node in nodes:
             if key[1] is not None:

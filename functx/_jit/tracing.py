@@ -20,7 +20,7 @@ from functx import _torch
 from functx._errors import TracingError
 from functx._lines import line_now
 from functx._remat import unseen
-from functx._torch import graphs
+from functx._torch import compiler, graphs
 
 aten = torch.ops.aten
 # Do nothing to a value below all transforms.
@@ -68,7 +68,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced:
         TracingError: the function reads values of tensors in Python.
     """
     said = Trace()
-    with unseen(), _torch.without_dispatch_modes():
+    with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
         try:
             module = graphs.make(lambda *given: [*f(said, *given)], *[t.detach() for t in args])
         except Exception as error:

@@ -226,8 +226,13 @@ class Saver:
         layout = entry.layout
         if entry.kind is not NEW or type(layout) is not tuple or storage in self._written:
             return False
-        with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
-            out = levels.at_depth(0, lambda: t.detach().as_strided(layout[0], layout[1], 0))
+        if _torch.tracing():
+            if (t.shape, t.stride()) != layout[:2]:
+                return False  # a view: a copy of it is kept
+            out = levels.detached(t)
+        else:
+            with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
+                out = levels.at_depth(0, lambda: t.detach().as_strided(layout[0], layout[1], 0))
         self._keep(number, Kept([out], layout, decision))
         return True
 

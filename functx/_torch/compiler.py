@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -147,6 +146,17 @@ def in_plain_graph() -> bool:
     return torch.compiler.is_dynamo_compiling() and not isinstance(
         torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter
     )
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` says so, as while ``torch.export`` traces."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def without_compiled_autograd() -> Any:

@@ -44,7 +44,7 @@ class _NothingIsReal(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             raise _torch.DataDependentOutputException(func)
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not _is_by_numbers(func, args):
             raise _torch.DynamicOutputShapeException(func)
         if types != (_torch.FakeTensor,):
             args, kwargs = torch.utils._pytree.tree_map(self._fake, (args, kwargs))
@@ -55,6 +55,16 @@ class _NothingIsReal(_torch.TorchDispatchMode):
         if not isinstance(x, torch.Tensor) or isinstance(x, _torch.FakeTensor):
             return x
         return same_value(x, lambda: mode.from_tensor(x.detach()))
+
+
+def _is_by_numbers(func: Any, args: Any) -> bool:
+    """Whether it takes elements out by numbers, not by a mask, whose values say how many."""
+    by = (
+        [t.dtype for t in args[1] if t is not None]
+        if func is torch.ops.aten.index.Tensor
+        else [None]
+    )
+    return not {None, torch.bool, torch.uint8}.intersection(by)
 
 
 def line_of(error: BaseException) -> str:

@@ -191,6 +191,20 @@ def test_what_functx_knows_of_a_function_is_no_signature():
     assert len(traced) == 2
 
 
+def test_a_trace_is_a_compile_to_the_function_and_takes_elements_by_numbers():
+    def f(x, at):
+        if not torch.compiler.is_compiling() and (at >= 0).all():
+            return torch.sin(x)[at]
+        return torch.sin(x[at])
+
+    at = torch.tensor([2, 0])
+    assert_same(functx.jit(functx.grad(lambda x: f(x, at).sum()), backend=as_traced)(numbers(3)),
+                functx.grad(lambda x: f(x, at).sum())(numbers(3)), eps=4)  # fmt: skip
+    assert not torch.compiler.is_compiling()
+    with pytest.raises(functx.TracingError, match="reads the value"):
+        functx.jit(lambda x: x[x > 0], backend=as_traced)(numbers(3))
+
+
 def test_none_in_place_of_a_tensor_is_another_signature():
     jitted = functx.jit(lambda x, y: x if y is None else -y, backend=as_traced)
     assert_same(jitted(numbers(3), None), numbers(3))

@@ -142,6 +142,24 @@ def test_a_traced_region_draws_its_random_numbers_once(policy, mode):
     assert_same(found[1], found[0], eps=8)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("view", [False, True])
+def test_a_value_kept_by_its_name_is_one_of_the_graph(mode, view):
+    def f(x):
+        h = torch.sin(x)
+        h = functx.checkpoint_name(h.view(-1) if view else h, "h").view(x.shape)
+        return torch.tanh(h).exp().sum()
+
+    policy = functx.checkpoint_policies.save_only_these_names("h")
+    gradient = functx.grad(functx.remat(f, policy=policy))
+    graph, x = traced(gradient, numbers(3, 4), mode=mode), numbers(3, 4, start=7.0)
+    assert_same(graph(x), gradient(x), eps=8)
+    assert counts(graph.graph)["sin"] == 1
+    assert "h" in [
+        name for n in graph.graph.nodes for name in n.meta.get("custom", {}).get("functx_names", ())
+    ]
+
+
 def test_nodes_say_what_they_belong_to():
     region = functx.remat(feed_forward, policy=saving(aten.mm.default))
     gradient = functx.grad(lambda a, b: region(a, b, numbers(3, 4)).sum(), (0, 1))

@@ -1,0 +1,116 @@
+"""What is compiled takes no more memory than with regions in eager."""
+
+import pytest
+import torch
+from cases import numbers
+from torch import nn
+from torch.nn import functional as F
+
+import functx
+from functx import checkpoint_policies as cp
+from functx.memory import peak
+
+LAYERS, ROWS, WIDTH = 12, 64, 32
+WEIGHTS = [numbers(WIDTH, WIDTH, start=float(i)) / 4 for i in range(LAYERS)]
+X = numbers(ROWS, WIDTH)
+
+
+def stack(body, every=3, **options):
+    region = functx.remat(lambda x, *ws: _through(body, x, ws), **options)
+
+    def loss(weights, x):
+        for i in range(0, LAYERS, every):
+            x = region(x, *weights[i : i + every])
+        return x.square().mean()
+
+    return loss
+
+
+def _through(body, x, weights):
+    for w in weights:
+        x = body(x, w)
+    return x
+
+
+def layer(x, w):
+    return torch.tanh(x @ w)
+
+
+def waves(x, w):
+    return torch.sin(torch.tanh(functx.checkpoint_name(x, "x"))) @ w
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).reshape(2, ROWS // 2, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def blocks(make, *shape):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[make() for _ in range(4)]).double()
+    params = dict(net.named_parameters())
+    functx.apply_remat(net, type(net[0]))
+    loss = lambda params, x: functx.functional_call(net, params, (x,)).square().mean()
+    return lambda x: functx.grad(loss)(params, x.reshape(shape))
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1))
+
+
+def hvp(loss):
+    return lambda x: functx.jvp(functx.grad(lambda x: loss(WEIGHTS, x)), (x,), (x,))[1]
+
+
+def outside(loss):
+    def step(x, loss=loss):
+        x = x.clone().requires_grad_()
+        loss(WEIGHTS, x).backward()
+        return x.grad
+
+    return step
+
+
+by_data = lambda loss: functx.grad(lambda x: loss(WEIGHTS, x))
+by_weights = lambda loss: lambda x: functx.grad(loss)(WEIGHTS, x)
+PROGRAMS = {
+    "layers by data": by_data(stack(layer)),
+    "layers by weights": by_weights(stack(layer)),
+    "waves": by_data(stack(waves, 1)),
+    "dots": by_weights(stack(waves, policy=cp.dots_saveable)),
+    "names": by_weights(stack(waves, policy=cp.save_only_these_names("x"))),
+    "budget": by_data(stack(layer, 12, budget=0.7)),
+    "per example": lambda x: functx.vmap(functx.grad(stack(layer)), (None, 0))(WEIGHTS, x),
+    "transformer": blocks(Block, 2, ROWS // 2, WIDTH),
+    "convolutions": blocks(convolutions, 4, 2, 16, 16),
+    "HVP": hvp(stack(layer)),
+    "hessian": lambda x: functx.hessian(lambda x: stack(layer)(WEIGHTS, x[None]))(x[0]),
+}
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_compiled_stack_keeps_the_peak_of_eager(name, backend):
+    f = PROGRAMS[name]
+    jitted = functx.jit(f, backend=backend)
+    torch.testing.assert_close(jitted(X), f(X), rtol=1e-9, atol=1e-12)
+    assert peak(jitted, X) <= 1.02 * peak(f, X) + 256
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("body", [layer, waves])
+def test_a_backward_from_outside_keeps_it(body, backend):
+    loss = stack(body)
+    eager, compiled = outside(loss), outside(functx.jit(loss, backend=backend))
+    torch.testing.assert_close(compiled(X), eager(X), rtol=1e-9, atol=1e-12)
+    assert peak(compiled, X) <= 1.02 * peak(eager, X) + 256
