@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functx._torch import (
+    FakeTensor,
     TorchDispatchMode,
     compiler,
     inner_of,
@@ -164,7 +165,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             yield from storages_of(part)
     elif tensor.layout == torch.strided:
         storage = tensor.untyped_storage()
-        if storage.device.type != "meta":  # a FakeTensor says it is elsewhere
+        # (Of a FakeTensor, in a trace, it is as large as the memory that it stands for.)
+        if storage.device.type != "meta" or isinstance(tensor, FakeTensor):
             yield storage
 
 

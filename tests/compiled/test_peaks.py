@@ -8,11 +8,18 @@ from torch.nn import functional as F
 
 import functx
 from functx import checkpoint_policies as cp
-from functx.memory import peak
+from functx._allocations import Allocations
 
 LAYERS, ROWS, WIDTH = 12, 64, 32
 WEIGHTS = [numbers(WIDTH, WIDTH, start=float(i)) / 4 for i in range(LAYERS)]
 X = numbers(ROWS, WIDTH)
+
+
+def peak(f, x):
+    """Of what is allocated, in eager too: workspace of kernels counts."""
+    with Allocations() as found:
+        f(x)
+    return found.peak
 
 
 def stack(body, every=3, **options):
@@ -113,4 +120,5 @@ def test_a_backward_from_outside_keeps_it(body, backend):
     loss = stack(body)
     eager, compiled = outside(loss), outside(functx.jit(loss, backend=backend))
     torch.testing.assert_close(compiled(X), eager(X), rtol=1e-9, atol=1e-12)
-    assert peak(compiled, X) <= 1.02 * peak(eager, X) + 256
+    # (What is saved lives until the graph of the backward has run: what the last region returns.)
+    assert peak(compiled, X) <= 1.02 * peak(eager, X) + X.nbytes + 256
