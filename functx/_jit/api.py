@@ -20,16 +20,18 @@ R = TypeVar("R")
 
 
 @overload
-def jit(f: Callable[P, R], *, backend: Any = "inductor") -> Callable[P, R]: ...
+def jit(
+    f: Callable[P, R], *, backend: Any = "inductor", dynamic: bool | None = None
+) -> Callable[P, R]: ...
 
 
 @overload
 def jit(
-    f: None = None, *, backend: Any = "inductor"
+    f: None = None, *, backend: Any = "inductor", dynamic: bool | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
-def jit(f: Any = None, *, backend: Any = "inductor") -> Any:
+def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None) -> Any:
     """Compile ``f``, any stack of transforms and regions, as one graph.
 
     A call is traced once for each signature: the structure of the arguments, shapes, dtypes and
@@ -45,11 +47,13 @@ def jit(f: Any = None, *, backend: Any = "inductor") -> Any:
         f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.
         backend: ``"inductor"``, the name of another one of ``torch.compile``, or a function that is
             given a graph and example inputs.
+        dynamic: ``None`` or ``False``: each shape is a graph of its own.
 
     Returns:
         A function that does what ``f`` does.
 
     Raises:
+        NotImplementedError: ``dynamic`` is ``True``: one graph for all shapes.
         TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
         functx.TracingError: when called, where Python reads the value of a tensor.
 
@@ -62,6 +66,11 @@ def jit(f: Any = None, *, backend: Any = "inductor") -> Any:
                 [1., 1.],
                 [1., 1.]])
     """
+    if dynamic:
+        raise NotImplementedError(
+            "functx.jit: one graph for all shapes is not there; each shape is a graph of its own. "
+            "Leave dynamic out, and pad where many shapes come."
+        )
     if f is None:
         return functools.partial(jit, backend=backend)
     if not callable(f):

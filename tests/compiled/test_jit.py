@@ -11,6 +11,7 @@ from references import assert_same
 from torch import nn
 
 import functx
+from functx.compat import random
 
 
 def as_traced(module, _):
@@ -203,6 +204,27 @@ def test_a_trace_is_a_compile_to_the_function_and_takes_elements_by_numbers():
     assert not torch.compiler.is_compiling()
     with pytest.raises(functx.TracingError, match="reads the value"):
         functx.jit(lambda x: x[x > 0], backend=as_traced)(numbers(3))
+
+
+def test_random_numbers_may_come_from_keys():
+    def loss(w, key):
+        return (random.dropout(key, torch.tanh(w @ w), 0.5) * random.normal(key, (4,))).sum()
+
+    gradients = functx.vmap(functx.grad(functx.remat(loss)), (None, 0))
+    traced = []
+    jitted = functx.jit(gradients, backend=lambda m, _: traced.append(m) or m)
+    for seed in range(2):
+        keys = random.split(random.key(seed), 3)
+        assert_same(jitted(WEIGHTS[0], keys), gradients(WEIGHTS[0], keys), eps=16)
+    assert len(traced) == 1
+
+
+def test_each_shape_is_a_graph_and_one_for_all_is_refused():
+    with pytest.raises(NotImplementedError, match="each shape is a graph of its own"):
+        functx.jit(torch.sin, dynamic=True)
+    jitted = functx.jit(torch.sin, backend=as_traced, dynamic=False)
+    for n in (1, 2, 3):
+        assert_same(jitted(numbers(n)), torch.sin(numbers(n)))
 
 
 def test_none_in_place_of_a_tensor_is_another_signature():
