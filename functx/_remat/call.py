@@ -24,8 +24,7 @@ def run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options)
     """``f(*args, **kwargs)``, as a region where anything may be differentiated."""
     if torch.compiler.is_dynamo_compiling():
         plain, contexts = compiler.in_plain_graph(), options.contexts
-        if plain and torch.compiler.is_exporting():
-            compiler.tell_of_export()
+        if plain and compiler.exporting():
             return f(*args, **kwargs)
         if plain and contexts is not None:  # the compiler recomputes; it knows no transforms
             return torch_checkpoint(f, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -39,11 +38,8 @@ def _run(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         if options.budget is not None:
             raise TypeError("remat: a budget is for torch tensors; the arguments are JAX arrays.")
         return backend.remat(f, options.policy)(*args, **kwargs)
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        compiler.tell_of_export()
-        return f(*args, **kwargs)
     undifferentiated = not torch.is_grad_enabled() and not observers.tracers
-    if undifferentiated or observers.without:
+    if undifferentiated or observers.without or compiler.exporting():
         return f(*args, **kwargs)
     if options.budget is not None:
         return _on_budget[0](f, args, kwargs, options)

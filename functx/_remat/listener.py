@@ -38,8 +38,6 @@ from functx._remat.region import Region
 from functx._torch import AUTOGRAD, FUNCTORCH_FRONT, key_excluded, key_included, peek_interpreter
 
 Body = Callable[..., list[Tensor]]
-
-
 _NO_CALLS = {*MAKERS, *HOOKS, saving.shown}
 
 

@@ -20,8 +20,7 @@ def as_due(listener: Any, due: Call, args: Any) -> Any:
     """The arguments of a call that is as expected, foreign ones replaced; else ``None``."""
     if len(args) != len(due.given) or due.grad is not torch.is_grad_enabled():
         return None
-    known = listener.known
-    operands = args
+    known, operands = listener.known, args
     for i, wanted in enumerate(due.given):
         a = args[i]
         kind = type(a)

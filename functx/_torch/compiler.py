@@ -48,9 +48,12 @@ def tell(name: str) -> None:
     _warn(f"functx: {name}: {_IN_EAGER}.")
 
 
-def tell_of_export() -> None:
-    """Warn that what is exported has no regions."""
-    _warn(_EXPORTED)
+def exporting() -> bool:
+    """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
+    found = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    if found:
+        _warn(_EXPORTED)
+    return bool(found)
 
 
 def _warn(text: str) -> None:
@@ -70,7 +73,7 @@ _EXPORTED = (
     "functx: what torch.export and torch.jit.trace make of a model has no regions: where it is "
     "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph."
 )
-tell._dynamo_marked_constant = tell_of_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+tell._dynamo_marked_constant = exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def told(f: F, name: str = "") -> F:
