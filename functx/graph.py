@@ -276,7 +276,7 @@ def _by_region(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 def _by_module(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
     found = {}
     for node in nodes:
-        modules = [*node.meta.get("nn_module_stack", {}).values()]
+        modules = [*(node.meta.get("nn_module_stack") or {}).values()]
         if modules and (block := _BLOCK.match(str(modules[-1][0]))):
             found[node] = block[0]
     return found
@@ -367,8 +367,9 @@ def _is_cotangent(node: fx.Node) -> bool:
     """Whether a node is ones, like a result that is differentiated."""
     if node.target not in _ONES or (node.target is aten.full_like.default and node.args[1] != 1):
         return False
-    (of,) = node.all_input_nodes
-    return of.meta["val"].dim() == 0 or _is_final(of)
+    of: Any = node.args[0]
+    value = of.meta.get("val")
+    return (isinstance(value, Tensor) and value.dim() == 0) or _is_final(of)
 
 
 def _is_final(node: fx.Node) -> bool:

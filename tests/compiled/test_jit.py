@@ -11,6 +11,7 @@ from references import assert_same
 from torch import nn
 
 import functx
+from functx import _torch
 from functx.compat import random
 
 
@@ -136,6 +137,28 @@ def test_a_compile_leaves_the_compilers_settings_as_they_were():
     f = functx.grad(chain(functx.remat))
     assert_same(functx.jit(f)(numbers(3, 4)), f(numbers(3, 4)), eps=64)
     assert config.save_config_portable() == before
+
+
+@pytest.mark.parametrize("what", ["a backend", "a function"])
+def test_a_failed_compile_leaves_torch_as_it_was(what):
+    def broken(*_):
+        raise ZeroDivisionError(what)
+
+    f, calls = chain(functx.remat), []
+    failing = functx.jit(
+        functx.grad(lambda x: f(x) if calls.append(1) or what == "a backend" else broken()),
+        backend=broken if what == "a backend" else as_traced,
+    )
+
+    def state():
+        modes = _torch.function_depth(), _torch.dispatch_depth(), _torch.functorch_depth()
+        return (*modes, torch.is_grad_enabled(), torch.compiler.is_compiling())
+
+    before = state()
+    for n in (1, 2):  # and nothing is kept of it
+        with pytest.raises(ZeroDivisionError, match=what):
+            failing(numbers(3, 4))
+        assert (state(), len(calls)) == (before, n)
 
 
 def test_what_it_reads_is_read_at_each_call():
