@@ -38,7 +38,8 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
     devices of tensors, and the values of everything else. What ``f`` reads otherwise than through
     its arguments (closures, modules, globals) is read at each call. The graph recomputes what
     regions recompute, and where they do: its peak is that of eager. Random numbers advance torch's
-    generators as in eager, and writes to buffers and arguments happen once a call.
+    generators as in eager, and writes to buffers and arguments happen once a call. What ``f`` does
+    to Python's objects happens once, in the trace; a tensor left in one belongs to that.
 
     Gradients flow through it (``.backward()``, `functx.grad`, any order), and vmap and jvp work.
     They are compiled in turn; the stack inside of ``jit`` is one graph, so put it around all.
@@ -50,7 +51,7 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
         dynamic: ``None`` or ``False``: each shape is a graph of its own.
 
     Returns:
-        A function that does what ``f`` does.
+        A function that does what ``f`` does; of a module it has the attributes, too.
 
     Raises:
         NotImplementedError: ``dynamic`` is ``True``: one graph for all shapes.
@@ -117,6 +118,12 @@ class Jitted:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a module its parameters, say."""
+        if name.startswith("__") or not isinstance(self.__dict__.get("function"), torch.nn.Module):
+            raise AttributeError(f"functx.jit: no attribute {name!r}")
+        return getattr(self.function, name)
 
     def __repr__(self) -> str:
         return f"functx.jit({self.function!r})"

@@ -8,7 +8,8 @@ differentiates the pullback, it is the second half of a graph whose first half h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from functx._errors import TracingError
 from functx._jit.backends import compiled
 from functx._jit.tracing import COTANGENT, SAVED, Traced, cut, trace
 from functx._remat import is_tracked, read_outside
-from functx._torch import level_of
+from functx._torch import dual_level, level_of
 
 Tensors = Sequence[Tensor]
 
@@ -174,11 +175,17 @@ class Program:
             found: Any = [None] * len(of)
             if roots:
                 cotangents = [trace.cotangent_of(t) for t in roots]
-                found = torch.autograd.grad(roots, of, cotangents, allow_unused=True)
+                try:
+                    found = torch.autograd.grad(roots, of, cotangents, allow_unused=True)
+                except RuntimeError as error:
+                    if "through the graph a second time" not in str(error):
+                        raise
+                    self.tracked = [False] * len(results)  # the function has pulled it back
             self.found = [g is not None for g in found]
             return [t.detach() for t in (*results, *found) if t is not None]
 
-        traced = trace(joint if any(mask) else forward, tensors)
+        with _no_gradient_set(state):
+            traced = trace(joint if any(mask) else forward, tensors)
         if any(mask):
             traced, second, self.given, self.shapes = cut(traced, len(self.tracked))
             examples = [_empty(v) for v in self.shapes]
@@ -195,6 +202,24 @@ class Program:
             args.append(torch.zeros_like(_empty(like)) if t is None else _laid_out(t, like))
         gradients = iter(self.backward(args))
         return [next(gradients) if found else None for found in self.found]
+
+
+@contextmanager
+def _no_gradient_set(tensors: Tensors) -> Iterator[None]:
+    """Refuse what sets ``.grad`` of these, and take it back: it would be that of a trace."""
+    before = [(t, t.grad) for t in tensors if t.is_leaf]
+    try:
+        yield
+    finally:
+        changed = [(t, gradient) for t, gradient in before if t.grad is not gradient]
+        for t, gradient in changed:
+            t.grad = gradient
+    if changed:
+        raise TracingError(
+            "functx.jit: the function sets .grad of a tensor that it reads, by .backward() say, "
+            "which a graph can't. Take gradients by functx.grad or torch.autograd.grad, or call "
+            ".backward() outside."
+        )
 
 
 def _empty(like: Tensor) -> Tensor:
@@ -246,7 +271,11 @@ class _Operation(torch.autograd.Function):
         known, *given = inputs
         ctx.known, ctx.n_given, ctx.n_saved = known, len(given), len(output) - known.n_results
         results, saved = output[: known.n_results], output[known.n_results :]
-        ctx.mark_non_differentiable(*saved, *[t for t in results if not differentiable(t)])
+        tracked = [True] * len(results)
+        if known.program is not None and any(known.mask) and dual_level() < 0:
+            tracked = known.program.tracked
+        constant = [t for t, d in zip(results, tracked) if not (d and differentiable(t))]
+        ctx.mark_non_differentiable(*saved, *constant)
         ctx.set_materialize_grads(False)
         ctx.results = [(t.shape, t.dtype, t.device) for t in results if differentiable(t)]
         ctx.at = [i for i, t in enumerate(results) if differentiable(t)]

@@ -256,6 +256,16 @@ def test_none_in_place_of_a_tensor_is_another_signature():
     assert_same(jitted(None, numbers(3)), -numbers(3))
 
 
+def test_a_jitted_module_has_its_parameters():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double()
+    jitted = functx.jit(net, backend=as_traced)
+    jitted.eval()
+    assert_same(jitted(numbers(2, 4)), net[0](numbers(2, 4)), eps=8)
+    assert [*jitted.parameters()] == [*net.parameters()]
+    assert not hasattr(functx.jit(torch.sin), "parameters")
+    assert_same(copy.deepcopy(jitted)(numbers(2, 4)), net(numbers(2, 4)), eps=8)
+
+
 def test_a_method_reads_its_own_object():
     class Scale:
         def __init__(self, w):
@@ -310,6 +320,38 @@ def test_a_captured_tensor_of_a_transform_around_is_an_error():
 
     with pytest.raises(functx.TracingError, match="Pass it as an argument"):
         functx.grad(f)(numbers(3))
+
+
+def test_a_backward_inside_is_an_error_and_sets_nothing():
+    net = nn.Linear(4, 3).double()
+    net.bias.grad = torch.ones(3, dtype=torch.float64)
+
+    def step(x):
+        net(x).sum().backward()
+
+    with pytest.raises(functx.TracingError, match=r"sets \.grad of a tensor"):
+        functx.jit(step, backend=as_traced)(numbers(2, 4))
+    assert net.weight.grad is None
+    assert net.bias.grad.tolist() == [1, 1, 1]
+
+
+def test_a_step_writes_parameters_and_returns_what_has_no_history():
+    def step(net, x):
+        loss = net(x).square().sum()
+        gradients = torch.autograd.grad(loss, [*net.parameters()])
+        with torch.no_grad():
+            for p, g in zip(net.parameters(), gradients):
+                p -= 0.1 * g
+        return loss.detach(), loss
+
+    nets = [nn.Linear(4, 3).double()]
+    nets.append(copy.deepcopy(nets[0]))
+    jitted = functx.jit(lambda x: step(nets[0], x), backend=as_traced)
+    for _ in range(2):
+        found, expected = jitted(numbers(2, 4)), step(nets[1], numbers(2, 4))
+        assert not [t for t in found if t.requires_grad]  # it has been pulled back
+        assert_same(found[0], expected[0], eps=16)
+        assert_same(*[net.state_dict() for net in nets], eps=16)
 
 
 def test_what_cannot_be_a_signature_is_an_error():
