@@ -103,10 +103,19 @@ def llama() -> Program:
     return Program("step of a Llama, 4 layers", "step", loss, params, ids)
 
 
+def layer(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def waves(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sin(torch.tanh(x)) @ w
+
+
+def small(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sin(x * w.sum(0)).exp().tanh() + torch.cos(x)
+
+
 def programs() -> list[Program]:
-    layer = lambda x, w: torch.tanh(x @ w)
-    waves = lambda x, w: torch.sin(torch.tanh(x)) @ w
-    small = lambda x, w: torch.sin(x * w.sum(0)).exp().tanh() + torch.cos(x)
     return [
         chain("gradient, 24 layers, regions of 4", "grad", 512, 256, 24, 4, layer),
         chain("gradient, 24 waves, regions of 1", "grad", 512, 256, 24, 1, waves),
@@ -129,8 +138,7 @@ def computed(kind: str, library: Any, f: Loss) -> Callable[[Any, Any], Any]:
     if kind == "vmap(grad)":
         return per_example
     if kind == "hvp":
-        along = lambda x: lambda p: gradient(p, x)
-        return lambda p, x: library.jvp(along(x), (p,), (p,))[1]
+        return lambda p, x: library.jvp(lambda p: gradient(p, x), (p,), (p,))[1]
     if kind == "step":
 
         def step(params: Any, x: Any) -> Any:
@@ -153,8 +161,8 @@ def by_jax(program: Program) -> tuple[Callable[[], Any], int]:
 
     from functx.compat import to_jax
 
-    array = lambda t: jax.numpy.asarray(t.numpy())
-    params, x = pytree.tree_map(array, (program.params, program.x))
+    tensors = program.params, program.x
+    params, x = pytree.tree_map(lambda t: jax.numpy.asarray(t.numpy()), tensors)
     f = computed(program.kind, jax, to_jax(program.loss(functx.remat)))
     keep = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     run = jax.jit(f).lower(params, x).compile(compiler_options=keep)

@@ -14,6 +14,7 @@ from functx import _torch, _tree
 from functx._jit.rules import Code, call
 from functx._jit.state import Cache, State
 from functx._remat import Settings
+from functx._torch import compiler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,6 +88,7 @@ class Jitted:
         self.function, self.backend = function, backend
         self._codes = Cache()
 
+    @compiler.uncompiled  # by torch.compile around it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _torch.tracing():  # a part of that graph
             return self.function(*args, **kwargs)
@@ -124,6 +126,9 @@ class Jitted:
         if name.startswith("__") or not isinstance(self.__dict__.get("function"), torch.nn.Module):
             raise AttributeError(f"functx.jit: no attribute {name!r}")
         return getattr(self.function, name)
+
+    def __reduce__(self) -> Any:
+        return Jitted, (self.function, self.backend)  # a copy has no graphs
 
     def __repr__(self) -> str:
         return f"functx.jit({self.function!r})"

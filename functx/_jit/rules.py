@@ -20,7 +20,7 @@ from functx._errors import TracingError
 from functx._jit.backends import compiled
 from functx._jit.tracing import COTANGENT, SAVED, Traced, cut, trace
 from functx._remat import is_tracked, read_outside
-from functx._torch import dual_level, level_of
+from functx._torch import compiler, dual_level, level_of
 
 Tensors = Sequence[Tensor]
 
@@ -283,6 +283,7 @@ class _Operation(torch.autograd.Function):
         ctx.save_for_forward(*given)
 
     @staticmethod
+    @compiler.uncompiled
     def backward(ctx: Any, *cotangents: Any) -> Any:
         known, n = ctx.known, ctx.known.n
         given, saved = ctx.saved_tensors[:n], ctx.saved_tensors[ctx.n_given :]

@@ -107,7 +107,7 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     """
     choices: Any = importlib.import_module("torch._inductor.choices").InductorChoices
 
-    class Choices(choices):  # type: ignore[misc]
+    class Choices(choices):
         def uuid(self) -> Any:  # of what is kept on disk
             return "functx", str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
 

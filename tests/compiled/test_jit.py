@@ -286,6 +286,13 @@ def test_a_jitted_function_works_inside_of_a_region():
     assert_same(functx.grad(functx.remat(f))(numbers(3, 4)), functx.grad(f)(numbers(3, 4)), eps=8)
 
 
+def test_torch_compile_around_it_leaves_it_as_it_is():
+    torch._dynamo.reset()
+    jitted, x = functx.jit(functx.grad(chain(functx.remat)), backend=as_traced), numbers(3, 4)
+    for f in (lambda x: jitted(2 * x) + 1, torch.func.grad(lambda x: jitted(x).sum())):
+        assert_same(torch.compile(f, backend="eager")(x), f(x), eps=16)
+
+
 def test_an_argument_that_is_written_or_returned_is_the_callers():
     x = torch.ones(3)
     assert functx.jit(lambda x: x.mul_(2).sum(), backend=as_traced)(x) == 6
