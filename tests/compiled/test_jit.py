@@ -289,8 +289,8 @@ def test_a_jitted_function_works_inside_of_a_region():
 def test_torch_compile_around_it_leaves_it_as_it_is():
     torch._dynamo.reset()
     jitted, x = functx.jit(functx.grad(chain(functx.remat)), backend=as_traced), numbers(3, 4)
-    for f in (lambda x: jitted(2 * x) + 1, torch.func.grad(lambda x: jitted(x).sum())):
-        assert_same(torch.compile(f, backend="eager")(x), f(x), eps=16)
+    f = torch.compile(lambda x: jitted(2 * x) + 1, backend="eager")
+    assert_same(f(x), jitted(2 * x) + 1)
 
 
 def test_an_argument_that_is_written_or_returned_is_the_callers():
