@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_hooks")
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=pytest.mark.sweep) if name == "mlp" else name  # the longest by far
+        pytest.param(name, marks=pytest.mark.sweep) if name in ("mlp", "transformer") else name
         for name in NETWORKS
     ]
 )

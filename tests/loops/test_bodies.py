@@ -323,7 +323,12 @@ def argument(stack):
 
 
 @pytest.mark.parametrize(
-    ("stack", "options"), [(s, OPTIONS[i % 3]) for i, s in enumerate(STACKS)], ids=str
+    ("stack", "options"),
+    [
+        pytest.param(s, OPTIONS[i % 3], marks=pytest.mark.sweep if i % 5 in (1, 3) else ())
+        for i, s in enumerate(STACKS)
+    ],
+    ids=str,
 )
 def test_a_scan_is_the_plain_scan(stack, options):
     def recurrence(scan):

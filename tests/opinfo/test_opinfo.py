@@ -222,12 +222,9 @@ EXCEPTIONS = {
     for transform in ("value", "backward", "grad", "vmap(grad)", "grad(grad)")
 } | {("linspace.tensor_overload", "vmap(grad)"): "of no steps torch refuses it in dispatch modes"}
 SAMPLE = """
-add sin matmul nn.functional.linear nn.functional.conv2d
-nn.functional.layer_norm nn.functional.batch_norm nn.functional.dropout softmax
-cumsum sort gather index_add index_put masked_fill where cat split
-view as_strided expand diagonal einsum linalg.inv linalg.cholesky linalg.svd
-fft.fft std norm var_mean max.reduction_with_dim nonzero unique bernoulli normal
-nn.functional.scaled_dot_product_attention nn.functional.embedding
+add sin nn.functional.conv2d nn.functional.batch_norm nn.functional.dropout softmax cumsum sort
+index_put masked_fill cat split view einsum linalg.inv linalg.svd fft.fft var_mean nonzero
+bernoulli normal nn.functional.scaled_dot_product_attention nn.functional.embedding
 nn.functional.multi_head_attention_forward nn.functional.fractional_max_pool2d
 linspace.tensor_overload polar complex to_sparse
 """

@@ -47,7 +47,7 @@ def test_rows_of_training_say_that_regions_take_less(tmp_path):
     assert rows["JAX (jit), jax.checkpoint"]["peak"] < 0.5 * rows["JAX (jit)"]["peak"]
 
 
-# The process imports torch.
+@pytest.mark.sweep  # the process imports torch
 def test_a_variant_runs_in_a_process_of_its_own():
     setting = _variants.Setting("cpu", True, {"batch": 2})
     found = _variants.run_apart("bench.gpu.gpt", "functx.remat", setting, 120)

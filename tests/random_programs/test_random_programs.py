@@ -14,7 +14,7 @@ from .run import sweep
 from .templates import GROUPS
 from .writer import write
 
-SLICE, SEEDS, FEW = 25, range(75), range(24)
+SLICE, SEEDS, FEW = 25, range(50), range(24)
 
 
 @pytest.fixture(scope="module", autouse=True)

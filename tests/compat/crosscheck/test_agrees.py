@@ -1,5 +1,7 @@
 """``crosscheck`` agrees where it should; bytes kept are equal, exactly, and a moved cut is seen."""
 
+import collections
+import functools
 import itertools
 
 import jax
@@ -45,15 +47,6 @@ def test_peaks_products_and_replays_are_reported():
     assert report.barriers_kept
 
 
-def test_a_module_agrees():
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    report = crosscheck(net, torch.randn(5, 3), peak=False)
-    report.assert_agrees()
-    assert report.name == "Sequential"
-    assert report.differences["grad"].where.startswith("[0]['")
-    assert report.differences["grad"].torch_ulps is not None
-
-
 def test_keywords_pytrees_and_static_arguments_agree():
     def f(p, batch, power, *, scale, flip=False):
         x, (y, label) = batch["x"], batch["rest"]
@@ -61,18 +54,14 @@ def test_keywords_pytrees_and_static_arguments_agree():
         out = -out if flip else out
         return out[label], None, "text"
 
-    batch = {"x": torch.randn(4, 3), "rest": (torch.randn(4, 2), torch.tensor([3, 1]))}
+    Rest = collections.namedtuple("Rest", "y label")
+    batch = {"x": torch.randn(4, 3), "rest": Rest(torch.randn(4, 2), torch.tensor([3, 1]))}
     kwargs = {"scale": torch.tensor(0.5), "flip": True}
     report = crosscheck(f, torch.randn(3, 2), batch, 2, kwargs=kwargs, peak=False)
     report.assert_agrees()
-    batched = crosscheck(
-        lambda p, b: (b["x"] @ p).sum() + b["shift"],
-        torch.randn(3, 2),
-        {"x": torch.randn(4, 3), "shift": torch.tensor(1.0)},
-        in_dims=(None, {"x": 0, "shift": None}),
-        peak=False,
-    )
-    batched.assert_agrees()
+    g = lambda p, b: (b["x"] @ p).sum() + b["shift"]
+    batch, dims = {"x": batch["x"], "shift": torch.tensor(1.0)}, {"x": 0, "shift": None}
+    crosscheck(g, torch.randn(3, 2), batch, in_dims=(None, dims), peak=False).assert_agrees()
 
 
 def test_integers_and_masks_are_compared_exactly():
@@ -112,16 +101,18 @@ def test_complex_numbers_nan_and_tangents_of_another_dtype_agree():
 
 def test_errors_are_measured_from_float64_where_the_function_runs_in_it():
     v, net = torch.randn(3), torch.nn.Linear(3, 1)
+    report = crosscheck(net, torch.randn(5, 3), peak=False)
+    report.assert_agrees()
+    assert report.name == "Linear"
+    assert report.differences["grad"].where.startswith("[0]['")
+    assert report.differences["grad"].torch_ulps is not None
     report = crosscheck(lambda w: (w @ v).sin() + net(w).sum(), torch.randn(3), peak=False)
     report.assert_agrees()
     assert report.differences["value"].torch_ulps < 10
     assert report.differences["grad"].jax_ulps < 10
 
-    def f(w):
-        assert w.dtype == torch.float32
-        return w.sum()
-
-    report = crosscheck(f, torch.randn(3), peak=False)
+    only_float32 = lambda w: w.sum() if w.dtype == torch.float32 else w.no_such_attribute
+    report = crosscheck(only_float32, torch.randn(3), peak=False)
     assert report.differences["value"].torch_ulps is None
     assert "no reference" in str(report)
 
@@ -148,11 +139,10 @@ def test_a_gradient_that_is_zero_but_for_rounding_agrees():
     """The bias of the keys: softmax takes it out again.  Relative to itself it is never alike."""
 
     def attention(weights, x):
-        wq, bq, wk, bk = weights
-        scores = torch.nn.functional.linear(x, wq, bq) @ torch.nn.functional.linear(x, wk, bk).mT
-        return torch.softmax(scores, -1) @ x
+        query, key, bias = weights
+        return torch.softmax(x @ query @ (x @ key + bias).mT + (x @ bias)[..., None], -1) @ x
 
-    weights = [torch.randn(shape) / 3 for shape in ((8, 8), (8,), (8, 8), (8,))]
+    weights = [torch.randn(shape) / 3 for shape in ((8, 8), (8, 8), (8,))]
     report = crosscheck(attention, weights, torch.randn(2, 5, 8), peak=False)
     report.assert_agrees()
     assert report.differences["grad"].ulps < 1e4
@@ -179,11 +169,8 @@ def test_a_gradient_that_is_zero_but_for_rounding_agrees():
         ((jax.jit(jnp.sin), torch.ones(2)), {}, TypeError, "not a function of JAX"),
         ((torch.nn.Linear, torch.ones(2)), {}, TypeError, "not the class Linear"),
         ((torch.sum,), {}, TypeError, "needs the arguments"),
-        ((torch.sum,), {"kwargs": {"input": torch.ones(2)}}, TypeError, "one by position"),
         ((torch.sum, jnp.ones(2)), {}, TypeError, r"pass torch tensors.* at \[0\]"),
-        ((torch.sum, np.ones(2)), {}, TypeError, "pass torch tensors"),
         ((torch.sum, torch.ones(2)), {"transforms": "sum"}, ValueError, "no transform 'sum'"),
-        ((torch.sum, torch.ones(2)), {"transforms": ()}, ValueError, "no transform was"),
         ((torch.sum, torch.ones(2)), {"transforms": "vmap(grad)"}, ValueError, "needs in_dims"),
         ((torch.sum, torch.arange(2)), {"transforms": "grad"}, TypeError, "real or complex tensor"),
         ((torch.argmax, torch.ones(2)), {"transforms": "grad"}, TypeError, "one in the result"),
@@ -250,29 +237,26 @@ def test_kept_bytes_are_equal_and_as_expected(segment):
 
 
 def test_a_moved_cut_fails_the_assertion_and_names_the_region():
-    def net(widths):
-        """Layers of different widths, so that where a cut is shows in bytes."""
-        sizes = [2, 3, 4, 5, 6]
+    # Layers of different widths, so that where a cut is shows in bytes.
+    ws = [torch.randn(n, n + 1) for n in range(2, 6)]
 
-        def run(x, *ws):
-            for w in ws:
-                x = torch.tanh(x @ w)
-            return x
+    def cut(*places):
+        run = lambda x, *ws: functools.reduce(lambda x, w: torch.tanh(x @ w), ws, x)
 
         def f(ws, x):
-            for a, b in zip([0, *widths], [*widths, len(sizes) - 1]):
+            for a, b in itertools.pairwise([0, *places, len(ws)]):
                 x = functx.remat(run)(x, *ws[a:b])
             return x.sum()
 
-        return f, [torch.randn(a, b) for a, b in itertools.pairwise(sizes)], torch.randn(7, 2)
+        return crosscheck(f, ws, torch.randn(7, 2), transforms="grad", peak=False)
 
-    report = crosscheck(*net([1, 3]), transforms="grad", peak=False)
+    report = cut(1, 3)
     report.assert_agrees()
-    moved = crosscheck(*net([2, 3]), transforms="grad", peak=False).kept_jax
+    moved = cut(2, 3).kept_jax
     assert moved.activations != report.kept_jax.activations
     object.__setattr__(report, "kept_jax", moved)
     assert not report.kept_equal
-    message = r"first at region 2, \S*run: 84 and 112\); the cuts are not at the same places"
+    message = r"first at region 2, \S*: 84 and 112\); the cuts are not at the same places"
     with pytest.raises(AssertionError, match=message):
         report.assert_agrees()
     assert "DIFFERENT" in str(report)
@@ -289,8 +273,7 @@ def test_what_several_regions_take_counts_for_the_first():
     assert report.kept_torch.by_region == report.kept_jax.by_region
 
     def hands_on(x):
-        skip, x = x.exp(), x.sin()
-        skip, x = functx.remat(lambda skip, x: (skip, x.cos()))(skip, x)
+        skip, x = functx.remat(lambda skip, x: (skip, x.cos()))(x.exp(), x.sin())
         return functx.remat(lambda skip, x: (skip * x).sum())(skip, x)
 
     report = crosscheck(hands_on, torch.randn(5), peak=False)
@@ -298,40 +281,23 @@ def test_what_several_regions_take_counts_for_the_first():
     assert report.kept_torch.activations == report.kept_jax.activations == 60
 
 
-OPERATIONS = [
-    lambda x, w: torch.tanh(x @ w),
-    lambda x, w: x * w.sum(),
-    lambda x, w: torch.nn.functional.layer_norm(x, x.shape[-1:]),
-    lambda x, w: torch.nn.functional.gelu(x + w[0]),
-    lambda x, w: (x @ w).softmax(-1),
-    lambda x, w: x.sin(),
-    lambda x, w: torch.cat([x, x @ w], -1)[..., 1 : 1 + x.shape[-1]],
-]
-
-
 @pytest.mark.parametrize(
-    ("operations", "how"),
-    [
-        (OPERATIONS, {"transforms": "grad"}),
-        (OPERATIONS[::-1], {"transforms": "vmap(grad)", "in_dims": (None, 0)}),
-    ],
+    "how", [{"transforms": "grad"}, {"transforms": "vmap(grad)", "in_dims": (None, 0)}]
 )
-def test_kept_bytes_agree_for_any_operation_and_for_nested_regions(operations, how):
-    def layers(x, start, *ws):
-        for operation, w in zip(operations[start:], ws):
-            x = operation(x, w)
-        return x
+def test_kept_bytes_agree_for_nested_regions_of_other_operations(how):
+    def inner(x, w):
+        y = torch.nn.functional.layer_norm(x * w.sum(), x.shape[-1:])
+        return torch.cat([y, x @ w], -1)[..., 1 : 1 + x.shape[-1]]
 
-    def nested(x, start, *ws):
-        x = functx.remat(layers)(x, start, *ws[:2])
-        return layers(x, start + 2, *ws[2:])
+    def outer(x, v, w):
+        y = functx.remat(inner)(torch.nn.functional.gelu(x + v[0]), v)
+        return (y @ w).softmax(-1) * x.sin()
 
     def f(ws, x):
-        x = functx.remat(layers)(x @ ws[0], 0, *ws[:2])  # every region is differentiated
-        x = functx.remat(nested)(layers(x, 2, ws[2]), 3, *ws[3:])
-        return x.sin().sum()  # the squares of what is normalized add up to the same, whatever it is
+        x = functx.remat(inner)(x @ ws[0], ws[0])  # every region is differentiated
+        return functx.remat(outer)(torch.tanh(x @ ws[1]), *ws[1:]).sin().sum()
 
-    ws = [torch.randn(4, 4, dtype=torch.float64) / 2 for _ in operations]
+    ws = [torch.randn(4, 4, dtype=torch.float64) / 2 for _ in range(3)]
     report = crosscheck(f, ws, torch.randn(3, 4, dtype=torch.float64), peak=False, **how)
     report.assert_agrees(rtol=1e-4)
     assert report.kept_equal
@@ -353,9 +319,8 @@ def test_a_derivative_inside_the_function_keeps_the_same(policy, in_dims):
         return functx.grad(loss)(x)
 
     ws = [torch.randn(4, 4) / 2 for _ in range(3)]
-    report = crosscheck(
-        gradient, ws, torch.randn(5, 4), in_dims=in_dims, transforms=["grad"], peak=False
-    )
+    options = {"in_dims": in_dims, "transforms": ["grad"], "peak": False}
+    report = crosscheck(gradient, ws, torch.randn(5, 4), **options)
     report.assert_agrees()
     assert report.kept_torch.regions == 6
     assert report.kept_torch.activations > 0

@@ -142,14 +142,9 @@ def test_a_module_is_saved_copied_and_part_of_others():
     assert "from_jax" in repr(net)
 
 
-def test_leaves_that_are_no_parameters_are_kept():
-    params = {
-        "w": jnp.ones(3),
-        "table": jnp.arange(3),
-        "key": jax.random.key(1),
-        "mode": "double",
-        "half": jnp.ones(3, jnp.bfloat16),
-    }
+def test_leaves_that_are_no_parameters_are_kept_and_names_that_collide_refused():
+    params = {"w": jnp.ones(3), "table": jnp.arange(3), "key": jax.random.key(1)}
+    params |= {"mode": "double", "half": jnp.ones(3, jnp.bfloat16)}
 
     def fn(p, x):
         noise = jax.random.uniform(p["key"], (3,))
@@ -163,8 +158,5 @@ def test_leaves_that_are_no_parameters_are_kept():
     back = net.jax_params()
     assert back["key"] is params["key"]
     assert back["half"].dtype == jnp.bfloat16
-
-
-def test_names_that_collide_are_refused():
     with pytest.raises(ValueError, match="taken twice"):
         module_from_jax(lambda p: 0, {"a.b": jnp.ones(1), "a_b": jnp.ones(1)})

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def torch_twin(w, x):
     return torch.tanh(w * x) + torch.sin(x) * w
 
 
+CONVERTED = from_jax(jax_twin, enable_x64=True)
 W = torch.linspace(-1, 2, 3, dtype=torch.float64)
 X = torch.linspace(-2, 1, 15, dtype=torch.float64).reshape(5, 3)
 x = X[1]
@@ -67,19 +69,12 @@ COMPOSED = {
     "jacrev": lambda t, f: t.jacrev(f, (0, 1))(W, x),
     "jacfwd": lambda t, f: t.jacfwd(f, (0, 1))(W, x),
     "hessian": lambda t, f: t.hessian(total(f), (0, 1))(W, x),
-    "vmap(hessian)": lambda t, f: t.vmap(t.hessian(total(f), (0, 1)), (None, 0))(W, X),
-    "checkpoint, reentrant": lambda t, f: backward(
-        lambda *args: checkpoint(f, *args, use_reentrant=True)
-    ),
-    "checkpoint, not reentrant": lambda t, f: backward(
-        lambda *args: checkpoint(f, *args, use_reentrant=False)
-    ),
+    "checkpoint, reentrant": lambda t, f: backward(partial(checkpoint, f, use_reentrant=True)),
+    "checkpoint": lambda t, f: backward(partial(checkpoint, f, use_reentrant=False)),
     "jacfwd of jacrev of jacrev": lambda t, f: t.jacfwd(t.jacrev(t.jacrev(f)))(W, x),
     "grad of jvp": lambda t, f: t.grad(lambda x: t.jvp(lambda x: f(W, x), (x,), (W,))[1].sum())(x),
     "linearize": lambda t, f: t.linearize(lambda x: f(W, x), x)[1](W),
-    "vmap(grad) of remat": lambda t, f: t.vmap(t.grad(total(functx.remat(f)), (0, 1)), (None, 0))(
-        W, X
-    ),
+    "vmap(grad) of remat": lambda t, f: COMPOSED["vmap(grad)"](t, functx.remat(f)),
     "hessian of remat": lambda t, f: t.hessian(total(functx.remat(f)), (0, 1))(W, x),
     "double backward of remat": lambda t, f: double_backward(functx.remat(f)),
     "remat of grad": lambda t, f: backward(functx.remat(lambda w, x: t.grad(total(f), 1)(w, x))),
@@ -89,22 +84,17 @@ COMPOSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def converted():
-    return from_jax(jax_twin, enable_x64=True)
+# Of torch.func and of functx in turn; of both in sweeps.
+GRID = [
+    pytest.param(name, library, marks=pytest.mark.sweep if (i + j) % 2 else ())
+    for i, name in enumerate(COMPOSED)
+    for j, library in enumerate((torch.func, functx))
+]
 
 
-def grid():
-    """Transforms of torch.func and of functx in turn; both for each in sweeps."""
-    for i, name in enumerate(COMPOSED):
-        for j, library in enumerate((torch.func, functx)):
-            marks = () if (i + j) % 2 == 0 else pytest.mark.sweep
-            yield pytest.param(name, library, marks=marks, id=f"{name} of {library.__name__}")
-
-
-@pytest.mark.parametrize(("name", "library"), [*grid()])
-def test_a_composition_is_that_of_the_twin(name, library, converted):
-    got, expected = (tree_leaves(COMPOSED[name](library, f)) for f in (converted, torch_twin))
+@pytest.mark.parametrize(("name", "library"), GRID)
+def test_a_composition_is_that_of_the_twin(name, library):
+    got, expected = (tree_leaves(COMPOSED[name](library, f)) for f in (CONVERTED, torch_twin))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -123,15 +113,13 @@ def test_a_function_is_traced_once_for_each_signature():
 
 
 def test_a_function_is_compiled_once():
-    count = []
+    names, compiled = [], []
     f = from_jax(lambda x: jnp.sin(x))
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **kwargs: count.append(name) if "backend_compile" in name else None
-    )
-    compiled = []
+    listen = jax.monitoring.register_event_duration_secs_listener
+    listen(lambda name, seconds, **kwargs: names.append(name))
     for _ in range(4):
         f(torch.ones(7, requires_grad=True)).sum().backward()
-        compiled.append(len(count))
+        compiled.append(sum("backend_compile" in name for name in names))
     assert 1 <= compiled[0] == compiled[-1] <= 2
     jax.monitoring.clear_event_listeners()
 
@@ -141,31 +129,20 @@ def inner(w, x):
 
 
 converted_inner = from_jax(inner)
-WEIGHT, GIVEN = jnp.linspace(0.5, 1.5, 3), jnp.linspace(-1.0, 1.0, 3)
+WEIGHT, GIVEN = jnp.linspace(0.5, 1.5, 3), jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 
 there = lambda w, x: (converted_inner(w, torch.sin(x)) * w).sum()
 expected = lambda w, x: (inner(w, jnp.sin(x)) * w).sum()
 
 
-def vmapped(gradient):
-    return lambda w, x: gradient(w, jnp.stack([x, 2 * x]))
-
-
+per_example = jax.vmap(jax.grad(expected), (None, 0))
 THERE = {
-    "grad": (jax.grad(to_jax(there), (0, 1)), jax.grad(expected, (0, 1))),
     "hessian": (jax.hessian(to_jax(there)), jax.hessian(expected)),
     "grad inside": (to_jax(torch.func.grad(there)), jax.grad(expected)),
-    "grad of a region": (to_jax(functx.grad(functx.remat(there))), jax.grad(expected)),
     "grad of grad": (jax.jacrev(to_jax(functx.grad(functx.remat(there)))), jax.hessian(expected)),
-    "vmap(grad)": (
-        vmapped(jax.vmap(jax.grad(to_jax(there)), (None, 0))),
-        vmapped(jax.vmap(jax.grad(expected), (None, 0))),
-    ),
-    "vmap(grad) inside": (
-        vmapped(to_jax(functx.vmap(functx.grad(there), (None, 0)))),
-        vmapped(jax.vmap(jax.grad(expected), (None, 0))),
-    ),
+    "vmap(grad)": (jax.vmap(jax.grad(to_jax(there)), (None, 0)), per_example),
+    "vmap(grad) inside": (to_jax(functx.vmap(functx.grad(there), (None, 0))), per_example),
 }
 
 
@@ -196,10 +173,6 @@ def test_other_settings_are_refused_and_a_number_is_a_constant():
     np.testing.assert_allclose(gradient(WEIGHT), 2.5 * jnp.cos(WEIGHT), rtol=1e-6)
 
 
-def cube(x):
-    return x**3
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:
@@ -214,11 +187,8 @@ def test_pytrees_go_in_and_out():
     a, b, c = (torch.full((2,), float(n)) for n in (1, 2, 3))
     out = from_jax(g)({"b": (b, None), "a": a}, extra=c)
     assert list(out) == ["layer", "none", "sum"]
-    assert out["none"] is None
-    assert out["sum"].tolist() == [5, 5]
-    assert isinstance(out["layer"], Layer)
-    assert out["layer"].weight.tolist() == [1, 1]
-    assert out["layer"].bias[0][1] is None
+    assert (out["none"], out["sum"].tolist(), type(out["layer"])) == (None, [5, 5], Layer)
+    assert (out["layer"].weight.tolist(), out["layer"].bias[0][1]) == ([1, 1], None)
 
 
 def test_keys_are_arguments():
@@ -232,14 +202,16 @@ def test_keys_are_arguments():
     np.testing.assert_array_equal(x.grad, expected)
     raw = from_jax(noisy)(jax.random.key_data(key), x)
     assert torch.equal(raw, y)
-    as_tensor = torch.from_dlpack(jax.random.key_data(key))
-    assert torch.equal(from_jax(noisy)(as_tensor, x), y)
     new, _ = from_jax(lambda key, x: (jax.random.split(key)[0], x + 1))(key, torch.zeros(2))
     assert new == jax.random.split(key)[0]
     with pytest.raises(TypeError, match="key_data"):
         torch.vmap(from_jax(jax.random.wrap_key_data))(torch.zeros(3, 2, dtype=torch.uint32))
     rbg = jax.random.key(7, impl="rbg")  # another generator
     np.testing.assert_array_equal(from_jax(noisy)(rbg, torch.ones(3)), noisy(rbg, jnp.ones(3)))
+
+
+def cube(x):
+    return x**3
 
 
 def test_a_function_may_take_and_return_no_tensor():
@@ -291,23 +263,14 @@ def test_what_is_no_array_is_static():
         f(x, "leave", {1, 2})
 
 
-def test_arrays_of_jax_and_numpy_are_arguments_too():
-    f = from_jax(lambda p, q, x: p["w"] * x + q)
-    x = torch.ones(2, requires_grad=True)
-    out = f({"w": jnp.full(2, 2.0)}, np.ones(2, np.float32), x)
-    out.sum().backward()
-    assert out.tolist() == [3, 3]
-    assert x.grad.tolist() == [2, 2]
-    with pytest.raises(LoweringError, match="float64"):
-        f({"w": jnp.ones(2)}, np.ones(2), x)
-
-
 @pytest.mark.parametrize("dtype", ["int4", "float8_e5m2"])
-def test_a_dtype_that_torch_lacks_passes_through(dtype):
+def test_arrays_of_jax_and_numpy_pass_through_also_in_a_dtype_that_torch_lacks(dtype):
     values = jnp.arange(4).astype(dtype)
-    f = from_jax(lambda v, x: (v.astype(jnp.float32) * x, v))
+    f = from_jax(lambda v, q, x: (v["w"].astype(jnp.float32) * x + q, v["w"]))
     x = torch.ones(4, requires_grad=True)
-    out, same = f(values, x)
+    with pytest.raises(LoweringError, match="float64"):
+        f({"w": values}, np.zeros(4), x)
+    out, same = f({"w": values}, np.zeros(4, np.float32), x)
     out.sum().backward()
     np.testing.assert_array_equal(out.detach(), np.asarray(values.astype(jnp.float32)))
     np.testing.assert_array_equal(x.grad, np.asarray(values.astype(jnp.float32)))
@@ -315,26 +278,15 @@ def test_a_dtype_that_torch_lacks_passes_through(dtype):
         assert same.dtype == values.dtype
 
 
+@pytest.mark.parametrize("shape", [(2,), (0, 3), ()])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_a_gradient_has_the_dtype_of_its_argument(dtype):
-    x = torch.full((2,), 2.0, dtype=dtype, requires_grad=True)
+def test_a_gradient_has_the_dtype_and_shape_of_its_argument(dtype, shape):
+    x = torch.full(shape, 2.0, dtype=dtype, requires_grad=True)
     out = from_jax(cube, enable_x64=True)(x)
     assert out.dtype == dtype
     out.abs().sum().backward()
     assert x.grad.dtype == dtype
     torch.testing.assert_close(x.grad, torch.full_like(x, 12.0).detach())
-
-
-def test_zero_sizes_and_no_dimensions_are_fine():
-    f = from_jax(lambda x, y: (2 * x, x.sum(0), y * 3))
-    x, y = torch.ones(0, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    outs = f(x, y)
-    assert [o.shape for o in outs] == [(0, 3), (3,), ()]
-    sum(o.sum() for o in outs).backward()
-    assert x.grad.shape == (0, 3)
-    assert y.grad == 3
-    tangents = torch.func.jvp(f, (x.detach(), y.detach()), (x.detach(), y.detach()))[1]
-    assert tangents[2] == 6
 
 
 def test_it_is_a_method_copied_and_pickled():

@@ -37,22 +37,10 @@ def keys_same(ours, theirs):
     same(random.key_data(ours), theirs)
 
 
-def ulps(ours, theirs):
-    """The largest distance, in steps between neighbouring numbers of the dtype."""
-    theirs = np.asarray(theirs)
-    assert str(ours.dtype).removeprefix("torch.") == str(theirs.dtype)
-    bits = {2: np.int16, 4: np.int32, 8: np.int64}[theirs.itemsize]
-    view = {2: torch.int16, 4: torch.int32, 8: torch.int64}[theirs.itemsize]
-    a = ours.contiguous().view(view).numpy().astype(object if bits == np.int64 else np.int64)
-    b = theirs.view(bits).astype(a.dtype)
-    least = int(np.iinfo(bits).min)
-    ordered = [np.where(x < 0, least - x, x) for x in (a, b)]
-    return int(np.max(np.abs(ordered[0] - ordered[1]), initial=0))
-
-
 TORCH = SimpleNamespace(**vars(random), dtype=torch_dtype, array=torch.tensor)
 JAX = SimpleNamespace(**vars(jax.random), dtype=jnp.dtype, array=lambda x: x)
 LOW, HIGH = np.float32([-3.0, -1.5, 0.25]), np.float32([[0.5], [9.0]])
+LEAST, MOST = np.array([0, -5, 7, 3]), np.array([[4], [2**31], [0]])
 LOGITS = np.random.default_rng(0).normal(size=(4, 5, 6)).astype("float32")
 PERHAPS = np.linspace(0, 1, 64, dtype="float32")
 
@@ -74,11 +62,7 @@ DRAWS = {
     "bernoulli of a tensor": lambda of, key: of.bernoulli(key, of.array(PERHAPS), (5, 64)),
     "randint": lambda of, key: of.randint(key, (5,), 0, 10),
     "randint between tensors": lambda of, key: of.randint(
-        key,
-        (3, 4),
-        of.array(np.array([0, -5, 7, 3])),
-        of.array(np.array([[4], [2**31], [0]])),
-        of.dtype("int64"),
+        key, (3, 4), of.array(LEAST), of.array(MOST), of.dtype("int64")
     ),
 }
 
@@ -87,11 +71,10 @@ def add(name, draw, cases):
     DRAWS.update({f"{name} {c}": lambda of, key, c=c: draw(of, key, *c) for c in cases})
 
 
-add("bits", lambda of, key, shape: of.bits(key, shape), [(shape,) for shape in SHAPES])
 add(
     "bits",
-    lambda of, key, dtype: of.bits(key, (7,), of.dtype(dtype)),
-    [("uint8",), ("uint16",), ("uint32",), ("uint64",)],
+    lambda of, key, shape, dtype: of.bits(key, shape, of.dtype(dtype)),
+    [*((shape, "uint32") for shape in SHAPES), *(((7,), f"uint{n}") for n in (8, 16, 64))],
 )
 add(
     "uniform",
@@ -145,24 +128,18 @@ def test_a_draw_is_that_of_jax_and_leaves_torch_s_generator_alone(name):
 
 
 @settings(max_examples=6, deadline=None)
-@given(st.integers(-(2**63), 2**63 - 1))
-@example(-1)
-@example(5)
-def test_a_key_is_that_of_jax(seed):
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**32 - 1))
+@example(-1, 0)
+@example(5, 2**32 - 1)
+def test_a_key_and_fold_in_are_those_of_jax(seed, data):
     with jax.enable_x64(True):
         keys_same(random.key(seed), jax.random.key(seed))
         keys_same(random.key(torch.tensor(seed)), jax.random.key(seed))
         for dtype in (torch.uint8, torch.int16):
             narrow = torch.tensor(seed).to(dtype)
             keys_same(random.key(narrow), jax.random.key(jnp.asarray(narrow.numpy())))
-    if 0 <= seed < 2**31:
-        keys_same(random.key(seed), jax.random.key(seed))
-
-
-@settings(max_examples=6, deadline=None)
-@given(st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
-@example(0, 2**32 - 1)
-def test_fold_in_is_that_of_jax(seed, data):
+    seed %= 2**31
+    keys_same(random.key(seed), jax.random.key(seed))
     expected = jax.random.fold_in(jax.random.key(seed), np.uint32(data))
     keys_same(random.fold_in(random.key(seed), data), expected)
     keys_same(random.fold_in(random.key(seed), torch.tensor(data)), expected)
@@ -174,7 +151,6 @@ def test_fold_in_is_that_of_jax(seed, data):
         ("float16", 0.1, ()),
         ("bfloat16", 0.5, (0,)),
         ("float32", 0.9999999, (-1,)),
-        ("float32", 0.1, ()),
         ("float64", 0.5, ()),
         ("float32", 0.0, ()),
         ("float32", 1.0, (0,)),
@@ -244,7 +220,10 @@ def test_a_continuous_draw_is_within_3_ulp_and_a_gumbel_within_4_roundings(name,
     draw = getattr(random, name)
     ours = draw(random.key(6), *bounds, dtype=torch_dtype(dtype), **options)
     if name != "gumbel":
-        assert ulps(ours, expected) <= 3
+        assert str(ours.dtype).removeprefix("torch.") == dtype == str(expected.dtype)
+        narrow = dtype == "bfloat16"  # its steps are 2**16 of float32's
+        a, b = (ours.float().numpy(), expected.astype("float32")) if narrow else (ours, expected)
+        np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 3 << 16 if narrow else 3)
     else:
         rtol = 4 * np.finfo(dtype).eps
         np.testing.assert_allclose(ours.numpy(), expected, rtol=rtol, atol=rtol)

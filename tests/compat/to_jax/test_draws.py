@@ -95,16 +95,11 @@ def test_a_generator_that_is_set_back_draws_the_same_again():
     assert torch.equal(before, generator.get_state())
 
 
-@pytest.mark.parametrize(
-    ("draw", "names"),
-    [
-        (random.random, r"Python's random module"),
-        (lambda: float(np.random.rand()), r"numpy\.random"),
-    ],
-)
-def test_numbers_that_a_trace_would_freeze_are_refused(draw, names):
-    with pytest.raises(LoweringError, match=names):
-        to_jax(lambda x: x * draw())(X)
+def test_numbers_that_a_trace_would_freeze_are_refused():
+    with pytest.raises(LoweringError, match=r"Python's random module"):
+        to_jax(lambda x: x * random.random())(X)
+    with pytest.raises(LoweringError, match=r"numpy\.random"):
+        to_jax(lambda x: x * float(np.random.rand()))(X)
 
 
 SHAPE = (4, 5)
@@ -112,15 +107,11 @@ SHAPE = (4, 5)
 DRAWS = {
     "random_": lambda x: x.clone().random_(10),
     "geometric_": lambda x: x.clone().geometric_(0.3),
-    "rand": lambda x: torch.rand(SHAPE),
     "randn": lambda x: torch.randn(SHAPE),
-    "randint": lambda x: torch.randint(3, 9, SHAPE),
     "randperm": lambda x: torch.randperm(7),
     "bernoulli": torch.bernoulli,
     "normal": lambda x: torch.normal(x, 0.1),
     "poisson": lambda x: torch.poisson(3 * x),
-    "multinomial with replacement": lambda x: torch.multinomial(x, 7, replacement=True),
-    "dropout2d": lambda x: functional.dropout2d(x.expand(2, 3, 4, 5), 0.3),
     "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(
         x.expand(2, 3, 4, 5), 0.3, training=True
     ),
@@ -148,16 +139,14 @@ def test_every_draw_is_distributed_as_torch_s(name):
 
 def test_gumbel_softmax_has_the_gradient_of_the_soft_one():
     """``hard=True`` is one-hot, by a detach inside of torch's function."""
-    weight = torch.tensor([1.0, 2.0, 4.0])
-    x = jnp.asarray([0.3, -0.1, 0.2])
-    soft = lambda x, hard: (functional.gumbel_softmax(x, hard=hard) * weight).sum()
-    key = jax.random.key(0)
-    hard_gradient = jax.grad(to_jax(soft, rng=True), 1)(key, x, True)
-    np.testing.assert_allclose(hard_gradient, jax.grad(to_jax(soft, rng=True), 1)(key, x, False))
-    assert np.abs(hard_gradient).max() > 0.01
-    inside = to_jax(functx.grad(soft), rng=True)(key, x, True)
-    np.testing.assert_allclose(inside, hard_gradient, rtol=1e-6)
-    assert float(to_jax(soft, rng=True)(key, x, True)) in (1.0, 2.0, 4.0)
+    weight, x = torch.tensor([1.0, 2.0, 4.0]), jnp.asarray([0.3, -0.1, 0.2])
+    f = lambda x, hard: (functional.gumbel_softmax(x, hard=hard) * weight).sum()
+    gradient = jax.grad(to_jax(f, rng=True), 1)
+    np.testing.assert_allclose(gradient(KEY, x, True), gradient(KEY, x, False))
+    assert np.abs(gradient(KEY, x, True)).max() > 0.01
+    inside = to_jax(functx.grad(f), rng=True)(KEY, x, True)
+    np.testing.assert_allclose(inside, gradient(KEY, x, True), rtol=1e-6)
+    assert float(to_jax(f, rng=True)(KEY, x, True)) in (1.0, 2.0, 4.0)
 
 
 def test_a_normal_number_has_no_derivative_in_its_mean_and_deviation():

@@ -64,53 +64,37 @@ def fractional(pool, *size):
     return pooled
 
 
+def nll(x):
+    return F.gaussian_nll_loss(x, x.flip(0), x[:, 0] ** 2, reduction="none")
+
+
 CASES = {
     "sgn of complex numbers": (sgn, (4,)),
     "grouped queries": (grouped(False), (48,)),
     "grouped queries, causal": (grouped(True), (48,)),
     # What follows the first -1 does not count.
-    "multilabel": (lambda x: F.multilabel_margin_loss(x, LABELS), (3, 4)),
-    "multilabel, each": (
-        lambda x: F.multilabel_margin_loss(x, LABELS, reduction="none"),
-        (3, 4),
-    ),
+    "multilabel": (lambda x: F.multilabel_margin_loss(x, LABELS, reduction="none"), (3, 4)),
     "multilabel, one": (lambda x: F.multilabel_margin_loss(x, LABELS[0]), (4,)),
-    "deviation of equals": (
-        lambda x: torch.cat([(0 * x + 1).std(1), x[:, :1].std(1, False)]),
-        (3, 4),
-    ),
+    "deviation of equals": (lambda x: torch.cat([(0 * x).std(1), x[:, :1].std(1, False)]), (3, 4)),
     "digamma": (lambda x: 1 / torch.digamma(torch.cat([x, torch.tensor([0.0, -0.0])])), (4,)),
     # They check values in torch, and do without here.
-    "cov": (lambda x: torch.cov(x[0], correction=0), (3, 4)),
     "weighted cov": (lambda x: x.cov(aweights=WEIGHTS, fweights=COUNTS), (3, 4)),
     "corrcoef": (torch.corrcoef, (3, 4)),
     "gaussian nll": (lambda x: F.gaussian_nll_loss(x, x.flip(0), x**2, full=True), (3, 4)),
-    "gaussian nll of each": (
-        lambda x: F.gaussian_nll_loss(x, x.flip(0), x[:, 0] ** 2, reduction="none"),
-        (3, 4),
-    ),
-    "summed gaussian nll": (
-        lambda x: F.gaussian_nll_loss(x, x.flip(0), 2.0, reduction="sum"),
-        (3, 4),
-    ),
+    "gaussian nll of each": (nll, (3, 4)),
     # torch defines derivatives of embeddings apart from their values.
-    "padding": (embed(padding_idx=0), (6, 3)),
     "last is padding": (embed(padding_idx=-6), (6, 3)),
     "by frequency, padding": (embed(scale_grad_by_freq=True, padding_idx=3), (6, 3)),
     "bag": (bag(padding_idx=0, mode="mean"), (6, 3)),
     "max of a bag": (bag(mode="max"), (6, 3)),  # of equals, the first
     "padded max": (bag(padding_idx=3, mode="max"), (6, 3)),
     "ctc": (ctc(), (5, 3, 5)),
-    "ctc of each": (ctc(reduction="none"), (5, 3, 5)),
-    "ctc, no targets": (ctc(target_lengths=(0, 2, 2)), (5, 3, 5)),
+    "ctc, no targets": (ctc(target_lengths=(0, 2, 2), reduction="none"), (5, 3, 5)),
     "ctc, impossible": (ctc(**IMPOSSIBLE), (5, 3, 5)),
     "ctc, impossible counts as nothing": (ctc(**IMPOSSIBLE, zero_infinity=True), (5, 3, 5)),
     "ctc, one behind the other": (ctc(targets=ROW), (5, 3, 5)),
     "fractional pool": (fractional(F.fractional_max_pool2d, (2, 3), (4, 5)), (2, 3, 9, 11)),
-    "fractional pool, 3d": (
-        fractional(F.fractional_max_pool3d, (2, 3, 2), (3, 2, 2)),
-        (2, 3, 7, 6, 5),
-    ),
+    "in 3d": (fractional(F.fractional_max_pool3d, (2, 3, 2), (3, 2, 2)), (2, 3, 7, 6, 5)),
 }
 
 NAN, INF = float("nan"), float("inf")
@@ -122,7 +106,6 @@ AT_KINKS = {
     "l1_loss": lambda x: F.l1_loss(x, x.detach(), reduction="none"),
     "norm of zeros": lambda x: torch.linalg.vector_norm(x.nan_to_num() * 0, ord=INF),
     "sqrt of abs": lambda x: x.abs().sqrt(),
-    "sgn": lambda x: x.sgn() * x,
     "clamp": lambda x: x.clamp(0, 1),
     "clamp by a tensor": lambda x: torch.clamp(x, torch.zeros_like(x)),
     "maximum": lambda x: torch.maximum(x, x.flip(0)),
@@ -145,7 +128,7 @@ def example(name):
     return (AT_KINKS[name], AT) if name in AT_KINKS else (OF_TWO[name], FINITE, FINITE.flip(0))
 
 
-LONG = ("ctc of each", "ctc, no targets", "ctc, impossible")
+LONG = ("ctc, no targets", "ctc, impossible")
 NAMES = [
     pytest.param(name, marks=pytest.mark.sweep if name in LONG else ())
     for name in (*CASES, *AT_KINKS, *OF_TWO)
@@ -193,11 +176,7 @@ def test_a_power_of_zero_has_torch_s_derivatives():
         expected = torch.func.grad(total, argnums)(x[:size], y[:size])
         arrays = jnp.asarray(x[:size].numpy()), jnp.asarray(y[:size].numpy())
         for f in (to_jax(total), jax.jit(to_jax(total))):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-                jax.grad(f, argnums)(*arrays),
-                expected,
-            )
+            assert_close(jax.grad(f, argnums)(*arrays), expected, rtol=1e-6)
     mixed = jax.grad(lambda a, b: jax.grad(to_jax(total))(a, b).sum(), 1)
     again = torch.func.grad(lambda a, b: torch.func.grad(total)(a, b).sum(), 1)
     np.testing.assert_allclose(mixed(jnp.asarray([2.0]), jnp.asarray([0.0])), again(x[3:4], y[3:4]))
@@ -218,13 +197,3 @@ def test_the_lengths_of_ctc_may_be_traced(targets):
     lengths = torch.tensor(CTC["input_lengths"]), torch.tensor(CTC["target_lengths"])
     args = drawn(5, 3, 5).log_softmax(-1), targets, *lengths
     assert_close(jax.jit(to_jax(loss))(*arrays(args)), loss(*args), rtol=1e-5)
-
-
-def test_ctc_under_transforms():
-    f = lambda x: ctc()(x).sum()
-    rows = drawn(2, 5, 3, 5)
-    leaf = rows.clone().requires_grad_()  # torch.func.grad can't, in torch
-    (expected,) = torch.autograd.grad(f(leaf[0]) + f(leaf[1]), leaf)
-    assert_close(jax.jit(jax.vmap(jax.grad(to_jax(f))))(arrays(rows)), expected, rtol=1e-4)
-    inside = functx.vmap(functx.grad(functx.remat(f)))
-    assert_close(jax.jit(to_jax(inside))(arrays(rows)), expected, rtol=1e-4)

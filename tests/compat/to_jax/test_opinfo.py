@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 import json
-from collections import Counter
-from dataclasses import asdict, dataclass
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import jax
@@ -25,40 +24,34 @@ _SHAPE = "the shape of the result depends on values; refused by name"
 _VALUE = "reads values as Python numbers; refused by name"
 _SPARSE = "sparse layout; JAX arrays are dense. Refused"
 _FACTOR = "LAPACK's packed factors have no counterpart in JAX; named as missing"
+_RANK = "the shape of the residuals depends on the rank; refused by name"
+_NO_RULE = "no rule yet; named as missing"
+_NONE = "no counterpart in JAX; named as missing"
+
+
+def because(reason, names):
+    return dict.fromkeys(names.split(), reason)
+
+
 DATA_DEPENDENT = {
-    "allclose": _VALUE,
-    "argwhere": _SHAPE,
-    "combinations": _SHAPE,
-    "equal": _VALUE,
-    "item": _VALUE,
-    "linalg.lstsq": "the shape of the residuals depends on the rank; refused by name",
-    "linalg.lstsq.grad_oriented": "the shape of the residuals depends on the rank; refused by name",
-    "masked_select": _SHAPE,
+    **because(_SHAPE, "argwhere combinations masked_select nonzero repeat_interleave"),
+    **because(_SHAPE, "unique unique_consecutive"),
+    **because(_VALUE, "allclose equal item"),
+    **because(_RANK, "linalg.lstsq linalg.lstsq.grad_oriented"),
     "narrow": "a start given as a tensor is read as a number; refused by name",
-    "nonzero": _SHAPE,
-    "repeat_interleave": _SHAPE,
     "tensor_split": "indices given as a tensor are read as numbers; refused by name",
-    "unique": _SHAPE,
-    "unique_consecutive": _SHAPE,
 }
 OTHER_LAYOUTS = {
     "chalf": "JAX has no complex32; refused",
     "resize_as_": "changes the memory of its argument; named as missing",
-    "sparse.mm.reduce": _SPARSE,
-    "sparse.sampled_addmm": _SPARSE,
-    "to_sparse": _SPARSE,
+    **because(_SPARSE, "sparse.mm.reduce sparse.sampled_addmm to_sparse"),
 }
 NOT_ON_CPU = {"as_strided.partial_views": "torch itself fails on the sample"}
+CHUNKED = "nn.functional.linear_cross_entropy.chunked"
 NO_RULE = {
-    "geqrf": _FACTOR,
-    "hash_tensor": "no counterpart in JAX; named as missing",
-    "histogramdd": "no rule yet; named as missing",
-    "linalg.ldl_factor": _FACTOR,
-    "linalg.ldl_factor_ex": _FACTOR,
-    "linalg.ldl_solve": _FACTOR,
-    "nn.functional.linear_cross_entropy.chunked": "no rule yet; named as missing",
-    "nn.functional.linear_cross_entropy.chunked_none": "no rule yet; named as missing",
-    "special.airy_ai": "no counterpart in JAX; named as missing",
+    **because(_FACTOR, "geqrf linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve"),
+    **because(_NO_RULE, f"histogramdd {CHUNKED} {CHUNKED}_none"),
+    **because(_NONE, "hash_tensor special.airy_ai"),
 }
 EXCEPTIONS = DATA_DEPENDENT | OTHER_LAYOUTS | NOT_ON_CPU | NO_RULE
 
@@ -126,14 +119,8 @@ _DRAWS = 400
 _KS = 0.1
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one entry: its name, the outcome, and why."""
-
-    name: str
-    outcome: str
-    detail: str = ""
-    gradient: str = ""
+# What came of one entry: its name, the outcome, and why.
+Verdict = namedtuple("Verdict", "name outcome detail gradient", defaults=("", ""))
 
 
 def judge(op, most=4):
@@ -194,10 +181,8 @@ def _tensors(tree):
 def _compare(expected, got):
     a, b = _tensors(expected), _tensors(got)
     if not a:
-        same = [int(x) for x in jax.tree_util.tree_leaves(got)] == jax.tree_util.tree_leaves(
-            expected
-        )
-        return None if same else "other numbers"
+        numbers = [int(x) for x in jax.tree_util.tree_leaves(got)]
+        return None if numbers == jax.tree_util.tree_leaves(expected) else "other numbers"
     if len(a) != len(b):
         return f"{len(a)} results against {len(b)}"
     for x, y in zip(a, b):
@@ -299,7 +284,7 @@ def _values_are_compared():
 def verdicts(chosen, samples):
     found = []
     for count, op in enumerate(chosen):
-        found.append(asdict(judge(op, samples)))
+        found.append(judge(op, samples)._asdict())
         if count % 64 == 63:
             jax.clear_caches()
     return found
