@@ -70,7 +70,7 @@ def test_the_peak_is_within_the_budget(network):
         assert_same(there_and_back(f, blocks, x), plain, 64)
 
 
-# A plan for every number of segments.
+@pytest.mark.sweep  # a plan for every number of segments
 def test_less_recompute_than_uniform_segments_of_the_same_peak(network):
     blocks, x = network
     less = 0

@@ -22,7 +22,7 @@ from .refusals import same
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 FILES = {os.path.dirname(f.__code__.co_filename) for f in (functx.remat, functx.grad)}
 PATIENCE = 30  # seconds until a run that waits for ever is given up; no result depends on it
-POINTS = 20  # of a program; all in sweeps
+POINTS = 16  # of a program; all in sweeps
 X = numbers(4)
 
 

@@ -113,7 +113,7 @@ def test_what_transformers_checkpoints_already_is_refused():
         functx.apply_remat(unet, "gradient_checkpointing")
 
 
-# The compiler takes seconds for the smallest of models.
+@pytest.mark.sweep  # the compiler takes seconds for the smallest of models
 def test_a_checkpointed_model_can_be_compiled():
     torch._dynamo.reset()
     inputs = {k: v.flatten(0, 1) for k, v in hf.batch("llama", dtype=torch.float32).items()}

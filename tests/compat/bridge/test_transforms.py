@@ -282,7 +282,12 @@ def scanned(**options):
 
 @pytest.mark.parametrize(
     ("slots", "reverse"),
-    [(None, False), pytest.param(None, True, marks=pytest.mark.sweep), (8, True), (22, False)],
+    [
+        (None, False),
+        pytest.param(None, True, marks=pytest.mark.sweep),
+        pytest.param(8, True, marks=pytest.mark.sweep),
+        (22, False),
+    ],
 )
 def test_a_scan_is_that_of_jax(slots, reverse):
     ours = scanned(reverse=reverse, slots=slots)

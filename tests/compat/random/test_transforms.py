@@ -99,6 +99,7 @@ def test_a_dropout_network_agrees_with_jax(transform):
     assert_close(jax.jit(of_jax)(weight.numpy()), TRANSFORMS[transform](functx, region)(weight))
 
 
+@pytest.mark.sweep  # the compiler takes seconds
 def test_draws_compile_without_a_graph_break():
     def f(key, x):
         first, second = random.split(key).unbind(0)
