@@ -14,7 +14,10 @@ from functx._torch import allocator
 
 def runs_compiled(f: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function, or what it reaches by closures, globals or arguments, is compiled."""
-    return any(map(is_compiled, reached((f, args, kwargs))))
+    try:
+        return any(map(is_compiled, reached((f, args, kwargs))))
+    except RecursionError:  # in objects nested too deep; code of `functx.jit` tells by itself
+        return False
 
 
 class Allocations:

@@ -200,6 +200,10 @@ def test_of_compiled_code_the_bytes_are_the_allocator_s(x):
 
 
 def test_compiled_code_that_is_not_found_is_an_error(x):
+    nested = None
+    for _ in range(5000):  # too deep to look into
+        nested = [nested]
+    assert peak(lambda x: x.sin() if nested else x, x) == B
     jitted = functx.jit(torch.sin)
     with pytest.raises(TypeError, match="Pass the jitted function as an argument"), LiveStorages():
         jitted(x)
