@@ -10,7 +10,6 @@ from torch import Tensor
 from functx import _tree
 from functx._arrays import backend_of
 from functx._remat import named
-from functx._torch import graphs
 
 
 def checkpoint_name(x: Any, name: str) -> Any:
@@ -44,5 +43,4 @@ def checkpoint_name(x: Any, name: str) -> Any:
         if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
             return backend.checkpoint_name(x, name)
         return _tree.map_(lambda t: checkpoint_name(t, name) if isinstance(t, Tensor) else t, x)
-    graphs.note_name(x, name)
     return named(x, name)

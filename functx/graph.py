@@ -43,6 +43,7 @@ _ONES = {aten.ones_like.default, aten.full_like.default}
 _SAME = {aten.detach.default, aten.alias.default}
 _SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+Step = tuple[fx.Node, int]  # and the run in which it runs again; -1 where it stands as it did
 _COUNTS = (*range(1, 17), *range(18, 65, 3))  # of segments that a budget tries
 
 
@@ -172,9 +173,9 @@ class Joint:
                 again.add(node)
         return again
 
-    def steps(self, again: set[fx.Node]) -> list[tuple[fx.Node, int]]:
-        """The nodes in their new order; what runs again with the number of its run, else -1."""
-        made, copied = list[tuple[fx.Node, int]](), set[tuple[fx.Node, int]]()
+    def steps(self, again: set[fx.Node]) -> list[tuple[Step, dict[fx.Node, Step]]]:
+        """The nodes in their new order, and for what each reads, the step that gives it."""
+        made, copied = list[Step](), set[Step]()
         for node in self.nodes:
             run = self.run[node]
             todo = [*self.reads[node]]
@@ -190,49 +191,43 @@ class Joint:
                     made.append((x, run))
             made.append((node, -1))
         # Take out what nobody reads.
-        read, live = {(n, -1) for n in self.output.all_input_nodes}, list[tuple[fx.Node, int]]()
+        read, live = {(n, -1) for n in self.output.all_input_nodes}, []
         for node, number in reversed(made):
             if (node, number) in read or (number < 0 and node in self.stays):
-                live.append((node, number))
-                own = number if number >= 0 else self.run[node]
-                for x in self.reads[node]:
-                    read.add((x, own) if (x, own) in copied else (x, -1))
+                run = number if number >= 0 else self.run[node]
+                reads = {x: (x, run if (x, run) in copied else -1) for x in self.reads[node]}
+                read |= {*reads.values()}
+                live.append(((node, number), reads))
         return live[::-1]
 
     def rewritten(self, again: set[fx.Node]) -> fx.Graph:
         """The graph in which these run again."""
-        graph, made = graphs.empty_like(self.graph), dict[tuple[fx.Node, int], fx.Node]()
-
-        def resolved(number: int) -> Callable[[fx.Node], fx.Node]:
-            return lambda x: made.get((x, number)) or made[x, -1]
-
-        for node, number in self.steps(again):
-            own = number if number >= 0 else self.run[node]
-            new = made[node, number] = graph.node_copy(node, resolved(own))
+        graph, made = graphs.empty_like(self.graph), dict[Step, fx.Node]()
+        for (node, number), reads in self.steps(again):
+            copies = {x: made[step] for x, step in reads.items()}
+            new = made[node, number] = graph.node_copy(node, copies.__getitem__)
             if number >= 0:
                 new.meta["custom"] = {**node.meta.get("custom", {}), "functx_phase": "replay"}
                 new.name = f"{node.name}_again_{number}"
-        graph.output(fx.map_arg(self.output.args[0], resolved(-1)))
+        graph.output(fx.map_arg(self.output.args[0], lambda x: made[x, -1]))
         graph.lint()
         return graph
 
     def cost(self, again: set[fx.Node]) -> tuple[int, int]:
         """Peak bytes beside the inputs, and FLOPs that run again."""
         steps, flops = self.steps(again), 0
-        memory, end = dict[Any, Any](), dict[Any, int]()  # of each step; and when it is let go
-        for i, (node, number) in enumerate(steps):
-            at = number if number >= 0 else self.run[node]
-            read = {x: (x, at) if (x, at) in memory else (x, -1) for x in self.reads[node]}
-            base = self.base[node]
-            memory[node, number] = (node, number) if base is None else memory[read[base]]
-            end |= {memory[x]: i for x in (*read.values(), (node, number))}
-            flops += _flops(node) if number >= 0 else 0
+        memory, end = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        for i, (step, reads) in enumerate(steps):
+            base = self.base[step[0]]
+            memory[step] = step if base is None else memory[reads[base]]
+            end |= {memory[x]: i for x in (*reads.values(), step)}
+            flops += _flops(step[0]) if step[1] >= 0 else 0
         end |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
         dying = defaultdict(list)
         for made, i in end.items():
             dying[i].append(made)
         live = most = 0
-        for i, step in enumerate(steps):
+        for i, (step, _) in enumerate(steps):
             if memory[step] == step:
                 live += self.size[step[0]]
             most = max(most, live)
@@ -247,7 +242,7 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
     asked = _policies.as_policy(policy)
 
     def keeps(node: fx.Node) -> bool:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        args, kwargs = _given(node)
         names = frozenset(node.meta.get("custom", {}).get("functx_names", ()))
         decision = asked.decide(Value(node.target, args, kwargs, node.meta.get("val"), names))
         if decision is Decision.OFFLOAD:
@@ -255,6 +250,11 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
         return bool(decision)
 
     return keeps
+
+
+def _given(node: fx.Node) -> Any:
+    """Positional and keyword arguments of a node, as values of the trace."""
+    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
 
 
 def _is_tagged_to_save(node: fx.Node) -> bool:
@@ -419,5 +419,5 @@ def _bytes(node: fx.Node) -> int:
 def _flops(node: fx.Node) -> int:
     if node.op != "call_function" or _base(node) is not None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = _given(node)
     return flops_of(node.target, args, kwargs, node.meta.get("val"))

@@ -27,7 +27,7 @@ from functx._remat.calls import NAMED
 from functx._remat.ledger import Entry, Record, filled
 from functx._remat.observers import observers
 from functx._remat.operators import DRAWN, NEW, tensors_in
-from functx._torch.graphs import note_kept, same_value
+from functx._torch.graphs import note_kept, note_name, same_value
 
 
 class Kept:
@@ -289,6 +289,7 @@ def saver_for(policy: Policy | None, in_graph: bool) -> Saver | None:
 
 def named(x: Tensor, name: str) -> Tensor:
     """A tensor, which a region around may keep under a name."""
+    note_name(levels.base_of(x), name)
     x = shown(x, name)
     for callback in observers.of_names:
         callback(levels.base_of(x), name)

@@ -117,7 +117,8 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
 
         @staticmethod
         def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
-            if _stages(one) and _stages(other) and _stages(one) != _stages(other):
+            first, second = _stages(one), _stages(other)
+            if first and second and first != second:
                 return False
             return bool(choices.can_fuse_horizontal(scheduler, one, other, shared))
 

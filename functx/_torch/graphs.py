@@ -59,12 +59,9 @@ class _NothingIsReal(_torch.TorchDispatchMode):
 
 def _is_by_numbers(func: Any, args: Any) -> bool:
     """Whether it takes elements out by numbers, not by a mask, whose values say how many."""
-    by = (
-        [t.dtype for t in args[1] if t is not None]
-        if func is torch.ops.aten.index.Tensor
-        else [None]
-    )
-    return not {None, torch.bool, torch.uint8}.intersection(by)
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
 
 def line_of(error: BaseException) -> str:
@@ -160,10 +157,8 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def note_name(t: torch.Tensor, name: str) -> None:
-    """Say of the node that gives a tensor, below all transforms, that it has a name."""
+    """Say of the node that gives a plain tensor that it has a name."""
     if dispatch_depth() and (mode := infra_mode(PROXY)) is not None:
-        while _torch.level_of(t) > 0:
-            t = _torch.inner_of(t)
         slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
         if slot is not None:
             names = slot.proxy.node.meta.get("custom", {}).get("functx_names", ())
