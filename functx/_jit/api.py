@@ -49,13 +49,15 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
         f: a function or ``nn.Module`` of pytrees of tensors. ``None`` gives a decorator.
         backend: ``"inductor"``, the name of another one of ``torch.compile``, or a function that is
             given a graph and example inputs.
-        dynamic: ``None`` or ``False``: each shape is a graph of its own.
+        dynamic: ``True``: sizes of arguments are symbols, and a graph serves all that it holds for;
+            sizes of 0 and 1, and those that the function compares, have graphs of their own. What
+            is read otherwise than by arguments keeps its shape. ``None`` or ``False``: each shape
+            is a graph of its own.
 
     Returns:
         A function that does what ``f`` does; of a module it has the attributes, too.
 
     Raises:
-        NotImplementedError: ``dynamic`` is ``True``: one graph for all shapes.
         TypeError: ``f`` is not callable, or an argument that is no tensor can't be hashed.
         functx.TracingError: when called, where Python reads the value of a tensor.
 
@@ -68,24 +70,19 @@ def jit(f: Any = None, *, backend: Any = "inductor", dynamic: bool | None = None
                 [1., 1.],
                 [1., 1.]])
     """
-    if dynamic:
-        raise NotImplementedError(
-            "functx.jit: one graph for all shapes is not there; each shape is a graph of its own. "
-            "Leave dynamic out, and pad where many shapes come."
-        )
     if f is None:
-        return functools.partial(jit, backend=backend)
+        return functools.partial(jit, backend=backend, dynamic=dynamic)
     if not callable(f):
         raise TypeError(f"functx.jit: expected a callable, got {type(f).__name__}.")
-    return Jitted(f, backend)
+    return Jitted(f, backend, bool(dynamic))
 
 
 class Jitted:
     """A function that runs as graphs, one for each signature."""
 
-    def __init__(self, function: Any, backend: Any) -> None:
+    def __init__(self, function: Any, backend: Any, dynamic: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self.function, self.backend = function, backend
+        self.function, self.backend, self.dynamic = function, backend, dynamic
         self._codes = Cache()
 
     @compiler.uncompiled  # by torch.compile around it
@@ -114,7 +111,7 @@ class Jitted:
                 args, kwargs = _tree.joined(ts, how)
                 return self.function(*args, **kwargs)
 
-            code = self._codes[key] = Code(function, self.backend)
+            code = self._codes[key] = Code(function, self.backend, self.dynamic)
         results = call(code, tensors, state.tensors)
         return _tree.joined(results, code.rest)
 
@@ -128,7 +125,7 @@ class Jitted:
         return getattr(self.function, name)
 
     def __reduce__(self) -> Any:
-        return Jitted, (self.function, self.backend)  # a copy has no graphs
+        return Jitted, (self.function, self.backend, self.dynamic)  # a copy has no graphs
 
     def __repr__(self) -> str:
         return f"functx.jit({self.function!r})"

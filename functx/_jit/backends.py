@@ -34,23 +34,23 @@ _PATIENCE = 2.0  # seconds until a compile says that it runs
 
 
 def compiled(
-    module: fx.GraphModule, examples: list[Tensor], backend: Any
-) -> Callable[[list[Tensor]], list[Tensor]]:
-    """What runs the graph: from a list of tensors to the list of its results."""
+    module: fx.GraphModule, examples: list[Any], backend: Any, dynamic: bool
+) -> Callable[[list[Any]], list[Any]]:
+    """What runs the graph: from a list of tensors and sizes to the list of its results."""
     _note_stages(module)
     with _telling(module), torch.no_grad():
         if backend == "inductor":
             run = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):
-            run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+            run = torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)
         else:
             run = backend(module, examples)
 
-    def call(args: list[Tensor]) -> list[Tensor]:
+    def call(args: list[Any]) -> list[Any]:
         if _torch.dispatch_depth() and backend == "inductor":
             _check_not_followed()
         with torch.no_grad():
-            return [*run(*[t.detach() for t in args])]
+            return [*run(*[t.detach() if isinstance(t, Tensor) else t for t in args])]
 
     return call
 

@@ -8,6 +8,7 @@ differentiates the pullback, it is the second half of a graph whose first half h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +19,18 @@ from torch import Tensor
 from functx import _transforms, _tree
 from functx._errors import TracingError
 from functx._jit.backends import compiled
-from functx._jit.tracing import COTANGENT, SAVED, Traced, cut, trace
+from functx._jit.tracing import COTANGENT, INPUT, SAVED, SIZE, Traced, cut, trace
+from functx._lines import line_of, where
 from functx._remat import is_tracked, read_outside
-from functx._torch import compiler, dual_level, level_of
+from functx._torch import compiler, dual_level, graphs, level_of
 
 Tensors = Sequence[Tensor]
+
+
+_NOT_DYNAMIC = (
+    "functx.jit: one graph for all sizes is not to be had here, each has its own: torch, or the "
+    "function, needs numbers ({})."
+)
 
 
 class Code:
@@ -31,15 +39,19 @@ class Code:
     Results are those leaves of what the function returns that are tensors.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: Any) -> None:
-        self.function, self.backend = function, backend
-        self._programs: dict[Any, Program] = {}
+    def __init__(self, function: Callable[..., Any], backend: Any, dynamic: bool) -> None:
+        self.function, self.backend, self.dynamic = function, backend, dynamic
+        self._needs_numbers = False  # for sizes, though dynamic
+        self._programs: dict[Any, list[Program]] = {}
         self._derived: dict[Any, Code] = {}
-        self.rest: Any = None  # of what the function returns, beside tensors
+        self.rest: Any = None  # of what the function returned last, beside tensors
 
     def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
         """Its results, where it is traced."""
-        results, self.rest = _tree.parted(self.function(*tensors))
+        results, rest = _tree.parted(self.function(*tensors))
+        if rest is not None:  # (with sizes among it, which this graph is for then)
+            rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
+        self.rest = rest
         return results
 
     def as_function_of(
@@ -57,10 +69,34 @@ class Code:
 
     def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> Program:
         """The graphs for such inputs, of which those in ``mask`` are differentiated."""
-        key = mask, *[(t.shape, t.stride(), t.dtype, t.device) for t in (*tensors, *state)]
-        if (found := self._programs.get(key)) is None:
-            found = self._programs[key] = Program(self, tensors, state, mask)
+        sized = state if self.dynamic else (*tensors, *state)
+        key = (
+            *(mask, tuple([(t.shape, t.stride()) for t in sized])),
+            *[(t.ndim, t.dtype, t.device) for t in (*tensors, *state)],
+        )
+        programs = self._programs.setdefault(key, [])
+        found = next((p for p in programs if p.holds_for(tensors)), None)
+        if found is None:
+            found = self._made(tensors, state, mask)
+            programs.append(found)
+        self.rest = found.rest
         return found
+
+    def _made(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> Program:
+        """A new program: with sizes as symbols, as long as that works."""
+        try:
+            return Program(self, tensors, state, mask, self.dynamic and not self._needs_numbers)
+        except TracingError:
+            raise
+        except Exception as error:
+            if not self.dynamic or self._needs_numbers:
+                raise
+            found = Program(self, tensors, state, mask, False)  # or the function's own error
+            self._needs_numbers = True
+            file, line, _ = line_of(where())
+            text = _NOT_DYNAMIC.format((str(error) or type(error).__name__).splitlines()[0])
+            warnings.warn_explicit(text, RuntimeWarning, file, line)
+            return found
 
     def derived(self, kind: Any, *said: Any) -> Any:
         """Its pullback, or what it is under vmap or jvp."""
@@ -73,7 +109,7 @@ class Pullback(Code):
     """The gradients of the inputs in ``mask``, from inputs and a cotangent for each result."""
 
     def __init__(self, inner: Code, n: int, mask: tuple[bool, ...]) -> None:
-        super().__init__(None, inner.backend)  # type: ignore[arg-type]
+        super().__init__(None, inner.backend, inner.dynamic)  # type: ignore[arg-type]
         self.inner, self.n, self.mask = inner, n, mask
 
     def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
@@ -100,7 +136,7 @@ class Mapped(Code):
     """The function on batches of its arguments; batches of its results, along dimension 0."""
 
     def __init__(self, inner: Code, in_dims: tuple[Any, ...], size: int, randomness: str) -> None:
-        super().__init__(None, inner.backend)  # type: ignore[arg-type]
+        super().__init__(None, inner.backend, inner.dynamic)  # type: ignore[arg-type]
         self.inner, self.in_dims = inner, (0, *in_dims)
         self.size, self.randomness = size, randomness
 
@@ -110,14 +146,16 @@ class Mapped(Code):
 
         # (Perhaps none of the arguments is mapped: random numbers may differ even so.)
         count = torch.zeros(self.size)
-        return [*torch.func.vmap(body, self.in_dims, randomness=self.randomness)(count, *tensors)]
+        results = torch.func.vmap(body, self.in_dims, randomness=self.randomness)(count, *tensors)
+        self.rest = self.inner.rest
+        return [*results]
 
 
 class Pushforward(Code):
     """The tangents of the results, from inputs and tangents of those at ``places``."""
 
     def __init__(self, inner: Code, n: int, places: tuple[int, ...]) -> None:
-        super().__init__(None, inner.backend)  # type: ignore[arg-type]
+        super().__init__(None, inner.backend, inner.dynamic)  # type: ignore[arg-type]
         self.inner, self.n, self.places = inner, n, places
 
     def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
@@ -139,13 +177,12 @@ def _leaf(t: Tensor) -> Tensor:
 class Graph:
     """A compiled graph, and where it finds the tensors that it reads beside its arguments."""
 
-    def __init__(self, traced: Traced, args: Tensors, state: Tensors, backend: Any) -> None:
+    def __init__(self, traced: Traced, state: Tensors, backend: Any, dynamic: bool) -> None:
         numbers = {id(t): i for i, t in enumerate(state)}
         self.sources = [numbers.get(id(t), t) for t in traced.constants]
-        examples = [*args, *self.read(state)]
-        self.run = compiled(traced.module(), [t.detach() for t in examples], backend)
+        self.run = compiled(traced.module(), traced.examples(), backend, dynamic)
 
-    def __call__(self, tensors: Tensors, state: Tensors = ()) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Any], state: Tensors = ()) -> list[Any]:
         return self.run([*tensors, *self.read(state)])
 
     def read(self, state: Tensors) -> list[Tensor]:
@@ -156,7 +193,9 @@ class Graph:
 class Program:
     """The graphs of a function for inputs of some shapes: forward, and backward if need be."""
 
-    def __init__(self, code: Code, tensors: Tensors, state: Tensors, mask: Any) -> None:
+    def __init__(
+        self, code: Code, tensors: Tensors, state: Tensors, mask: tuple[bool, ...], dynamic: bool
+    ) -> None:
         self.tracked = list[bool]()  # which results depend on inputs in the mask
         self.found = list[bool]()  # which inputs in the mask have a gradient
 
@@ -185,22 +224,26 @@ class Program:
             return [t.detach() for t in (*results, *found) if t is not None]
 
         with _no_gradient_set(state):
-            traced = trace(joint if any(mask) else forward, tensors)
+            traced = trace(joint if any(mask) else forward, tensors, dynamic)
+        self.rest = code.rest
+        self.given: list[tuple[str, int]] = []
         if any(mask):
-            traced, second, self.given, self.shapes = cut(traced, len(self.tracked))
-            examples = [_empty(v) for v in self.shapes]
-            self.backward = Graph(second, examples, (), code.backend)
-        self.forward = Graph(traced, tensors, state, code.backend)
+            traced, second, self.given = cut(traced, len(self.tracked))
+            self.backward = Graph(second, (), code.backend, dynamic)
+        self.forward = Graph(traced, state, code.backend, dynamic)
+        self.n_sizes = sum(kind == SIZE for kind, _ in self.given)
+        self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
+        if code.dynamic:
+            self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
 
-    def pull_back(self, tensors: Tensors, state: Tensors, saved: Tensors, cotangents: Any) -> Any:
+    def pull_back(
+        self, tensors: Tensors, state: Tensors, saved: Tensors, sizes: Any, cotangents: Any
+    ) -> list[Tensor | None]:
         """The gradients of the inputs in the mask; ``None`` for those that have none."""
         inputs = [*tensors, *self.forward.read(state)]
-        it, roots = iter(saved), [c for c, t in zip(cotangents, self.tracked) if t]
-        args = []
-        for (kind, i), like in zip(self.given, self.shapes):
-            t = next(it) if kind == SAVED else roots[i] if kind == COTANGENT else inputs[i]
-            args.append(torch.zeros_like(_empty(like)) if t is None else _laid_out(t, like))
-        gradients = iter(self.backward(args))
+        roots = [cotangents[i].contiguous() for i, t in enumerate(self.tracked) if t]
+        args = {INPUT: inputs, SAVED: saved, SIZE: sizes, COTANGENT: roots}
+        gradients = iter(self.backward([args[kind][i] for kind, i in self.given]))
         return [next(gradients) if found else None for found in self.found]
 
 
@@ -222,15 +265,6 @@ def _no_gradient_set(tensors: Tensors) -> Iterator[None]:
         )
 
 
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def _laid_out(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` as a graph was compiled for it: cotangents may be expanded."""
-    return t if t.stride() == like.stride() else _empty(like).copy_(t)
-
-
 def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
     """Run a function, as an operation that can be differentiated and mapped."""
     if any(level_of(t) > 0 for t in state):
@@ -250,6 +284,7 @@ class _Known:
 
     n_results: int
     program: Program | None = None  # where it ran at the base level
+    sizes: Sequence[int] = ()  # that its backward reads
 
     def __init__(self, code: Code, n: int, mask: tuple[bool, ...], state: Tensors) -> None:
         self.code, self.n, self.mask = code, n, mask
@@ -264,7 +299,9 @@ class _Operation(torch.autograd.Function):
         tensors = given[: known.n]
         program = known.program = known.code.program(tensors, known.state, known.mask)
         known.n_results = len(program.tracked)
-        return tuple(program.forward(tensors, known.state))
+        results = program.forward(tensors, known.state)
+        known.sizes = results[len(results) - program.n_sizes :]
+        return tuple(results[: len(results) - program.n_sizes])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -290,17 +327,17 @@ class _Operation(torch.autograd.Function):
         all_given = [t for t in (*given, *known.state, *cotangents) if t is not None]
         needs = ctx.needs_input_grad[1:]
         recorded = torch.is_grad_enabled() and any(map(is_tracked, all_given))
+        filled = {
+            i: torch.zeros(shape, dtype=dtype, device=device)
+            if cotangents[i] is None
+            else cotangents[i]
+            for i, (shape, dtype, device) in zip(ctx.at, ctx.results)
+        }
         if known.program is None or recorded or any(level_of(t) > 0 for t in all_given):
-            filled = [
-                torch.zeros(shape, dtype=dtype, device=device)
-                if cotangents[i] is None
-                else cotangents[i]
-                for i, (shape, dtype, device) in zip(ctx.at, ctx.results)
-            ]
             pullback = known.code.derived(Pullback, n, needs)
-            it = iter(call(pullback, [*given, *filled], known.state))
+            it = iter(call(pullback, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
-        it = iter(known.program.pull_back(given, known.state, saved, cotangents))
+        it = iter(known.program.pull_back(given, known.state, saved, known.sizes, filled))
         return None, *[next(it) if m else None for m in known.mask]
 
     @staticmethod
@@ -309,7 +346,9 @@ class _Operation(torch.autograd.Function):
         if any(dim is not None for dim in in_dims[1 + n :]):
             raise _not_an_argument("maps")
         said = tuple(in_dims[1 : 1 + n]), info.batch_size, info.randomness
-        results = call(known.code.derived(Mapped, *said), given[:n], known.state)
+        mapped = known.code.derived(Mapped, *said)
+        results = call(mapped, given[:n], known.state)
+        known.code.rest = mapped.rest
         known.n_results = len(results)
         return tuple(results), (0,) * len(results)
 

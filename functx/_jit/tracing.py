@@ -28,7 +28,7 @@ _SAME = {aten.alias.default, aten.detach.default}
 # Ask for what the trace already knows.
 _ASKS = {aten.is_same_size.default, aten._has_same_storage_numel.default}
 _FORWARD, _COTANGENT = "functx_forward", "functx_cotangent"  # noted at nodes
-INPUT, SAVED, COTANGENT = "input", "saved", "cotangent"  # what a backward is given
+INPUT, SAVED, COTANGENT, SIZE = "input", "saved", "cotangent", "size"  # given to a backward
 
 
 class Traced:
@@ -41,6 +41,10 @@ class Traced:
         """What runs it."""
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def examples(self) -> list[Any]:
+        """Fake inputs."""
+        return [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
 
 
 class Trace:
@@ -55,14 +59,14 @@ class Trace:
         self.last = graphs.last_node()
 
     def cotangent_of(self, t: Tensor) -> Tensor:
-        """A further input, like ``t``."""
-        cotangent = torch.empty_like(t)
+        """A further input, of the shape of ``t``, contiguous."""
+        cotangent = t.new_empty(t.shape)
         self.cotangents.append(graphs.last_node())
         return cotangent
 
 
-def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced:
-    """The graph of ``f``, which is given a `Trace` before ``args``.
+def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: bool) -> Traced:
+    """The graph of ``f``, which is given a `Trace` before ``args``; for other sizes, if dynamic.
 
     Raises:
         TracingError: the function reads values of tensors in Python.
@@ -70,7 +74,8 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced:
     said = Trace()
     with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
         try:
-            module = graphs.make(lambda *given: [*f(said, *given)], *[t.detach() for t in args])
+            given = [t.detach() for t in args]
+            module = graphs.make(lambda *ts: [*f(said, *ts)], *given, dynamic=dynamic)
         except Exception as error:
             if not graphs.reads_values(error):
                 raise
@@ -134,11 +139,10 @@ def _clean(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[Any], list[Tensor]]:
-    """The forward, which also returns what is saved, and the backward.
+def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str, int]]]:
+    """The forward, which also returns what is saved, tensors and then sizes, and the backward.
 
-    For each input of the backward, it is said what it is: the next of what is saved, or a number of
-    an input or a cotangent; and a tensor that is like it.
+    For each input of the backward, it is said what it is, by kind and number.
     """
     nodes = [*traced.graph.nodes]
     inputs = [n for n in nodes if n.op == "placeholder" and _COTANGENT not in n.meta]
@@ -157,6 +161,8 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[Any], list
             given[node] = None
     backward = fx.Graph()
     copies = {node: backward.placeholder(node.name) for node in given}
+    for node in given:
+        copies[node].meta = dict(node.meta)
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
@@ -166,13 +172,16 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[Any], list
     for node in second:
         copied(node)
     backward.output([copied(n) if isinstance(n, fx.Node) else n for n in gradients])
-    saved = [n for n in given if n.op != "placeholder"]
+    inner = [n for n in given if n.op != "placeholder"]
+    saved, sizes = [
+        [n for n in inner if isinstance(n.meta["val"], Tensor) is kind] for kind in (True, False)
+    ]
     forward = fx.Graph()
     copies = {}
     for node in nodes:
         if node not in later and _COTANGENT not in node.meta:
             copies[node] = forward.node_copy(node, copies.__getitem__)
-    forward.output([copies[n] if isinstance(n, fx.Node) else n for n in (*results, *saved)])
+    forward.output([copies[n] if isinstance(n, fx.Node) else n for n in (*results, *saved, *sizes)])
     for graph in (forward, backward):
         graph.eliminate_dead_code()
     what = [
@@ -180,11 +189,12 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[Any], list
         if _COTANGENT in n.meta
         else (INPUT, inputs.index(n))
         if n.op == "placeholder"
-        else (SAVED, 0)
+        else (SAVED, saved.index(n))
+        if n in saved
+        else (SIZE, sizes.index(n))
         for n in given
     ]
-    likes = [n.meta["val"] for n in given]
-    return Traced(forward, traced.constants), Traced(backward, []), what, likes
+    return Traced(forward, traced.constants), Traced(backward, []), what
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -158,6 +158,16 @@ FakeTensor, FakeTensorMode = _fake_tensor.FakeTensor, _fake_tensor.FakeTensorMod
 FunctionalTensor = _functional_tensor.FunctionalTensor  # in a trace without writes
 # What such tensors dispatch where others only look: sizes, devices.
 LOOKS = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
+
+
+def _numbers(t: torch.Tensor) -> list[int]:
+    return [int(n) for n in t.shape]
+
+
+# Asked of wrappers in a trace with symbols, by kernels that know none: a tracer would keep what it
+# is asked of as a constant.
+ANSWERS = {torch.ops.aten.size.default: _numbers}
+
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 

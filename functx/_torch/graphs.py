@@ -24,15 +24,32 @@ def reads_values(error: BaseException) -> bool:
     return isinstance(error, known) or type(error).__name__ == "GuardOnDataDependentSymNode"
 
 
-def make(f: Callable[..., Any], *args: torch.Tensor) -> torch.fx.GraphModule:
-    """A graph of ``f``, traced on fake tensors; real ones that it reads are constants in it."""
+def make(f: Callable[..., Any], *args: torch.Tensor, dynamic: bool) -> torch.fx.GraphModule:
+    """A graph of ``f``, traced on fake tensors; real ones that it reads are constants in it.
+
+    Args:
+        f: a function of tensors; what it returns is a list of tensors.
+        args: they say shapes, strides, dtypes and devices.
+        dynamic: sizes of ``args`` are symbols; see `holds_for`.
+    """
 
     def on_fakes(*given: Any) -> Any:
         with _NothingIsReal():
             return f(*given)
 
     make_fx = _proxy_tensor.make_fx
-    return make_fx(on_fakes, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    mode: Any = "symbolic" if dynamic else "fake"
+    return make_fx(on_fakes, tracing_mode=mode, _allow_non_fake_inputs=True)(*args)
+
+
+def holds_for(fakes: list[Any]) -> Callable[[Any], bool]:
+    """Whether a graph that was traced on these is that of other tensors, too.
+
+    Asked for after it is compiled: compilers ask more of sizes.
+    """
+    sizes: Any = fakes[0].fake_mode.shape_env if fakes else None
+    said = sizes and sizes.produce_guards_expression(fakes, ignore_static=False)
+    return lambda args: not said or bool(sizes.evaluate_guards_expression(said, [*args]))
 
 
 class _NothingIsReal(_torch.TorchDispatchMode):
@@ -46,6 +63,10 @@ class _NothingIsReal(_torch.TorchDispatchMode):
             raise _torch.DataDependentOutputException(func)
         if torch.Tag.dynamic_output_shape in func.tags and not _is_by_numbers(func, args):
             raise _torch.DynamicOutputShapeException(func)
+        if func in _torch.ANSWERS:
+            return _torch.ANSWERS[func](*args)
+        if func is torch.ops.aten._to_copy.default and not isinstance(args[0], torch.Tensor):
+            func = torch.ops.aten.scalar_tensor.default  # vmap asks so, of a size
         if types != (_torch.FakeTensor,):
             args, kwargs = torch.utils._pytree.tree_map(self._fake, (args, kwargs))
         return func(*args, **(kwargs or {}))
@@ -54,7 +75,7 @@ class _NothingIsReal(_torch.TorchDispatchMode):
         mode = infra_mode(_torch.FAKE)
         if not isinstance(x, torch.Tensor) or isinstance(x, _torch.FakeTensor):
             return x
-        return same_value(x, lambda: mode.from_tensor(x.detach()))
+        return same_value(x, lambda: mode.from_tensor(x.detach(), static_shapes=True))
 
 
 def _is_by_numbers(func: Any, args: Any) -> bool:
@@ -62,6 +83,12 @@ def _is_by_numbers(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.index.Tensor:
         return False
     return not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def number(x: Any) -> Any:
+    """``x``, or where it is a symbol the number that it stands for: the graph is for that one."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds.get(type(x), lambda x: x)(x)
 
 
 def line_of(error: BaseException) -> str:

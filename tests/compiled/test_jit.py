@@ -242,12 +242,69 @@ def test_random_numbers_may_come_from_keys():
     assert len(traced) == 1
 
 
-def test_each_shape_is_a_graph_and_one_for_all_is_refused():
-    with pytest.raises(NotImplementedError, match="each shape is a graph of its own"):
-        functx.jit(torch.sin, dynamic=True)
-    jitted = functx.jit(torch.sin, backend=as_traced, dynamic=False)
-    for n in (1, 2, 3):
-        assert_same(jitted(numbers(n)), torch.sin(numbers(n)))
+def counting(traced):
+    return lambda module, _: traced.append(module) or module
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_each_shape_is_a_graph_or_one_graph_is_all_shapes(dynamic):
+    def f(w, x):
+        inner = functx.remat(lambda w: torch.sin(torch.tanh(x @ w) @ WEIGHTS[1]).sum() / x.shape[0])
+        return functx.grad(inner)(w)
+
+    stacks = {"grad": f, "vmap": functx.vmap(f, (None, 0)), "mapped": lambda w, x: f(w, x[0])}
+    for name, stack in stacks.items():
+        traced = []
+        jitted = functx.jit(stack, backend=counting(traced), dynamic=dynamic)
+        for shape in [(2, 3, 4), (5, 2, 4), (7, 8, 4), (5, 2, 4)]:
+            x = numbers(*(shape[1:] if name == "grad" else shape))
+            assert_same(jitted(WEIGHTS[0], x), stack(WEIGHTS[0], x), eps=16)
+        assert len(traced) == (1 if dynamic else 3), name
+
+
+def test_dynamic_gradients_from_outside_know_the_sizes_of_each_call():
+    traced = []
+    f = functx.remat(lambda x: torch.cat([torch.sin(x @ WEIGHTS[0]), x]).tanh().square())
+    jitted = functx.jit(f, backend=counting(traced), dynamic=True)
+    for n in (3, 5, 2):
+        assert_same(backward(lambda x: jitted(x).sum())(numbers(n, 4)),
+                    backward(lambda x: f(x).sum())(numbers(n, 4)), eps=16)  # fmt: skip
+    assert len(traced) == 2, "a forward and a backward"
+    ours = functx.vmap(functx.grad(lambda x: jitted(x).sum()))
+    plain = functx.vmap(functx.grad(lambda x: f(x).sum()))
+    assert_same(ours(numbers(3, 2, 4)), plain(numbers(3, 2, 4)), eps=16)
+
+
+def test_a_dynamic_graph_serves_what_it_holds_for_alone():
+    def f(x):
+        return (x.sin() if x.shape[0] > 4 else x.cos()), x.shape[0]
+
+    traced = []
+    jitted = functx.jit(f, backend=counting(traced), dynamic=True)
+    for n in (3, 6, 1, 3):
+        assert_same(jitted(numbers(n))[0], f(numbers(n))[0])
+        assert jitted(numbers(n))[1] == n
+    assert len(traced) == 3
+
+
+def test_sizes_that_a_function_returns_are_those_of_the_call():
+    jitted = functx.jit(lambda x: (x.sum(), len(x)), backend=as_traced)
+    for n in (3, 5, 3):
+        assert jitted(numbers(n))[1] == n
+        assert functx.vmap(jitted, out_dims=(0, None))(numbers(2, n))[1] == n
+
+
+def test_where_torch_needs_numbers_for_sizes_a_warning_says_so_once():
+    f = functx.grad(functx.remat(lambda x: nn.functional.dropout(x.tanh(), 0.5).sum()))
+    jitted = functx.jit(f, backend=as_traced, dynamic=True)
+    with pytest.warns(RuntimeWarning, match="one graph for all sizes is not to be had") as seen:
+        jitted(numbers(3))
+    assert seen[0].filename == __file__
+    for n in (3, 4, 3):  # and warns no more
+        torch.manual_seed(n)
+        found = jitted(numbers(n))
+        torch.manual_seed(n)
+        assert_same(found, f(numbers(n)))
 
 
 def test_none_in_place_of_a_tensor_is_another_signature():

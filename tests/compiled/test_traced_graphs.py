@@ -126,6 +126,20 @@ def test_any_stack_gives_its_numbers_and_no_more_operations(f, transform, shape,
         assert ours[name] <= eager[name]
 
 
+def test_a_kernel_that_asks_numbers_of_symbols_leaves_no_constant_in_the_graph():
+    layer = functx.remat(
+        nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
+    )  # linear_hack of functorch
+    params = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(params, x):
+        return torch.func.functional_call(layer, params, (x,)).square().sum()
+
+    graph = traced(functx.grad(loss), params, torch.randn(2, 3, 4), mode="symbolic").graph
+    assert not [node for node in graph.nodes if node.op == "get_attr"]
+    assert counts(graph)["native_layer_norm"] == 2
+
+
 @pytest.mark.parametrize("mode", ["real", "fake"])  # (Nor is dropout traced symbolically on a CPU.)
 @pytest.mark.parametrize("policy", [None, functx.checkpoint_policies.dots_saveable])
 def test_a_traced_region_draws_its_random_numbers_once(policy, mode):
