@@ -4,7 +4,7 @@ NOTE [stages]
 Inductor fuses loops that read the same memory, where it can: the norm of a forward with that of its
 recompute, which then lives from the forward on. So nodes note the stage that they are part of, a
 run of one phase of one region, and whether it is a forward. Fused is what is of one stage; or is
-read by a later one, unless it is a forward's.
+read by the next one, unless it is a forward's.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from functx._storages import LiveStorages
 from functx._torch import compiler
 
 # Inductor would move a recompute to where its operands are (`reorder_for_locality`), or schedule it
-# early. Random numbers come from torch's generators, in the order of eager.
+# early; memory is laid out as in eager (copies with channels last would live on beside what is
+# saved). Random numbers come from torch's generators, in the order of eager.
 INDUCTOR = {
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
+    "layout_optimization": False,
     "fallback_random": True,
 }
 _PATIENCE = 2.0  # seconds until a compile says that it runs
@@ -36,23 +38,28 @@ _PATIENCE = 2.0  # seconds until a compile says that it runs
 def compiled(
     module: fx.GraphModule, examples: list[Any], backend: Any, dynamic: bool
 ) -> Callable[[list[Any]], list[Any]]:
-    """What runs the graph: from a list of tensors and sizes to the list of its results."""
+    """What runs the graph: from a list of tensors and sizes, which it empties, to its results."""
     _note_stages(module)
     with _telling(module), torch.no_grad():
         if backend == "inductor":
-            run = compiler.inductor(module, examples, INDUCTOR)
+            boxed = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):
-            run = torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)
+            boxed = _boxed(torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic))
         else:
-            run = backend(module, examples)
+            boxed = _boxed(backend(module, examples))
 
     def call(args: list[Any]) -> list[Any]:
         if _torch.dispatch_depth() and backend == "inductor":
             _check_not_followed()
+        args[:] = [t.detach() if isinstance(t, Tensor) else t for t in args]
         with torch.no_grad():
-            return [*run(*[t.detach() if isinstance(t, Tensor) else t for t in args])]
+            return [*boxed(args)]
 
     return call
+
+
+def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return lambda args: run(*[args.pop(0) for _ in range(len(args))])
 
 
 def _note_stages(module: fx.GraphModule) -> None:

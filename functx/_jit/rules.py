@@ -236,14 +236,21 @@ class Program:
         if code.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
 
-    def pull_back(
+    def read_by_backward(
         self, tensors: Tensors, state: Tensors, saved: Tensors, sizes: Any, cotangents: Any
-    ) -> list[Tensor | None]:
-        """The gradients of the inputs in the mask; ``None`` for those that have none."""
+    ) -> list[Any]:
+        """What the backward is given."""
         inputs = [*tensors, *self.forward.read(state)]
         roots = [cotangents[i].contiguous() for i, t in enumerate(self.tracked) if t]
         args = {INPUT: inputs, SAVED: saved, SIZE: sizes, COTANGENT: roots}
-        gradients = iter(self.backward([args[kind][i] for kind, i in self.given]))
+        return [args[kind][i] for kind, i in self.given]
+
+    def pull_back(self, args: list[Any]) -> list[Tensor | None]:
+        """The gradients of the inputs in the mask; ``None`` for those that have none.
+
+        ``args`` are taken out of the list, so that each is let go where it has been read.
+        """
+        gradients = iter(self.backward.run(args))
         return [next(gradients) if found else None for found in self.found]
 
 
@@ -337,7 +344,10 @@ class _Operation(torch.autograd.Function):
             pullback = known.code.derived(Pullback, n, needs)
             it = iter(call(pullback, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
-        it = iter(known.program.pull_back(given, known.state, saved, known.sizes, filled))
+        args = known.program.read_by_backward(given, known.state, saved, known.sizes, filled)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        del given, saved, all_given, filled
+        it = iter(known.program.pull_back(args))
         return None, *[next(it) if m else None for m in known.mask]
 
     @staticmethod

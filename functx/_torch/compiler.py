@@ -109,7 +109,14 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
 
     class Choices(choices):
         def uuid(self) -> Any:  # of what is kept on disk
-            return "functx", str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
+            stages = [n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes]
+            return "functx", 2, str(stages)
+
+        @staticmethod
+        def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
+            # On a CPU loops would be collected, and what they write allocated, until one is run.
+            scheduler.get_backend(one.get_device()).ready_to_flush = lambda: True
+            return bool(choices.can_fuse(scheduler, one, other, shared))
 
         @staticmethod
         def can_fuse_vertical(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
@@ -123,7 +130,12 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
             return bool(choices.can_fuse_horizontal(scheduler, one, other, shared))
 
     options = {"inductor_choices_class": Choices, **options}
-    return importlib.import_module("torch._inductor").compile(module, examples, options=options)
+    run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
+    # It takes arguments, which live as long as it runs; inside of it is what takes a list, and
+    # empties it.
+    while getattr(run, "__name__", "") == "forward":
+        run = run.__wrapped__
+    return run
 
 
 STAGE = "functx_stage"
@@ -137,11 +149,13 @@ def _stages(scheduled: Any) -> set[tuple[int, bool]]:
 
 
 def _in_turn(producer: Any, consumer: Any) -> bool:
-    """Whether a loop may be fused with one that reads it: not the forward's with a later one."""
+    """Whether a loop may be fused with one that reads it, of its stage or the next."""
     before, after = _stages(producer), _stages(consumer)
     if not before or not after:
         return True
-    return max(after) == max(before) or not min(before)[1]
+    numbers = [number for number, _ in before | after]
+    a_forward = min(before)[1]
+    return max(numbers) - min(numbers) <= (0 if a_forward else 1)
 
 
 def in_plain_graph() -> bool:

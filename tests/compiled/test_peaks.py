@@ -47,6 +47,10 @@ def waves(x, w):
     return torch.sin(torch.tanh(functx.checkpoint_name(x, "x"))) @ w
 
 
+def pointwise(x, w):
+    return torch.sin(x * w.sum(0)).exp().tanh() + torch.cos(x)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -93,6 +97,7 @@ PROGRAMS = {
     "layers by data": by_data(stack(layer)),
     "layers by weights": by_weights(stack(layer)),
     "waves": by_data(stack(waves, 1)),
+    "pointwise": by_data(stack(pointwise)),
     "dots": by_weights(stack(waves, policy=cp.dots_saveable)),
     "names": by_weights(stack(waves, policy=cp.save_only_these_names("x"))),
     "budget": by_data(stack(layer, 12, budget=0.7)),
@@ -105,8 +110,6 @@ PROGRAMS = {
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
 QUICK = ("layers by weights", "names", "budget", "HVP")
 NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.sweep) for n in PROGRAMS]
-# On a CPU inductor allocates what it computes between two products or convolutions at once.
-LIMITS = {("convolutions", "inductor"): 1.11}
 
 
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning")  # in inductor
@@ -116,7 +119,7 @@ def test_a_compiled_stack_keeps_the_peak_of_eager(name, backend):
     f = PROGRAMS[name]
     jitted = functx.jit(f, backend=backend)
     torch.testing.assert_close(jitted(X), f(X), rtol=1e-9, atol=1e-12)
-    assert peak(jitted, X) <= LIMITS.get((name, backend), 1.02) * peak(f, X) + 256
+    assert peak(jitted, X) <= 1.02 * peak(f, X) + 256
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,5 +128,6 @@ def test_a_backward_from_outside_keeps_it(body, backend):
     loss = stack(body)
     eager, compiled = outside(loss), outside(functx.jit(loss, backend=backend))
     torch.testing.assert_close(compiled(X), eager(X), rtol=1e-9, atol=1e-12)
-    # (What is saved lives until the graph of the backward has run: what the last region returns.)
-    assert peak(compiled, X) <= 1.02 * peak(eager, X) + X.nbytes + 256
+    # (Other code holds what it is given until it returns.)
+    held = 0 if backend == "inductor" else X.nbytes
+    assert peak(compiled, X) <= 1.02 * peak(eager, X) + held + 256
