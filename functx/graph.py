@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _policies, _torch, _tree
+from functx import _notice, _policies, _torch, _tree
 from functx._policies import Decision, Value
 from functx._policy_kinds import flops_of, is_dot
 from functx._remat import operator_of
@@ -44,7 +44,7 @@ _SAME = {aten.detach.default, aten.alias.default}
 _SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 Step = tuple[fx.Node, int]  # and the run in which it runs again; -1 where it stands as it did
-_COUNTS = (*range(1, 17), *range(18, 65, 3))  # of segments that a budget tries
+_COUNTS = (*range(1, 9), *range(10, 17, 2), *range(20, 65, 6))  # of segments that a budget tries
 
 
 def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.GraphModule:
@@ -89,7 +89,10 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
     if budget is None:
         again = joint.not_kept(joint.regions(policy), _asked(policy))
     else:
-        again = _within(joint, checked_budget(budget, "functx.graph.remat"))
+        most = checked_budget(budget, "functx.graph.remat")
+        text = f"functx.graph.remat: a budget for a graph of {len(joint.nodes)} operations"
+        with _notice.of_long_work(text):
+            again = _within(joint, most)
     new = fx.GraphModule(gm, joint.rewritten(again))
     new.meta.update(gm.meta)
     return new
@@ -213,15 +216,14 @@ class Joint:
         graph.lint()
         return graph
 
-    def cost(self, again: set[fx.Node]) -> tuple[int, int]:
-        """Peak bytes beside the inputs, and FLOPs that run again."""
-        steps, flops = self.steps(again), 0
+    def peak(self, again: set[fx.Node]) -> int:
+        """In bytes, beside the inputs."""
+        steps = self.steps(again)
         memory, end = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
         for i, (step, reads) in enumerate(steps):
             base = self.base[step[0]]
             memory[step] = step if base is None else memory[reads[base]]
             end |= {memory[x]: i for x in (*reads.values(), step)}
-            flops += _flops(step[0]) if step[1] >= 0 else 0
         end |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
         dying = defaultdict(list)
         for made, i in end.items():
@@ -232,7 +234,11 @@ class Joint:
                 live += self.size[step[0]]
             most = max(most, live)
             live -= sum(self.size[node] for node, _ in dying[i])
-        return most, flops
+        return most
+
+    def flops(self, again: set[fx.Node]) -> int:
+        """Of what runs again."""
+        return sum(_flops(node) for (node, run), _ in self.steps(again) if run >= 0)
 
 
 def _asked(policy: Any) -> Callable[[fx.Node], bool]:
@@ -284,7 +290,7 @@ def _by_module(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 
 def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
     """The least work that keeps to a budget, among segments of the same bytes."""
-    whole, _ = joint.cost(set())
+    whole = joint.peak(set())
     most = int(whole * budget) if isinstance(budget, float) else budget
     if whole <= most:
         return set()
@@ -292,10 +298,10 @@ def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
     segments, nothing = _Segments(joint), lambda _: False
     for count, even, keeps in itertools.product(_COUNTS, (True, False), (_is_product, nothing)):
         again = joint.not_kept(segments.of(count, even), keeps)
-        peak, flops = joint.cost(again)
+        peak = joint.peak(again)
         least = min(least, peak)
         if peak <= most:
-            found.append((flops, len(found), again))
+            found.append((joint.flops(again), len(found), again))
     if not found:
         raise ValueError(
             f"functx.graph.remat: the budget is {most:,} bytes; the least possible is {least:,}."

@@ -10,16 +10,13 @@ read by the next one, unless it is a forward's.
 from __future__ import annotations
 
 import itertools
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from functx import _torch
+from functx import _notice, _torch
 from functx._storages import LiveStorages
 from functx._torch import compiler
 
@@ -32,7 +29,6 @@ INDUCTOR = {
     "layout_optimization": False,
     "fallback_random": True,
 }
-_PATIENCE = 2.0  # seconds until a compile says that it runs
 
 
 def compiled(
@@ -40,7 +36,9 @@ def compiled(
 ) -> Callable[[list[Any]], list[Any]]:
     """What runs the graph: from a list of tensors and sizes, which it empties, to its results."""
     _note_stages(module)
-    with _telling(module), torch.no_grad():
+    n = len(module.graph.nodes)
+    text = f"functx.jit: compiling a graph of {n} operations"
+    with _notice.of_long_work(text), torch.no_grad():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):
@@ -82,17 +80,3 @@ def _check_not_followed() -> None:
             "functx.memory follows each operation, and code of functx.jit runs in it that it has "
             "not found. Pass the jitted function as an argument of what is measured."
         )
-
-
-@contextmanager
-def _telling(module: fx.GraphModule) -> Iterator[None]:
-    """Say on stderr that a compile runs, if it takes long."""
-    n = len(module.graph.nodes)
-    text = f"functx.jit: compiling a graph of {n} operations ...\n"
-    timer = threading.Timer(_PATIENCE, lambda: sys.stderr.write(text))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
