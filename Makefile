@@ -70,6 +70,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	  { echo 'functx needs Python >= 3.11: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[test]'
+	@# From the folder around a clone named functx, Python would take the clone for the package.
+	@echo '$(CURDIR)' > "$$($(PY) -c 'import sysconfig as s; print(s.get_path("purelib"))')/functx-clone.pth"
 	@touch $@
 
 # What some benches and pages run next to functx.

@@ -1,10 +1,13 @@
 """The house rules: one place for private names, one door of a wing, optional JAX, short files."""
 
+import re
 import subprocess
 import sys
 import tomllib
 
 import pytest
+
+import functx
 
 from . import house
 
@@ -136,3 +139,8 @@ def test_what_needs_a_gpu_is_where_make_gpu_looks():
     folders = {str(path.parent.relative_to(house.ROOT)) for path in files}
     assert folders <= {"tests/gpu"}
     assert "-m gpu -W default $(ARGS) tests/gpu" in (house.ROOT / "Makefile").read_text()
+
+
+def test_help_lists_the_whole_surface():
+    missing = [n for n in functx.__all__ if not re.search(rf"\b{n}\b", functx.__doc__)]
+    assert not missing
