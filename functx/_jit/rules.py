@@ -22,7 +22,7 @@ from functx._jit.backends import compiled
 from functx._jit.tracing import COTANGENT, INPUT, SAVED, SIZE, Traced, cut, trace
 from functx._lines import line_of, where
 from functx._remat import is_tracked, read_outside
-from functx._torch import compiler, dual_level, graphs, level_of
+from functx._torch import compiler, dual_level, graphs, is_legacy_batched, level_of
 
 Tensors = Sequence[Tensor]
 
@@ -308,7 +308,7 @@ class _Operation(torch.autograd.Function):
         known.n_results = len(program.tracked)
         results = program.forward(tensors, known.state)
         known.sizes = results[len(results) - program.n_sizes :]
-        return tuple(results[: len(results) - program.n_sizes])
+        return _apart(results[: len(results) - program.n_sizes])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -330,6 +330,10 @@ class _Operation(torch.autograd.Function):
     @compiler.uncompiled
     def backward(ctx: Any, *cotangents: Any) -> Any:
         known, n = ctx.known, ctx.known.n
+        if any(t is not None and is_legacy_batched(t) for t in cotangents):
+            raise TracingError(
+                "functx.jit: is_grads_batched=True has no rule. Map a pullback by functx.vmap."
+            )
         given, saved = ctx.saved_tensors[:n], ctx.saved_tensors[ctx.n_given :]
         all_given = [t for t in (*given, *known.state, *cotangents) if t is not None]
         needs = ctx.needs_input_grad[1:]
@@ -374,6 +378,15 @@ class _Operation(torch.autograd.Function):
         for i, t in zip(ctx.at, found):
             out[i] = t
         return (*out, *[None] * ctx.n_saved)
+
+
+def _apart(tensors: Tensors) -> tuple[Tensor, ...]:
+    """Other tensors for those that come again: autograd would take two results for one.
+
+    A result may be saved, too (that of ``exp`` is), or be returned detached as well.
+    """
+    ids = [id(t) for t in tensors]
+    return tuple(t.detach() if id(t) in ids[:i] else t for i, t in enumerate(tensors))
 
 
 def _not_an_argument(does: str) -> TracingError:

@@ -34,13 +34,13 @@ INPUT, SAVED, COTANGENT, SIZE = "input", "saved", "cotangent", "size"  # given t
 class Traced:
     """A graph whose inputs are arguments, and then constants and cotangents."""
 
-    def __init__(self, graph: fx.Graph, constants: list[Tensor]) -> None:
-        self.graph, self.constants = graph, constants
+    def __init__(self, root: torch.nn.Module, graph: fx.Graph, constants: list[Tensor]) -> None:
+        self.root, self.graph, self.constants = root, graph, constants
 
     def module(self) -> fx.GraphModule:
         """What runs it."""
         self.graph.lint()
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        return fx.GraphModule(self.root, self.graph)  # (generators, graphs inside of it)
 
     def examples(self) -> list[Any]:
         """Fake inputs."""
@@ -98,7 +98,7 @@ def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: b
         module.graph.erase_node(node)
     constants = _lift(module)
     _clean(module.graph)
-    return Traced(module.graph, constants)
+    return Traced(module, module.graph, constants)
 
 
 def _lift(module: fx.GraphModule) -> list[Tensor]:
@@ -136,6 +136,11 @@ def _clean(graph: fx.Graph) -> None:
             zeros.meta = node.meta
             node.replace_all_uses_with(zeros)
             graph.erase_node(node)
+        elif node.target is aten._new_zeros_with_same_feature_meta.default:
+            value = node.meta["val"]
+            if 0 in value.stride():  # written next, and like an expanded tensor
+                node.target = aten.new_zeros.default
+                node.args, node.kwargs = (node.args[0], [*value.shape]), {}
     graph.eliminate_dead_code()
 
 
@@ -194,7 +199,8 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str,
         else (SIZE, sizes.index(n))
         for n in given
     ]
-    return Traced(forward, traced.constants), Traced(backward, []), what
+    root = traced.root
+    return Traced(root, forward, traced.constants), Traced(root, backward, []), what
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -17,11 +17,19 @@ from functx import _torch
 from functx._lines import is_internal
 from functx._torch import FUNCTIONAL, PROXY, dispatch_depth, infra_mode
 
+# What torch says where values are read of a tensor that has none: ``numpy()``, say, or a format.
+_READS = (
+    *(".numpy() is not supported for", "tolist() shouldn't be called on", "FakeTensor.__format__"),
+    "Cannot access data pointer of Tensor that doesn't have storage",
+)
+
 
 def reads_values(error: BaseException) -> bool:
     """Whether a trace has ended where Python, or a shape, needs the value of a tensor."""
     known = _torch.DataDependentOutputException, _torch.DynamicOutputShapeException
-    return isinstance(error, known) or type(error).__name__ == "GuardOnDataDependentSymNode"
+    if isinstance(error, known) or type(error).__name__ == "GuardOnDataDependentSymNode":
+        return True
+    return any(text in str(error) for text in _READS)
 
 
 def make(f: Callable[..., Any], *args: torch.Tensor, dynamic: bool) -> torch.fx.GraphModule:

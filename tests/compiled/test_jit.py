@@ -307,6 +307,47 @@ def test_where_torch_needs_numbers_for_sizes_a_warning_says_so_once():
         assert_same(found, f(numbers(n)))
 
 
+def test_what_has_no_rule_around_a_jitted_function_says_so():
+    x = numbers(3).requires_grad_()
+    out = functx.jit(torch.sin, backend=as_traced)(x)
+    with pytest.raises(
+        functx.TracingError, match=r"is_grads_batched=True has no rule.*functx\.vmap"
+    ):
+        torch.autograd.grad(out, x, torch.eye(3, dtype=out.dtype), is_grads_batched=True)
+
+
+def test_an_expanded_tangent_that_is_written_has_memory_of_its_own():
+    f = functx.grad(lambda x: (x @ WEIGHTS[0][0]).sin().sum())
+    stack = lambda x: functx.jvp(functx.jacfwd(f), (x,), (x,))[1]
+    x = numbers(4, 4)
+    assert_same(functx.jit(stack, backend=as_traced)(x), stack(x), eps=16)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        torch.exp,  # whose result is saved
+        torch.linalg.inv,
+        lambda x: (x.tanh(), x.sin()),
+        lambda x: [y := x.sin(), y.detach(), y],
+        lambda x: functx.remat(torch.exp)(x).sigmoid(),
+    ],
+)
+def test_a_result_that_is_saved_or_returned_twice_has_its_gradient(f):
+    def gradients(f, x):
+        leaves = torch.utils._pytree.tree_leaves(f(x))
+        parts = [(i + 1) * t.sin().sum() for i, t in enumerate(leaves)]
+        return [t.requires_grad for t in leaves], *torch.autograd.grad(sum(parts), x)
+
+    x = (numbers(3, 3) + 2 * torch.eye(3)).requires_grad_()
+    (ours, actual), (eager, expected) = (
+        gradients(functx.jit(f, backend=as_traced), x),
+        gradients(f, x),
+    )
+    assert ours == eager
+    assert_same(actual, expected, eps=16)
+
+
 def test_none_in_place_of_a_tensor_is_another_signature():
     jitted = functx.jit(lambda x, y: x if y is None else -y, backend=as_traced)
     assert_same(jitted(numbers(3), None), numbers(3))
@@ -371,7 +412,15 @@ def test_it_holds_nothing_of_a_call():
 
 
 @pytest.mark.parametrize(
-    "f", [lambda x: x if x.sum() > 0 else -x, lambda x: x * x[0].item(), lambda x: x[x > 0].sum()]
+    "f",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * x[0].item(),
+        lambda x: x[x > 0].sum(),
+        lambda x: x * float(x.numpy()[0]),
+        lambda x: functx.grad(lambda x: (x * x.tolist()[0]).sum())(x),
+        lambda x: x * len(f"{x[0]:.3f}"),
+    ],
 )
 def test_a_value_that_is_read_is_an_error_with_the_line(f):
     with pytest.raises(functx.TracingError, match=r"test_jit\.py:\d+ the function reads the value"):
