@@ -44,6 +44,7 @@ class Code:
         self._needs_numbers = False  # for sizes, though dynamic
         self._programs: dict[Any, list[Program]] = {}
         self._derived: dict[Any, Code] = {}
+        self.draws = False  # random numbers
         self.rest: Any = None  # of what the function returned last, beside tensors
 
     def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
@@ -97,6 +98,15 @@ class Code:
             text = _NOT_DYNAMIC.format((str(error) or type(error).__name__).splitlines()[0])
             warnings.warn_explicit(text, RuntimeWarning, file, line)
             return found
+
+    def check_runs_again(self, what: str) -> None:
+        """Refuse to run anew what would draw other random numbers than its first run."""
+        if self.draws:
+            raise TracingError(
+                f"functx.jit: the function draws random numbers, and {what}, which computes it "
+                "again, with others. Put functx.jit around the transform, or draw from keys "
+                "(functx.compat.random)."
+            )
 
     def derived(self, kind: Any, *said: Any) -> Any:
         """Its pullback, or what it is under vmap or jvp."""
@@ -226,6 +236,7 @@ class Program:
         with _no_gradient_set(state):
             traced = trace(joint if any(mask) else forward, tensors, dynamic)
         self.rest = code.rest
+        code.draws = code.draws or traced.draws()
         self.given: list[tuple[str, int]] = []
         if any(mask):
             traced, second, self.given = cut(traced, len(self.tracked))
@@ -345,6 +356,7 @@ class _Operation(torch.autograd.Function):
             for i, (shape, dtype, device) in zip(ctx.at, ctx.results)
         }
         if known.program is None or recorded or any(level_of(t) > 0 for t in all_given):
+            known.code.check_runs_again("its pullback is differentiated or mapped")
             pullback = known.code.derived(Pullback, n, needs)
             it = iter(call(pullback, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
@@ -362,7 +374,7 @@ class _Operation(torch.autograd.Function):
         said = tuple(in_dims[1 : 1 + n]), info.batch_size, info.randomness
         mapped = known.code.derived(Mapped, *said)
         results = call(mapped, given[:n], known.state)
-        known.code.rest = mapped.rest
+        known.code.rest, known.code.draws = mapped.rest, mapped.draws
         known.n_results = len(results)
         return tuple(results), (0,) * len(results)
 
@@ -371,6 +383,7 @@ class _Operation(torch.autograd.Function):
         known, n = ctx.known, ctx.known.n
         if any(t is not None for t in tangents[n:]):
             raise _not_an_argument("pushes forward")
+        known.code.check_runs_again("it is pushed forward")
         places = tuple(i for i, t in enumerate(tangents[:n]) if t is not None)
         given = [*ctx.saved_tensors[:n], *[tangents[i] for i in places]]
         found = call(known.code.derived(Pushforward, n, places), given, known.state)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from functx import _torch
 from functx._errors import TracingError
 from functx._lines import line_now
-from functx._remat import unseen
+from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
 
 aten = torch.ops.aten
@@ -41,6 +41,12 @@ class Traced:
         """What runs it."""
         self.graph.lint()
         return fx.GraphModule(self.root, self.graph)  # (generators, graphs inside of it)
+
+    def draws(self) -> bool:
+        """Whether random numbers are drawn."""
+        calls = [n for n in self.graph.nodes if isinstance(n.target, _torch.OpOverload)]
+        known = [(operator_of(n.target), n.args) for n in calls]
+        return any(op.draws and not op.draws_nothing(args) for op, args in known)
 
     def examples(self) -> list[Any]:
         """Fake inputs."""
@@ -141,7 +147,15 @@ def _clean(graph: fx.Graph) -> None:
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(_does_something)
+
+
+def _does_something(node: fx.Node) -> bool:
+    """Whether a node is there for more than its result: training, a batch norm writes buffers."""
+    if node.is_impure():
+        return True
+    is_operator = isinstance(node.target, _torch.OpOverload)
+    return is_operator and bool(operator_of(node.target).writes)
 
 
 def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str, int]]]:
@@ -188,7 +202,7 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str,
             copies[node] = forward.node_copy(node, copies.__getitem__)
     forward.output([copies[n] if isinstance(n, fx.Node) else n for n in (*results, *saved, *sizes)])
     for graph in (forward, backward):
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(_does_something)
     what = [
         (COTANGENT, n.meta[_COTANGENT])
         if _COTANGENT in n.meta

@@ -307,6 +307,33 @@ def test_where_torch_needs_numbers_for_sizes_a_warning_says_so_once():
         assert_same(found, f(numbers(n)))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of attention
+def test_random_numbers_are_not_drawn_again_for_a_derivative_of_the_pullback():
+    x = numbers(3).requires_grad_()
+    dropped = functx.jit(lambda x: nn.functional.dropout(x.sin(), 0.5), backend=as_traced)
+    for f in (
+        lambda: torch.autograd.grad(dropped(x).sum(), x, create_graph=True),
+        lambda: functx.jvp(dropped, (x.detach(),), (x.detach(),)),
+        lambda: functx.vmap(functx.grad(lambda x: dropped(x).sum()), randomness="different")(
+            numbers(2, 3)
+        ),
+    ):
+        with pytest.raises(functx.TracingError, match=r"draws random numbers.*from keys"):
+            f()
+    attention = lambda x: nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3).sum()
+    rows = [
+        functx.vmap(functx.grad(f)) for f in (functx.jit(attention, backend=as_traced), attention)
+    ]
+    assert_same(rows[0](numbers(2, 3, 4)), rows[1](numbers(2, 3, 4)), eps=64)
+
+
+def test_a_batch_norm_advances_though_nobody_reads_its_result():
+    layers = [nn.BatchNorm1d(4).double() for _ in range(2)]
+    for layer, wrap in zip(layers, (lambda f: f, lambda f: functx.jit(f, backend=as_traced))):
+        wrap(lambda x, layer=layer: (layer(x), x.sin())[1])(numbers(3, 4).requires_grad_())
+    assert_same(layers[1].running_mean, layers[0].running_mean)
+
+
 def test_what_has_no_rule_around_a_jitted_function_says_so():
     x = numbers(3).requires_grad_()
     out = functx.jit(torch.sin, backend=as_traced)(x)
