@@ -147,15 +147,7 @@ def _clean(graph: fx.Graph) -> None:
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
-    graph.eliminate_dead_code(_does_something)
-
-
-def _does_something(node: fx.Node) -> bool:
-    """Whether a node is there for more than its result: training, a batch norm writes buffers."""
-    if node.is_impure():
-        return True
-    is_operator = isinstance(node.target, _torch.OpOverload)
-    return is_operator and bool(operator_of(node.target).writes)
+    graph.eliminate_dead_code(graphs.acts)
 
 
 def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str, int]]]:
@@ -202,7 +194,7 @@ def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str,
             copies[node] = forward.node_copy(node, copies.__getitem__)
     forward.output([copies[n] if isinstance(n, fx.Node) else n for n in (*results, *saved, *sizes)])
     for graph in (forward, backward):
-        graph.eliminate_dead_code(_does_something)
+        graph.eliminate_dead_code(graphs.acts)
     what = [
         (COTANGENT, n.meta[_COTANGENT])
         if _COTANGENT in n.meta

@@ -28,9 +28,7 @@ _SHAPE_ONLY = _overloads(
 # Unwritten memory: what a replay inside has left out, which another one may not. Zeros whose kind,
 # without memory, or whose storage, as large as another's, decides what runs next.
 _ALWAYS = _overloads("empty_strided _efficientzerotensor _new_zeros_with_same_feature_meta")
-# Schemas that do not say what they write: running means and variances, in training.
-_HIDDEN_WRITES = _overloads("native_batch_norm cudnn_batch_norm miopen_batch_norm")
-_RUNNING, _TRAINING = (3, 4), 5  # which of their arguments
+_RUNNING, _TRAINING = (3, 4), 5  # which arguments of batch norms
 
 
 class Operator:
@@ -53,7 +51,7 @@ class Operator:
         names = [a.name for a in schema.arguments]
         self.dropout = names.index("dropout_p") if "dropout_p" in names else -1
         self.writes = tuple(i for i, a in enumerate(schema.arguments) if a.is_write)
-        if overload in _HIDDEN_WRITES:
+        if overload in _torch.HIDDEN_WRITES:
             self.writes = _RUNNING
         self.kind = self._kind(overload, schema)
         if self.kind is VIEW:
@@ -67,7 +65,7 @@ class Operator:
             return VIEW
         if self.writes:
             plain = self.writes == (0,) and len(schema.returns) == 1 and not self.draws
-            return WRITE if plain and overload not in _HIDDEN_WRITES else ALWAYS
+            return WRITE if plain and overload not in _torch.HIDDEN_WRITES else ALWAYS
         no_tensors = not any("Tensor" in str(r.type) for r in schema.returns)
         if no_tensors or self.draws or overload in _ALWAYS:
             return ALWAYS
@@ -109,7 +107,7 @@ def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
 
 def written_by(operator: Operator, args: Any, kwargs: Any) -> list[int]:
     """The memory that an operation is about to write."""
-    if operator.overload in _HIDDEN_WRITES and not args[_TRAINING]:
+    if operator.overload in _torch.HIDDEN_WRITES and not args[_TRAINING]:
         return []
     schema = operator.overload._schema.arguments
     written = [

@@ -151,6 +151,11 @@ is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 # -- operators and modules: what lists of them may hold, and what has only private base classes
 OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 unsafe_view = torch.ops.aten._unsafe_view.default  # autograd's and vmap's reshape of what they made
+# Schemas that do not say what they write: running means and variances, in training.
+HIDDEN_WRITES = {
+    getattr(torch.ops.aten, f"{name}batch_norm").default
+    for name in ("native_", "cudnn_", "miopen_")
+}
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # lazy, synchronised and of any rank
 
 # -- fake tensors, on which a budgeted function is run; and how they say that values are needed

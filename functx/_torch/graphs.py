@@ -167,10 +167,15 @@ def close(since: Any, region: str, phase: str) -> None:
     read = {slot.proxy.node for slot in mode.tracer.tensor_tracker.values()}
     for node in _nodes_after(since, mode):
         gives_sizes = any(map(_is_computed, torch.utils._pytree.tree_leaves(node.meta.get("val"))))
-        if not (node.users or node in read or gives_sizes or node.is_impure()):
+        if not (node.users or node in read or gives_sizes or acts(node)):
             mode.tracer.graph.erase_node(node)
         elif node.op == "call_function":
             _note(node, functx_region=region, functx_phase=phase)
+
+
+def acts(node: Any) -> bool:
+    """Whether a node is there for more than its result: it draws or writes."""
+    return bool(node.is_impure()) or node.target in _torch.HIDDEN_WRITES
 
 
 def _is_computed(value: Any) -> bool:
