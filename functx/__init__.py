@@ -27,8 +27,8 @@ from functx._plan import plan as plan
 from functx._remat import remat as remat
 from functx._residuals import Residual as Residual
 from functx._residuals import Residuals as Residuals
-from functx._saved import print_saved_residuals as print_saved_residuals
-from functx._saved import saved_residuals as saved_residuals
+from functx._residuals import print_saved_residuals as print_saved_residuals
+from functx._residuals import saved_residuals as saved_residuals
 from functx._sequential import remat_sequential as remat_sequential
 from functx._transforms import debug_unwrap as debug_unwrap
 from functx._transforms import functional_call as functional_call

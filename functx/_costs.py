@@ -17,7 +17,7 @@ from functx import _torch, _tree
 from functx._aten import flops_of
 from functx._chain import Block, Chain, Tree
 from functx._remat import Options, run
-from functx._saved import held
+from functx._residuals import held
 from functx._storages import LiveStorages, no_collection, storages_of
 from functx._transforms import grad
 

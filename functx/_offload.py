@@ -98,7 +98,8 @@ class Fetcher:
 
     def value(self, key: int, host: Tensor) -> Tensor:
         """A copy of ``host`` on its device, ready for what is computed there next."""
-        t, arrival = self._copies.pop(key, None) or _to_device(host, self._devices[key])
+        started = self._copies.pop(key, None)
+        t, arrival = started or _to_device(host, self._devices[key])
         if arrival is not None:
             current = torch.cuda.current_stream(t.device)
             current.wait_event(arrival)

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from functx import _tree
 from functx._torch import (
     FakeTensor,
     TorchDispatchMode,
+    allocator,
     compiler,
     inner_of,
     is_traceable_wrapper_subclass,
@@ -91,9 +93,8 @@ class LiveStorages(TorchDispatchMode):
         # The callback must not keep the mode alive: blocks -> callback -> mode would be a cycle.
         me = weakref.ref(self)
 
-        def forget(block: weakref.ref[torch.UntypedStorage]) -> None:
-            mode = me()
-            if mode is not None and isinstance(block, _Block):
+        def forget(block: Any) -> None:
+            if (mode := me()) is not None:
                 mode._blocks.pop(block.key, None)
                 mode._add(block.origin, -block.counted)
 
@@ -107,7 +108,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and meet what it is given and gives."""
         kwargs = kwargs or {}
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
             return NotImplemented  # the subclass first: the mode then sees its inner tensors
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
@@ -151,6 +152,27 @@ class LiveStorages(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
+class Allocations:
+    """A context that follows what torch's allocator hands out: for compiled code, and on CPU.
+
+    Workspace that a kernel allocates counts, unlike in `LiveStorages`. Attributes are those, but
+    the timeline has one `Event` an allocation, and is there when the context is left.
+    """
+
+    def __enter__(self) -> Allocations:
+        self.live = self.peak = 0
+        self.timeline: list[Event] = []
+        allocator.begin()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for nbytes in allocator.end():
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            name = "allocation" if nbytes > 0 else "release"
+            self.timeline.append(Event(len(self.timeline), name, self.live))
+
+
 def operation_name(func: Any) -> str:
     """``"mm"`` for ``aten.mm.default``; outside ATen the namespace stays: ``"prims::sum"``."""
     name: str = func.name()
@@ -159,42 +181,30 @@ def operation_name(func: Any) -> str:
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: several for some kinds, none for those without memory."""
-    inner = _inner(tensor)
-    if inner is not None:
-        for part in inner:
-            yield from storages_of(part)
-    elif tensor.layout == torch.strided:
+    layout = tensor.layout
+    parts: list[torch.Tensor] = []  # that hold the numbers of a tensor which is a wrapper of them
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif is_wrapped(tensor):
+        parts = [inner_of(tensor)]
+    elif layout == torch.sparse_coo:
+        parts = sparse_coo_parts(tensor)
+    elif layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif layout == torch.strided:
         storage = tensor.untyped_storage()
         # (Of a FakeTensor, in a trace, it is as large as the memory that it stands for.)
         if storage.device.type != "meta" or isinstance(tensor, FakeTensor):
             yield storage
+    for part in parts:
+        yield from storages_of(part)
 
 
-def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """The tensors that hold the numbers of one that is only a wrapper of them."""
-    if is_traceable_wrapper_subclass(tensor):
-        attributes, _ = tensor.__tensor_flatten__()
-        return [getattr(tensor, name) for name in attributes]
-    if is_wrapped(tensor):
-        return [inner_of(tensor)]
-    if tensor.layout == torch.sparse_coo:
-        return sparse_coo_parts(tensor)
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what an operation takes or returns: lists, tuples and dictionaries."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from tensors_in(branch)
-    elif isinstance(tree, dict):
-        yield from tensors_in(tuple(tree.values()))
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a pytree."""
+    return [t for t in _tree.leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 @contextmanager

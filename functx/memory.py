@@ -21,10 +21,17 @@ from typing import Any
 
 import torch
 
-from functx import _pictures, _tree
-from functx._allocations import Allocations, runs_compiled
-from functx._storages import Event, LiveStorages, no_collection, storages_of
-from functx._traced import Held, TracedStorages
+from functx import _pictures
+from functx._allocation_sites import Held, TracedStorages
+from functx._jit import is_compiled, reached
+from functx._storages import (
+    Allocations,
+    Event,
+    LiveStorages,
+    no_collection,
+    storages_of,
+    tensors_in,
+)
 from functx._validate import check_callable
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
@@ -45,7 +52,6 @@ class Profile:
             those of the result: after a forward pass what autograd saved for the backward pass.
         returned: Bytes of storages created by the call that the result uses.
         timeline: One `Event` an operation: its position, its name, the bytes live when it had run.
-        at_peak: Bytes live at the peak, by the operation that created them; largest first.
         holders: What was live at the peak, storage by storage, largest first: each a `Held`, with
             the operation that made it, its shape, and the line of your code.
         phases: For each event of the timeline, whether it is part of the ``"forward"``, of the
@@ -61,7 +67,6 @@ class Profile:
     kept: int
     returned: int
     timeline: tuple[Event, ...]
-    at_peak: tuple[tuple[str, int], ...]
     holders: tuple[Held, ...] = ()
     phases: tuple[str, ...] = ()
     history: tuple[tuple[int, int, str], ...] = ()
@@ -70,6 +75,14 @@ class Profile:
     def operations(self) -> Counter[str]:
         """How often each operation ran, by name."""
         return Counter(event.operation for event in self.timeline)
+
+    @property
+    def at_peak(self) -> tuple[tuple[str, int], ...]:
+        """Bytes live at the peak, by the operation that created them; largest first."""
+        found = Counter[str]()
+        for held in self.holders:
+            found[held.operation] += held.nbytes
+        return tuple(found.most_common())
 
     def plot(self, path: str | Path) -> Path:
         """Draw the live bytes over the operations, in layers by the lines that made them.
@@ -87,18 +100,17 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [("peak", self.peak), ("kept", self.kept), ("returned", self.returned)]
-        held: Counter[str] = Counter()
+        held = Counter[str]()
         for one in self.holders:
-            held[str(one)] += one.nbytes
-        most = held.most_common(SHOWN)
-        lines += [(f"at peak, {what}", nbytes) for what, nbytes in most]
+            held[f"at peak, {one}"] += one.nbytes
+        lines += held.most_common(SHOWN)
         if len(held) > SHOWN:
-            rest = sum(held.values()) - sum(nbytes for _, nbytes in most)
-            lines.append((f"at peak, {len(held) - SHOWN} others", rest))
+            others = sum(nbytes for _, nbytes in held.most_common()[SHOWN:])
+            lines.append((f"at peak, {len(held) - SHOWN} others", others))
         width = max(len(name) for name, _ in lines)
         what = "operations" if self.phases or not self.timeline else "requests to the allocator"
-        head = f"{len(self.timeline)} {what}"
-        return "\n".join([head] + [f"{name:<{width}} {n:>15,} bytes" for name, n in lines])
+        table = [f"{name:<{width}} {nbytes:>15,} bytes" for name, nbytes in lines]
+        return "\n".join([f"{len(self.timeline)} {what}", *table])
 
 
 def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
@@ -129,22 +141,16 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, sin, float32[1000], ...:1 in <lambda> ... 4,000 bytes
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
-    check_callable(f, "functx.memory.profile")
-    if runs_compiled(f, args, kwargs):
-        return _profile_compiled(f, args, kwargs)
-    storages = TracedStorages()
-    with no_collection(), _DevicePeak() as device, storages:
-        result = f(*args, **kwargs)
-    holders = storages.at_the_peak()
-    at_peak: Counter[str] = Counter()
-    for one in holders:
-        at_peak[one.operation] += one.nbytes
-    returned = storages.bytes_of(x for x in _tree.leaves(result) if isinstance(x, torch.Tensor))
-    return Profile(
-        *(result, device.bytes or storages.peak, storages.live - returned, returned),
-        *(tuple(storages.timeline), tuple(at_peak.most_common()), tuple(holders)),
-        *(tuple(storages.phases), tuple(storages.history())),
-    )
+    result, followed, peak = _call("profile", TracedStorages, f, args, kwargs)
+    tensors = tensors_in(result)
+    if isinstance(followed, TracedStorages):
+        returned = followed.bytes_of(tensors)
+        lists = followed.at_the_peak(), followed.phases, followed.history()
+    else:
+        returned = sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
+        lists = [], [], []
+    kept, timeline = followed.live - returned, tuple(followed.timeline)
+    return Profile(result, peak, kept, returned, timeline, *map(tuple, lists))
 
 
 def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
@@ -161,11 +167,7 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
         >>> functx.memory.peak(lambda x: x.sin().sin().sin(), torch.ones(1000))
         8000
     """
-    check_callable(f, "functx.memory.peak")
-    followed = Allocations() if runs_compiled(f, args, kwargs) else LiveStorages()
-    with no_collection(), _DevicePeak() as device, followed:
-        f(*args, **kwargs)
-    return device.bytes or followed.peak
+    return _call("peak", LiveStorages, f, args, kwargs)[-1]
 
 
 def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
@@ -186,7 +188,7 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
         1
     """
     check_callable(f, "functx.memory.count")
-    if runs_compiled(f, args, kwargs):
+    if _runs_compiled(f, args, kwargs):
         raise TypeError(
             "functx.memory.count: the function runs compiled code, whose operations can't be seen. "
             "Count those of the function that was compiled."
@@ -216,35 +218,30 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     return _pictures.lines(curves, path)
 
 
-def _profile_compiled(f: Any, args: Any, kwargs: Any) -> Profile:
-    with no_collection(), _DevicePeak() as device, Allocations() as followed:
+def _call(
+    api: str, follower: type[LiveStorages], f: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Any, int]:
+    """Call a function; returns its result, what has followed its memory, and the peak."""
+    check_callable(f, f"functx.memory.{api}")
+    followed = Allocations() if _runs_compiled(f, args, kwargs) else follower()
+    before = {}
+    for index in _devices():
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+        before[index] = torch.cuda.memory_allocated(index)
+    with no_collection(), followed:
         result = f(*args, **kwargs)
-    tensors = [x for x in _tree.leaves(result) if isinstance(x, torch.Tensor)]
-    returned = sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
-    kept, timeline = followed.live - returned, tuple(followed.timeline)
-    peak = device.bytes or followed.peak
-    return Profile(result, peak, kept, returned, timeline, ())
-
-
-class _DevicePeak:
-    """The peak of the CUDA allocator within a context, all devices together; 0 if not used."""
-
-    bytes = 0
-
-    def __enter__(self) -> _DevicePeak:
-        self._before: dict[int, int] = {}
-        for index in _devices():
-            torch.cuda.synchronize(index)
-            torch.cuda.reset_peak_memory_stats(index)
-            self._before[index] = torch.cuda.memory_allocated(index)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.bytes = sum(
-            torch.cuda.max_memory_allocated(index) - self._before.get(index, 0)
-            for index in _devices()
-        )
+    on_cuda = sum(torch.cuda.max_memory_allocated(i) - before.get(i, 0) for i in _devices())
+    return result, followed, on_cuda or followed.peak
 
 
 def _devices() -> range:
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+def _runs_compiled(f: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function, or what it reaches by closures, globals or arguments, is compiled."""
+    try:
+        return any(map(is_compiled, reached((f, args, kwargs))))
+    except RecursionError:  # in objects nested too deep; code of `functx.jit` tells by itself
+        return False

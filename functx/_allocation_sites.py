@@ -1,4 +1,4 @@
-"""Follow storages, and remember at which line of the user's code each was made: for profiles.
+"""Where storages are made: the operation, the line of the user's code and the module of each.
 
 What the autograd engine runs has no line of its own: Python is where the backward pass was started.
 But nodes are numbered, and an operation of the forward runs right after its node was made, so that
@@ -8,9 +8,8 @@ its line is known for the node. Python nodes (a custom Function, a region) run c
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,29 +60,8 @@ class Held:
         return f"{self.operation}, {dtype}{list(self.shape)}, {self.place}{module}"
 
 
-@dataclass(eq=False)
-class _Birth:
-    """Where a storage was made; the line is looked up only if somebody asks."""
-
-    operation: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    place: Place
-    module: str
-    phase: str
-
-    def held(self, nbytes: int) -> Held:
-        """As users see it."""
-        what = self.operation, self.shape, self.dtype, self.device
-        return Held(*what, nbytes, *line_of(self.place), self.module, self.phase)
-
-
 REGION = "RegionNodeBackward"
 """The node of a region; what runs in it, and not in a node that it runs, is its replay."""
-
-MOST = 16
-"""Nodes that one operation makes, at most: one for each level of transforms."""
 
 
 def _phase(node: Any) -> str:
@@ -102,21 +80,19 @@ class TracedStorages(LiveStorages):
     def __init__(self) -> None:
         super().__init__()
         self.phases: list[str] = []
-        self._changes: list[tuple[int, _Birth, int]] = []  # after which event, what, bytes
+        self._changes: list[tuple[int, Held, int]] = []  # after which event, what, bytes
         self._until_peak = 0
-        self._places: dict[int, tuple[Place, str]] = {}  # by number of a node
+        self._sites: dict[int, tuple[Place, str]] = {}  # by number of a node
+        self._first = _torch.next_sequence_number()
         self._modules = ModulePaths()
-        self._last: dict[int, int] = {}  # by thread, each of which numbers its own nodes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; and remember its line, for the node that autograd has made for it."""
-        number, thread = _torch.next_sequence_number() - 1, threading.get_ident()
-        last = self._last.setdefault(thread, number - 1)
-        if number > last:
-            here = (where(), self._modules.here())
-            for one in range(max(last, number - MOST) + 1, number + 1):
-                self._places[one] = here
-            self._last[thread] = number
+        """Run the operation; and remember its line, for the nodes that autograd has made for it."""
+        number, here = _torch.next_sequence_number() - 1, None
+        while number >= self._first and number not in self._sites:
+            here = here or (where(), self._modules.here())
+            self._sites[number] = here
+            number -= 1
         before = len(self.timeline)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.phases += [_phase(_torch.current_node())] * (len(self.timeline) - before)
@@ -125,7 +101,7 @@ class TracedStorages(LiveStorages):
     def birth_of(self, storage: torch.UntypedStorage) -> Held | None:
         """What made a storage, or met it first."""
         block = self._blocks.get(id(storage))
-        return None if block is None else block.origin.held(storage.nbytes())
+        return None if block is None else block.origin
 
     def is_new(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage was made in the context."""
@@ -133,26 +109,24 @@ class TracedStorages(LiveStorages):
 
     def at_the_peak(self) -> list[Held]:
         """What was live at the peak, largest first."""
-        live: Counter[_Birth] = Counter()
-        for _, birth, nbytes in self._changes[: self._until_peak]:
-            live[birth] += nbytes
-        return [birth.held(nbytes) for birth, nbytes in live.most_common() if nbytes > 0]
+        changes = self._changes[: self._until_peak]
+        held, live = {id(one): one for _, one, _ in changes}, Counter[int]()
+        for _, one, nbytes in changes:
+            live[id(one)] += nbytes
+        return [replace(held[key], nbytes=n) for key, n in live.most_common() if n > 0]
 
     def history(self) -> list[tuple[int, int, str]]:
         """Every change: after how many operations, by how many bytes, and whose they are."""
-        labels: dict[_Birth, str] = {}
-        for _, birth, _ in self._changes:
-            labels.setdefault(birth, birth.held(0).place)
-        return [(at, nbytes, labels[birth]) for at, birth, nbytes in self._changes]
+        return [(at, nbytes, held.place) for at, held, nbytes in self._changes]
 
-    def _origin(self, tensor: torch.Tensor, name: str) -> _Birth:
+    def _origin(self, tensor: torch.Tensor, name: str) -> Held:
         node = _torch.current_node()
-        found = None
+        site = None
         if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-            found = self._places.get(_torch.sequence_number(node))
-        place, module = (where(), self._modules.here()) if found is None else found
-        what = name, tuple(tensor.shape), tensor.dtype, tensor.device
-        return _Birth(*what, place, module, _phase(node))
+            site = self._sites.get(_torch.sequence_number(node))
+        place, module = site or (where(), self._modules.here())
+        what = name, tuple(tensor.shape), tensor.dtype, tensor.device, 0
+        return Held(*what, *line_of(place), module, _phase(node))
 
     def _add(self, origin: Any, nbytes: int) -> None:
         if not nbytes:
