@@ -8,15 +8,15 @@ its line is known for the node. Python nodes (a custom Function, a region) run c
 from __future__ import annotations
 
 import os
-from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from functx import _torch
 from functx._lines import ModulePaths, Place, line_of, where
-from functx._storages import LiveStorages
+
+REGION = "RegionNodeBackward"
+"""The node of a region; what runs in it, and not in a node that it runs, is its replay."""
 
 
 @dataclass(frozen=True)
@@ -60,79 +60,35 @@ class Held:
         return f"{self.operation}, {dtype}{list(self.shape)}, {self.place}{module}"
 
 
-REGION = "RegionNodeBackward"
-"""The node of a region; what runs in it, and not in a node that it runs, is its replay."""
-
-
-def _phase(node: Any) -> str:
+def phase_now() -> str:
+    """What the operation that runs now is a part of, as in `Held`."""
+    node = _torch.current_node()
     if node is None:
         return "forward"
     return "replay" if type(node).__name__ == REGION else "backward"
 
 
-class TracedStorages(LiveStorages):
-    """`LiveStorages` that knows the line at which each storage was made.
-
-    Attributes:
-        phases: for each event of the timeline, what it is a part of, as in `Held`.
-    """
+class AllocationSites:
+    """Lines and modules, of what runs now and of the nodes that were made since."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.phases: list[str] = []
-        self._changes: list[tuple[int, Held, int]] = []  # after which event, what, bytes
-        self._until_peak = 0
-        self._sites: dict[int, tuple[Place, str]] = {}  # by number of a node
+        self._of_nodes: dict[int, tuple[Place, str]] = {}  # by number
         self._first = _torch.next_sequence_number()
         self._modules = ModulePaths()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; and remember its line, for the nodes that autograd has made for it."""
-        number, here = _torch.next_sequence_number() - 1, None
-        while number >= self._first and number not in self._sites:
-            here = here or (where(), self._modules.here())
-            self._sites[number] = here
+    def note_nodes(self) -> None:
+        """An operation is about to run, for which autograd has made nodes."""
+        number, site = _torch.next_sequence_number() - 1, None
+        while number >= self._first and number not in self._of_nodes:
+            site = site or (where(), self._modules.here())
+            self._of_nodes[number] = site
             number -= 1
-        before = len(self.timeline)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.phases += [_phase(_torch.current_node())] * (len(self.timeline) - before)
-        return out
 
-    def birth_of(self, storage: torch.UntypedStorage) -> Held | None:
-        """What made a storage, or met it first."""
-        block = self._blocks.get(id(storage))
-        return None if block is None else block.origin
-
-    def is_new(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage was made in the context."""
-        return self._blocks[id(storage)].base == 0
-
-    def at_the_peak(self) -> list[Held]:
-        """What was live at the peak, largest first."""
-        changes = self._changes[: self._until_peak]
-        held, live = {id(one): one for _, one, _ in changes}, Counter[int]()
-        for _, one, nbytes in changes:
-            live[id(one)] += nbytes
-        return [replace(held[key], nbytes=n) for key, n in live.most_common() if n > 0]
-
-    def history(self) -> list[tuple[int, int, str]]:
-        """Every change: after how many operations, by how many bytes, and whose they are."""
-        return [(at, nbytes, held.place) for at, held, nbytes in self._changes]
-
-    def _origin(self, tensor: torch.Tensor, name: str) -> Held:
-        node = _torch.current_node()
-        site = None
+    def made(self, tensor: torch.Tensor, operation: str) -> Held:
+        """What an operation has made here."""
+        node, site = _torch.current_node(), None
         if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-            site = self._sites.get(_torch.sequence_number(node))
+            site = self._of_nodes.get(_torch.sequence_number(node))
         place, module = site or (where(), self._modules.here())
-        what = name, tuple(tensor.shape), tensor.dtype, tensor.device, 0
-        return Held(*what, *line_of(place), module, _phase(node))
-
-    def _add(self, origin: Any, nbytes: int) -> None:
-        if not nbytes:
-            return
-        self.live += nbytes
-        self._changes.append((len(self.timeline), origin, nbytes))
-        if self.live > self.peak:
-            self.peak = self.live
-            self._until_peak = len(self._changes)
+        what = operation, tuple(tensor.shape), tensor.dtype, tensor.device, 0
+        return Held(*what, *line_of(place), module, phase_now())

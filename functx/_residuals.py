@@ -6,6 +6,7 @@ derivatives: each node shows what it saved, a custom Function's context also in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from functx import _offload, _torch, _tree
-from functx._allocation_sites import Held, TracedStorages
+from functx._allocation_sites import Held
 from functx._arrays import backend_of
 from functx._remat import on_name
-from functx._storages import storages_of, tensors_in
+from functx._storages import LiveStorages, storages_of, tensors_in
 from functx._tensor_names import Label, labels
 from functx._validate import check_callable
 
@@ -234,7 +235,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
             known.setdefault(id(storage), (t, label))
     names: dict[int, list[str]] = {}
     moved: dict[int, Held] = {}
-    storages = TracedStorages()
+    storages = LiveStorages()
 
     def named(t: Tensor, name: str) -> None:
         with _torch.without_function_modes():  # or a region would take it that the memory is read
@@ -243,7 +244,8 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
 
     def offloaded(t: Tensor, host: Tensor) -> None:
         (source,), (copy,) = storages_of(t), storages_of(host)
-        if (made := storages.birth_of(source)) is not None:
+        made, _ = storages.origin_of(source)
+        if made is not None:
             moved[id(copy)] = made
             names[id(copy)] = names.get(id(source), [])
 
@@ -257,8 +259,8 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     rows: dict[int, Residual] = {}
     for t in held(tape, start):
         for storage in storages_of(t):
-            key, born = id(storage), storages.birth_of(storage)
-            if born is not None and storages.is_new(storage):
+            key, (born, is_new) = id(storage), storages.origin_of(storage)
+            if born is not None and is_new:
                 of = tuple(dict.fromkeys(names.get(key, ())))
                 row = _made(moved.get(key, born), storage.nbytes(), of, key in moved)
                 rows[key] = row._replace(is_result=key in returned)

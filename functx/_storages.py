@@ -19,21 +19,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from functx import _tree
-from functx._torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    allocator,
-    compiler,
-    inner_of,
-    is_traceable_wrapper_subclass,
-    is_wrapped,
-    sparse_coo_parts,
-)
+from functx import _torch, _tree
+from functx._allocation_sites import AllocationSites, Held, phase_now
+from functx._torch import allocator, compiler
 
 
 class Event(NamedTuple):
@@ -47,15 +40,15 @@ class Event(NamedTuple):
 class _Block(weakref.ref[torch.UntypedStorage]):
     """A weak reference to one storage, which also says what is counted for it."""
 
-    __slots__ = ("base", "counted", "key", "origin")
+    __slots__ = ("base", "counted", "key", "made")
 
     key: int  # id of the storage, which torch keeps for the life of the storage
-    origin: Any  # the operation that made it, or met it first
+    made: Held  # by the operation that made it, or met it first
     base: int  # bytes it had before the context
     counted: int  # bytes that are in `live` on its behalf
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(_torch.TorchDispatchMode):
     """A context that counts live bytes and operations below autograd and functorch.
 
     A storage that existed before the context was entered is not counted, but by how much it grows
@@ -67,6 +60,7 @@ class LiveStorages(TorchDispatchMode):
         operations: How often each operation ran; ATen operations under their bare name
             (``"mm"``, ``"add_"``), others with their namespace (``"prims::sum"``).
         timeline: One `Event` an operation.
+        phases: For each event, what it is a part of, as in `Held`.
 
     Example:
         >>> x = torch.ones(100, dtype=torch.float64)
@@ -85,31 +79,29 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         compiler.load()
-        self.live = 0
-        self.peak = 0
+        self.live = self.peak = 0
         self.operations: Counter[str] = Counter()
         self.timeline: list[Event] = []
+        self.phases: list[str] = []
+        self._sites = AllocationSites()
         self._blocks: dict[int, _Block] = {}
+        self._changes: list[tuple[int, int, Held]] = []  # after which event, bytes, of what
+        self._until_peak = 0
         # The callback must not keep the mode alive: blocks -> callback -> mode would be a cycle.
         me = weakref.ref(self)
 
         def forget(block: Any) -> None:
             if (mode := me()) is not None:
                 mode._blocks.pop(block.key, None)
-                mode._add(block.origin, -block.counted)
+                mode._add(block.made, -block.counted)
 
         self._forget = forget
-
-    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes counted for the storages that ``tensors`` use, each storage once."""
-        keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
-        return sum(self._blocks[key].counted for key in keys if key in self._blocks)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and meet what it is given and gives."""
         kwargs = kwargs or {}
         inputs = tensors_in((args, kwargs))
-        if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
+        if any(map(_torch.is_traceable_wrapper_subclass, inputs)):
             return NotImplemented  # the subclass first: the mode then sees its inner tensors
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
             # No layer above the mode takes composite operations apart there, so it does.
@@ -117,45 +109,64 @@ class LiveStorages(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        self._sites.note_nodes()
         name = operation_name(func)
         # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
-        fresh = name == "lift_fresh"
-        for tensor in inputs:
-            self._meet(tensor, name, fresh)
+        self._meet(inputs, name, name == "lift_fresh")
         out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
-            self._meet(tensor, name, True)
+        self._meet(tensors_in(out), name, True)
         self.operations[name] += 1
         self.timeline.append(Event(len(self.timeline), name, self.live))
+        self.phases.append(phase_now())
         return out
 
-    def _meet(self, tensor: torch.Tensor, name: str, fresh: bool) -> None:
-        """Count the storages of ``tensor`` that are fresh, and what the others have grown by."""
-        for storage in storages_of(tensor):
-            key, nbytes = id(storage), storage.nbytes()
-            block = self._blocks.get(key)
-            if block is None:
-                block = _Block(storage, self._forget)
-                block.key, block.origin = key, self._origin(tensor, name)
-                block.base, block.counted = 0 if fresh else nbytes, 0
-                self._blocks[key] = block
-            counted = max(0, nbytes - block.base)
-            self._add(block.origin, counted - block.counted)
-            block.counted = counted
+    def _meet(self, tensors: list[torch.Tensor], name: str, fresh: bool) -> None:
+        """Count the storages that are fresh, and what the others have grown by."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                key, nbytes = id(storage), storage.nbytes()
+                if (block := self._blocks.get(key)) is None:
+                    block = self._blocks[key] = _Block(storage, self._forget)
+                    block.key, block.made = key, self._sites.made(tensor, name)
+                    block.base, block.counted = 0 if fresh else nbytes, 0
+                counted = max(0, nbytes - block.base)
+                self._add(block.made, counted - block.counted)
+                block.counted = counted
 
-    def _origin(self, tensor: torch.Tensor, name: str) -> Any:
-        """What the bytes of a storage that was met are counted under."""
-        return name
+    def _add(self, made: Held, nbytes: int) -> None:
+        if nbytes:
+            self.live += nbytes
+            self._changes.append((len(self.timeline), nbytes, made))
+            if self.live > self.peak:
+                self.peak, self._until_peak = self.live, len(self._changes)
 
-    def _add(self, origin: Any, nbytes: int) -> None:
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes counted for the storages that ``tensors`` use, each storage once."""
+        keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
+        return sum(self._blocks[key].counted for key in keys if key in self._blocks)
+
+    def origin_of(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
+        """What made a storage, or met it first; and whether it was made in the context."""
+        block = self._blocks.get(id(storage))
+        return (None, False) if block is None else (block.made, block.base == 0)
+
+    def at_the_peak(self) -> list[Held]:
+        """What was live at the peak, largest first."""
+        made, live = dict[int, Held](), Counter[int]()
+        for _, nbytes, one in self._changes[: self._until_peak]:
+            made[id(one)] = one
+            live[id(one)] += nbytes
+        return [replace(made[key], nbytes=n) for key, n in live.most_common() if n > 0]
+
+    def history(self) -> list[tuple[int, int, str]]:
+        """Every change: after how many operations, by how many bytes, and whose they are."""
+        return [(at, nbytes, made.place) for at, nbytes, made in self._changes]
 
 
 class Allocations:
-    """A context that follows what torch's allocator hands out: for compiled code, and on CPU.
+    """A context that follows what torch's allocator hands out, on CPU: for compiled code.
 
-    Workspace that a kernel allocates counts, unlike in `LiveStorages`. Attributes are those, but
+    Workspace that a kernel allocates counts, unlike in `LiveStorages`. Attributes are as there, but
     the timeline has one `Event` an allocation, and is there when the context is left.
     """
 
@@ -183,12 +194,12 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: several for some kinds, none for those without memory."""
     layout = tensor.layout
     parts: list[torch.Tensor] = []  # that hold the numbers of a tensor which is a wrapper of them
-    if is_traceable_wrapper_subclass(tensor):
+    if _torch.is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif is_wrapped(tensor):
-        parts = [inner_of(tensor)]
+    elif _torch.is_wrapped(tensor):
+        parts = [_torch.inner_of(tensor)]
     elif layout == torch.sparse_coo:
-        parts = sparse_coo_parts(tensor)
+        parts = _torch.sparse_coo_parts(tensor)
     elif layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     elif layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -196,7 +207,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     elif layout == torch.strided:
         storage = tensor.untyped_storage()
         # (Of a FakeTensor, in a trace, it is as large as the memory that it stands for.)
-        if storage.device.type != "meta" or isinstance(tensor, FakeTensor):
+        if storage.device.type != "meta" or isinstance(tensor, _torch.FakeTensor):
             yield storage
     for part in parts:
         yield from storages_of(part)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from functx import _pictures
-from functx._allocation_sites import Held, TracedStorages
+from functx._allocation_sites import Held
 from functx._jit import is_compiled, reached
 from functx._storages import (
     Allocations,
@@ -141,9 +141,9 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, sin, float32[1000], ...:1 in <lambda> ... 4,000 bytes
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
-    result, followed, peak = _call("profile", TracedStorages, f, args, kwargs)
+    result, followed, peak = _follow("profile", f, args, kwargs)
     tensors = tensors_in(result)
-    if isinstance(followed, TracedStorages):
+    if isinstance(followed, LiveStorages):
         returned = followed.bytes_of(tensors)
         lists = followed.at_the_peak(), followed.phases, followed.history()
     else:
@@ -167,7 +167,7 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
         >>> functx.memory.peak(lambda x: x.sin().sin().sin(), torch.ones(1000))
         8000
     """
-    return _call("peak", LiveStorages, f, args, kwargs)[-1]
+    return _follow("peak", f, args, kwargs)[-1]
 
 
 def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
@@ -218,12 +218,10 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     return _pictures.lines(curves, path)
 
 
-def _call(
-    api: str, follower: type[LiveStorages], f: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Any, Any, int]:
+def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """Call a function; returns its result, what has followed its memory, and the peak."""
     check_callable(f, f"functx.memory.{api}")
-    followed = Allocations() if _runs_compiled(f, args, kwargs) else follower()
+    followed = Allocations() if _runs_compiled(f, args, kwargs) else LiveStorages()
     before = {}
     for index in _devices():
         torch.cuda.synchronize(index)
