@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+Change = tuple[int, int, str]  # after how many operations, by how many bytes, of what line
+
 MIB = 2**20
 SHADES = {"backward": "0.95", "replay": "0.88"}
 LAYERS = 8  # so many lines of code have a layer of their own; the others share one
@@ -22,10 +24,7 @@ def lines(curves: Sequence[tuple[str, Sequence[float]]], path: str | Path) -> Pa
 
 
 def layers(
-    live: Sequence[int],
-    history: Sequence[tuple[int, int, str]],
-    phases: Sequence[str],
-    path: str | Path,
+    live: Sequence[int], history: Sequence[Change], phases: Sequence[str], path: str | Path
 ) -> Path:
     """Draw a profile: live bytes in layers by what holds them, phases shaded, the peak marked."""
     figure, axes = _figure()
@@ -44,7 +43,7 @@ def layers(
     return _finished(figure, axes, path)
 
 
-def layers_of(history: Sequence[tuple[int, int, str]], events: int) -> dict[str, list[int]]:
+def layers_of(history: Sequence[Change], events: int) -> dict[str, list[int]]:
     """Bytes after each event, for the lines that hold most, over all events, and for the others."""
     most: Counter[str] = Counter()
     for at, nbytes, label in history:

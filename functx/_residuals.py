@@ -7,6 +7,7 @@ derivatives: each node shows what it saved, a custom Function's context also in 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from functx import _offload, _torch, _tree
 from functx._allocation_sites import Held
 from functx._arrays import backend_of
 from functx._remat import on_name
-from functx._storages import LiveStorages, storages_of, tensors_in
+from functx._storages import LiveStorages, cuda_devices, storages_of, tensors_in
 from functx._tensor_names import Label, labels
 from functx._validate import check_callable
 
@@ -48,9 +49,7 @@ class Residual(NamedTuple):
             `functx.checkpoint_name`) or ``"output"`` (of an operation, without a name).
         names: that `functx.checkpoint_name` gave it.
         operation: that made it, such as ``"aten.mm"``; ``""`` if it was there before.
-        file: of the line that called the operation, or first read what was there before.
-        line: its number; 0 if none is known.
-        function: what the line is in.
+        file, line, function: what called the operation, or first read what was there before.
         module: the path of the ``nn.Module`` that was running, from the outermost.
         on_host: whether it was moved to host memory.
         is_result: whether it is (a part of) what the function returned.
@@ -118,24 +117,22 @@ class Residuals(list[Residual]):
 def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
     """What ``f`` keeps between its forward and its backward pass, value by value.
 
-    ``f`` runs forward once, on plain autograd, and what its tape holds is listed: every value that
-    the pullback reads, regions of `functx.remat` as they keep it. Derivatives are those with
-    respect to the tensors that require grad, in the arguments and closed over; if none does, to
-    all floating point arguments, as in JAX (``f`` then runs twice). Default random generators, and
-    buffers of the modules that ``f`` is, is given, or closes over, are put back as they were.
+    ``f`` runs forward once, on plain autograd. Listed is every value that the pullback reads,
+    regions of `functx.remat` as they keep it. Derivatives are those with respect to the tensors
+    that require grad, in the arguments and closed over; if none does, to all floating point
+    arguments, as in JAX (``f`` then runs twice). Default random generators, and buffers of the
+    modules that ``f`` is, is given, or closes over, are put back as they were.
 
     Args:
         f: any callable: a function, a module, a remat of one, a stack of transforms. What a
             transform inside it keeps for a backward pass of its own is gone when ``f`` returns:
-            of ``vmap(f)`` under a gradient, ask ``saved_residuals(functx.vmap(f), x)``; of
-            ``vmap(grad(f))`` it lists what a derivative of that keeps.
+            of ``vmap(f)`` under a gradient, ask ``saved_residuals(functx.vmap(f), x)``.
         *args: passed to ``f``; any pytrees.
         **kwargs: likewise.
 
     Returns:
         `Residuals`, a list of `Residual`: what it is, its source (``"argument x[0]"``,
-        ``"parameter 0.weight"``, ``"output of aten.sin at net.py:12 in attention"``,
-        ``"named 'z' at net.py:13 in attention"``), and its bytes. Prints as a table.
+        ``"output of aten.sin at net.py:12 in attention"``), and its bytes. Prints as a table.
 
     Raises:
         TypeError: ``f`` can't be called.
@@ -218,10 +215,9 @@ def _as_leaf(t: Any) -> Any:
 def undisturbed(buffers: Iterable[Tensor]) -> Iterator[None]:
     """Put the default random generators back, and the values of some buffers."""
     before = [(b, b.detach().clone()) for b in buffers]
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    with torch.random.fork_rng(devices), torch.no_grad():
-        with torch.enable_grad():
-            yield
+    with torch.random.fork_rng(cuda_devices()):
+        yield
+    with torch.no_grad():
         for b, value in before:
             if not torch.equal(b, value):
                 b.copy_(value)
@@ -233,21 +229,19 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     for t, label in labels(f, args, kwargs):
         for storage in storages_of(t):
             known.setdefault(id(storage), (t, label))
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, None]] = defaultdict(dict)
     moved: dict[int, Held] = {}
     storages = LiveStorages()
 
     def named(t: Tensor, name: str) -> None:
         with _torch.without_function_modes():  # or a region would take it that the memory is read
             for storage in storages_of(t):
-                names.setdefault(id(storage), []).append(name)
+                names[id(storage)][name] = None
 
     def offloaded(t: Tensor, host: Tensor) -> None:
         (source,), (copy,) = storages_of(t), storages_of(host)
-        made, _ = storages.origin_of(source)
-        if made is not None:
-            moved[id(copy)] = made
-            names[id(copy)] = names.get(id(source), [])
+        if (made := storages.first_use(source)[0]) is not None:
+            moved[id(copy)], names[id(copy)] = made, names[id(source)]
 
     start = _torch.next_sequence_number()
     with on_name(named), _offload.on_offload(offloaded), storages:
@@ -259,13 +253,12 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     rows: dict[int, Residual] = {}
     for t in held(tape, start):
         for storage in storages_of(t):
-            key, (born, is_new) = id(storage), storages.origin_of(storage)
-            if born is not None and is_new:
-                of = tuple(dict.fromkeys(names.get(key, ())))
-                row = _made(moved.get(key, born), storage.nbytes(), of, key in moved)
+            key, (first, is_new) = id(storage), storages.first_use(storage)
+            if first is not None and is_new:
+                row = _made(moved.get(key, first), storage.nbytes(), (*names[key],), key in moved)
                 rows[key] = row._replace(is_result=key in returned)
-            elif born is not None or t.dim() or key in known:  # else it is a number in the code
-                row = _given(t, storage.nbytes(), born, known.get(key))
+            elif first is not None or t.dim() or key in known:  # else it is a number in the code
+                row = _given(t, storage.nbytes(), first, known.get(key))
                 if key not in rows or rows[key].nbytes < row.nbytes:
                     rows[key] = row
     order = {key: i for i, key in enumerate(known)}
@@ -283,12 +276,10 @@ def held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
                 stack.append(node)
     for node in sorted(seen, key=lambda node: node._sequence_nr()):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            held: Any = [node.saved_tensors, *vars(node).values()]
-        elif type(node).__name__ == "AccumulateGrad":
-            continue  # a leaf, which is there anyway
-        else:
-            held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        yield from tensors_in(held)
+            yield from tensors_in([node.saved_tensors, *vars(node).values()])
+        elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
+            names = [name for name in dir(node) if name.startswith("_saved_")]
+            yield from tensors_in([getattr(node, name) for name in names])
 
 
 def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
@@ -302,22 +293,18 @@ def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     if name or first is None:
         return residual
     at = f"{os.path.basename(first.file)}:{first.line} in {first.function}"
-    source = f"a {kind} that {at} reads"
-    where = {"file": first.file, "line": first.line, "function": first.function}
-    return residual._replace(source=source, **where)
+    site = {"file": first.file, "line": first.line, "function": first.function}
+    return residual._replace(source=f"a {kind} that {at} reads", **site)
 
 
-def _made(born: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Residual:
-    operation = "aten." + born.operation if "::" not in born.operation else born.operation
+def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Residual:
+    operation = first.operation if "::" in first.operation else f"aten.{first.operation}"
     source = f"named {', '.join(map(repr, names))}" if names else f"output of {operation}"
-    source += f" at {born.place}" + (f" ({born.module})" if born.module else "")
-    return Residual(
-        Value(born.shape, born.dtype),
-        source + (ON_HOST if on_host else ""),
-        nbytes,
-        "named" if names else "output",
-        *(names, operation, born.file, born.line, born.function, born.module, on_host),
-    )
+    source += f" at {first.place}" + (f" ({first.module})" if first.module else "")
+    source, kind = source + (ON_HOST if on_host else ""), "named" if names else "output"
+    site = first.file, first.line, first.function, first.module
+    value = Value(first.shape, first.dtype)
+    return Residual(value, source, nbytes, kind, names, operation, *site, on_host)
 
 
 def _side_by_side(found: dict[str, Residuals]) -> str:
@@ -336,9 +323,8 @@ def _side_by_side(found: dict[str, Residuals]) -> str:
         rows.append((value, *cells, source))
     rows.append(("", *(f"{r.nbytes:,}" for r in found.values()), "total"))
     kept = [f"{r.kept:,}" for r in found.values()]
-    return _table(
-        ("value", *found, "from"), [*rows, ("", *kept, "of them made for the pullback alone")]
-    )
+    rows.append(("", *kept, "of them made for the pullback alone"))
+    return _table(("value", *found, "from"), rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

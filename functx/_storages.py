@@ -145,7 +145,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
         return sum(self._blocks[key].counted for key in keys if key in self._blocks)
 
-    def origin_of(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
+    def first_use(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
         """What made a storage, or met it first; and whether it was made in the context."""
         block = self._blocks.get(id(storage))
         return (None, False) if block is None else (block.made, block.base == 0)
@@ -163,16 +163,14 @@ class LiveStorages(_torch.TorchDispatchMode):
         return [(at, nbytes, made.place) for at, nbytes, made in self._changes]
 
 
-class Allocations:
-    """A context that follows what torch's allocator hands out, on CPU: for compiled code.
+class Allocations(LiveStorages):
+    """What torch's allocator hands out on CPU, in place of storages: for compiled code.
 
-    Workspace that a kernel allocates counts, unlike in `LiveStorages`. Attributes are as there, but
-    the timeline has one `Event` an allocation, and is there when the context is left.
+    Workspace that a kernel allocates counts. The timeline has one `Event` an allocation, and is
+    there when the context is left; what made the bytes is not known.
     """
 
     def __enter__(self) -> Allocations:
-        self.live = self.peak = 0
-        self.timeline: list[Event] = []
         allocator.begin()
         return self
 
@@ -182,6 +180,10 @@ class Allocations:
             self.peak = max(self.peak, self.live)
             name = "allocation" if nbytes > 0 else "release"
             self.timeline.append(Event(len(self.timeline), name, self.live))
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of the storages that ``tensors`` use, each storage once."""
+        return sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
 
 
 def operation_name(func: Any) -> str:
@@ -216,6 +218,11 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a pytree."""
     return [t for t in _tree.leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def cuda_devices() -> range:
+    """The devices of CUDA, where it is used."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
 @contextmanager

@@ -8,21 +8,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from functx._transformers import is_marked_layer
 
-Where = (
-    type[nn.Module]
-    | str
-    | re.Pattern[str]
-    | nn.Module
-    | Callable[[str, nn.Module], bool]
-    | Collection[Any]
-)
+Where = type[nn.Module] | str | re.Pattern[str] | nn.Module | Callable[..., bool] | Collection[Any]
 Named = list[tuple[str, nn.Module]]
 
 MARKED = "gradient_checkpointing"
@@ -44,11 +37,10 @@ def find(model: nn.Module, where: Where, caller: str) -> dict[str, nn.Module]:
         ValueError: it means no module of ``model``, or one without a forward of its own.
     """
     named = list(model.named_modules(remove_duplicate=False))
-    parts: list[Any] = [where]
     if isinstance(where, nn.ModuleDict):
-        parts = list(where.values())
-    elif isinstance(where, Iterable) and not isinstance(where, (str, nn.Sequential)):
-        parts = list(where)
+        where = list(where.values())
+    is_one = isinstance(where, (str, type, nn.Module)) and not isinstance(where, nn.ModuleList)
+    parts = list(where) if isinstance(where, Iterable) and not is_one else [where]
     if not parts:
         raise ValueError(f"{caller}: where is empty. {_hint(named)}")
     chosen: set[int] = set()
@@ -91,12 +83,8 @@ def _matches(named: Named, where: Any, caller: str) -> Named:
 
 def _takes_one(predicate: Callable[..., Any]) -> bool:
     """Whether a predicate takes a module alone, as those of torch's own wrappers do."""
-    try:
-        parameters = inspect.signature(predicate).parameters.values()
-    except (TypeError, ValueError):  # builtins
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
+    parameters = inspect.signature(predicate).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
     return len(required) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
@@ -124,7 +112,7 @@ def _marked(named: Named, caller: str) -> Named:
             parts = [part for part in _blocks(owner) if not _flagged(part)]
             if not parts and owner is not model and not any(map(_flagged, owner.children())):
                 parts = [owner]
-            blocks |= {id(part) for part in parts}
+            blocks.update(map(id, parts))
     if not blocks:
         raise ValueError(
             f"{caller}: no layer of {type(model).__name__} is marked for gradient checkpointing. "
@@ -133,15 +121,11 @@ def _marked(named: Named, caller: str) -> Named:
     return [(name, m) for name, m in named if id(m) in blocks]
 
 
-def _blocks(owner: nn.Module) -> list[nn.Module]:
+def _blocks(owner: nn.Module) -> Iterator[nn.Module]:
     """What a module has in lists, and what it has that is called a block."""
-    found: list[nn.Module] = []
     for part in owner.children():
-        if isinstance(part, nn.ModuleList):
-            found += part
-        elif "Block" in type(part).__name__:
-            found.append(part)
-    return found
+        if isinstance(part, nn.ModuleList) or "Block" in type(part).__name__:
+            yield from part if isinstance(part, nn.ModuleList) else [part]
 
 
 def _flagged(module: nn.Module) -> bool:

@@ -26,19 +26,15 @@ def labels(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, Label]]:
     yield from _closed_over(f, "", 0, set())
 
 
-def _arguments(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(f: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     try:
-        bound = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
-        given = bound.bind(*args, **kwargs).arguments
+        signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
+        given = signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # builtins, or a call that will raise by itself
-        yield from ((str(i), x) for i, x in enumerate(args))
-        yield from kwargs.items()
-        return
-    for name, value in given.items():
-        if bound.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            yield from value.items()
-        else:
-            yield name, value
+        return [*zip(map(str, range(len(args))), args), *kwargs.items()]
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    more = [given.pop(n) for n in [*given] if kinds[n] is inspect.Parameter.VAR_KEYWORD]
+    return [*given.items(), *(item for extra in more for item in extra.items())]
 
 
 def _inside(value: Any, name: str, kind: str) -> Iterator[tuple[Tensor, Label]]:

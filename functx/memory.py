@@ -14,24 +14,17 @@ activations shows in every run, as the leak it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from functx import _pictures
+from functx import _pictures, _storages
 from functx._allocation_sites import Held
 from functx._jit import is_compiled, reached
-from functx._storages import (
-    Allocations,
-    Event,
-    LiveStorages,
-    no_collection,
-    storages_of,
-    tensors_in,
-)
+from functx._storages import Event, LiveStorages
 from functx._validate import check_callable
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
@@ -67,9 +60,9 @@ class Profile:
     kept: int
     returned: int
     timeline: tuple[Event, ...]
-    holders: tuple[Held, ...] = ()
-    phases: tuple[str, ...] = ()
-    history: tuple[tuple[int, int, str], ...] = ()
+    holders: tuple[Held, ...]
+    phases: tuple[str, ...]
+    history: tuple[tuple[int, int, str], ...]
 
     @property
     def operations(self) -> Counter[str]:
@@ -79,10 +72,7 @@ class Profile:
     @property
     def at_peak(self) -> tuple[tuple[str, int], ...]:
         """Bytes live at the peak, by the operation that created them; largest first."""
-        found = Counter[str]()
-        for held in self.holders:
-            found[held.operation] += held.nbytes
-        return tuple(found.most_common())
+        return tuple(_sums((one.operation, one) for one in self.holders))
 
     def plot(self, path: str | Path) -> Path:
         """Draw the live bytes over the operations, in layers by the lines that made them.
@@ -100,17 +90,21 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [("peak", self.peak), ("kept", self.kept), ("returned", self.returned)]
-        held = Counter[str]()
-        for one in self.holders:
-            held[f"at peak, {one}"] += one.nbytes
-        lines += held.most_common(SHOWN)
-        if len(held) > SHOWN:
-            others = sum(nbytes for _, nbytes in held.most_common()[SHOWN:])
-            lines.append((f"at peak, {len(held) - SHOWN} others", others))
+        held = _sums((f"at peak, {one}", one) for one in self.holders)
+        lines += held[:SHOWN]
+        if others := [nbytes for _, nbytes in held[SHOWN:]]:
+            lines.append((f"at peak, {len(others)} others", sum(others)))
         width = max(len(name) for name, _ in lines)
         what = "operations" if self.phases or not self.timeline else "requests to the allocator"
         table = [f"{name:<{width}} {nbytes:>15,} bytes" for name, nbytes in lines]
         return "\n".join([f"{len(self.timeline)} {what}", *table])
+
+
+def _sums(named: Iterable[tuple[str, Held]]) -> list[tuple[str, int]]:
+    found = Counter[str]()
+    for name, held in named:
+        found[name] += held.nbytes
+    return found.most_common()
 
 
 def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
@@ -142,15 +136,11 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
     result, followed, peak = _follow("profile", f, args, kwargs)
-    tensors = tensors_in(result)
-    if isinstance(followed, LiveStorages):
-        returned = followed.bytes_of(tensors)
-        lists = followed.at_the_peak(), followed.phases, followed.history()
-    else:
-        returned = sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
-        lists = [], [], []
-    kept, timeline = followed.live - returned, tuple(followed.timeline)
-    return Profile(result, peak, kept, returned, timeline, *map(tuple, lists))
+    returned = followed.bytes_of(_storages.tensors_in(result))
+    return Profile(
+        *(result, peak, followed.live - returned, returned, tuple(followed.timeline)),
+        *(tuple(followed.at_the_peak()), tuple(followed.phases), tuple(followed.history())),
+    )
 
 
 def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
@@ -221,20 +211,18 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """Call a function; returns its result, what has followed its memory, and the peak."""
     check_callable(f, f"functx.memory.{api}")
-    followed = Allocations() if _runs_compiled(f, args, kwargs) else LiveStorages()
+    followed: Any = (_storages.Allocations if _runs_compiled(f, args, kwargs) else LiveStorages)()
     before = {}
-    for index in _devices():
+    for index in _storages.cuda_devices():
         torch.cuda.synchronize(index)
         torch.cuda.reset_peak_memory_stats(index)
         before[index] = torch.cuda.memory_allocated(index)
-    with no_collection(), followed:
+    with _storages.no_collection(), followed:
         result = f(*args, **kwargs)
-    on_cuda = sum(torch.cuda.max_memory_allocated(i) - before.get(i, 0) for i in _devices())
+    on_cuda = sum(
+        torch.cuda.max_memory_allocated(i) - before.get(i, 0) for i in _storages.cuda_devices()
+    )
     return result, followed, on_cuda or followed.peak
-
-
-def _devices() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
 def _runs_compiled(f: Any, args: Any, kwargs: Any) -> bool:
