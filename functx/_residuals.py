@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from functx import _offload, _torch, _tree
-from functx._allocation_sites import Held
 from functx._arrays import backend_of
 from functx._remat import on_name
-from functx._storages import LiveStorages, cuda_devices, storages_of, tensors_in
+from functx._storages import Held, LiveStorages, cuda_devices, storages_of, tensors_in
 from functx._tensor_names import Label, labels
 from functx._validate import check_callable
 
@@ -205,10 +204,8 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _as_leaf(t: Any) -> Any:
-    """The same value, as a leaf of a tape of its own; it requires grad if it can."""
-    if not isinstance(t, Tensor):
-        return t
-    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+    is_tensor = isinstance(t, Tensor)
+    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) if is_tensor else t
 
 
 @contextmanager
@@ -289,12 +286,12 @@ def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     if known is not None:
         t, (kind, name) = known
         nbytes = min(nbytes, t.numel() * t.element_size())
-    residual = Residual(Value(tuple(t.shape), t.dtype), f"{kind} {name}".rstrip(), nbytes, kind)
+    value = Value(tuple(t.shape), t.dtype)
     if name or first is None:
-        return residual
-    at = f"{os.path.basename(first.file)}:{first.line} in {first.function}"
-    site = {"file": first.file, "line": first.line, "function": first.function}
-    return residual._replace(source=f"a {kind} that {at} reads", **site)
+        return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
+    source = f"a {kind} that {os.path.basename(first.file)}:{first.line} in {first.function} reads"
+    site = first.file, first.line, first.function
+    return Residual(value, source, nbytes, kind, (), "", *site)
 
 
 def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Residual:

@@ -10,23 +10,79 @@ the mode and still exist. Three things are seen exactly:
 
 Not seen: workspace that a kernel allocates and frees within one operation, and memory that reaches
 torch from elsewhere (a NumPy array) until something copies it.
+
+NOTE [lines of nodes]
+What the autograd engine runs has no line of its own: Python is where the backward pass was started.
+But nodes are numbered, and an operation of the forward runs right after its node was made, so that
+its line is known for the node. Python nodes (a custom Function, a region) run code with lines.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from functx import _torch, _tree
-from functx._allocation_sites import AllocationSites, Held, phase_now
+from functx._lines import ModulePaths, Place, line_of, where
 from functx._torch import allocator, compiler
+
+REGION = "RegionNodeBackward"
+"""The node of a region; what runs in it, and not in a node that it runs, is its replay."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What holds bytes: a storage, and the operation that made it.
+
+    Attributes:
+        operation: its name, as in ``Profile.timeline``.
+        shape, dtype, device: of the result, below all transforms.
+        nbytes: bytes that it held at the peak.
+        file: of the line outside of torch and functx that called the operation; in a backward pass
+            that of the forward operation whose derivative it is a part of, where that is known.
+        line: its number.
+        function: what the line is in.
+        module: the path of the ``nn.Module`` that was running, from the outermost.
+        phase: ``"forward"``, ``"backward"``, or ``"replay"``: of a region, in a backward pass.
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    file: str
+    line: int
+    function: str
+    module: str
+    phase: str
+
+    @property
+    def place(self) -> str:
+        """``"net.py:12 in attention"``, ``"backward of net.py:12 in attention"``."""
+        of = "" if self.phase == "forward" else f"{self.phase} of "
+        return f"{of}{os.path.basename(self.file)}:{self.line} in {self.function}"
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        module = f" ({self.module})" if self.module else ""
+        return f"{self.operation}, {dtype}{list(self.shape)}, {self.place}{module}"
+
+
+def _phase() -> str:
+    """What the operation that runs now is a part of, as in `Held`."""
+    node = _torch.current_node()
+    if node is None:
+        return "forward"
+    return "replay" if type(node).__name__ == REGION else "backward"
 
 
 class Event(NamedTuple):
@@ -83,7 +139,9 @@ class LiveStorages(_torch.TorchDispatchMode):
         self.operations: Counter[str] = Counter()
         self.timeline: list[Event] = []
         self.phases: list[str] = []
-        self._sites = AllocationSites()
+        self._modules = ModulePaths()
+        self._sites: dict[int, tuple[Place, str]] = {}  # lines and modules, by number of a node
+        self._first_node = _torch.next_sequence_number()
         self._blocks: dict[int, _Block] = {}
         self._changes: list[tuple[int, int, Held]] = []  # after which event, bytes, of what
         self._until_peak = 0
@@ -109,7 +167,10 @@ class LiveStorages(_torch.TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        self._sites.note_nodes()
+        node, site = _torch.next_sequence_number() - 1, None
+        while node >= self._first_node and node not in self._sites:  # NOTE [lines of nodes]
+            site = self._sites[node] = site or self._site()
+            node -= 1
         name = operation_name(func)
         # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
         self._meet(inputs, name, name == "lift_fresh")
@@ -117,7 +178,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         self._meet(tensors_in(out), name, True)
         self.operations[name] += 1
         self.timeline.append(Event(len(self.timeline), name, self.live))
-        self.phases.append(phase_now())
+        self.phases.append(_phase())
         return out
 
     def _meet(self, tensors: list[torch.Tensor], name: str, fresh: bool) -> None:
@@ -127,11 +188,22 @@ class LiveStorages(_torch.TorchDispatchMode):
                 key, nbytes = id(storage), storage.nbytes()
                 if (block := self._blocks.get(key)) is None:
                     block = self._blocks[key] = _Block(storage, self._forget)
-                    block.key, block.made = key, self._sites.made(tensor, name)
+                    block.key, block.made = key, self._made(tensor, name)
                     block.base, block.counted = 0 if fresh else nbytes, 0
                 counted = max(0, nbytes - block.base)
                 self._add(block.made, counted - block.counted)
                 block.counted = counted
+
+    def _site(self) -> tuple[Place, str]:
+        return where(), self._modules.here()
+
+    def _made(self, tensor: torch.Tensor, operation: str) -> Held:
+        node, site = _torch.current_node(), None
+        if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
+            site = self._sites.get(_torch.sequence_number(node))
+        place, module = site or self._site()
+        what = operation, tuple(tensor.shape), tensor.dtype, tensor.device, 0
+        return Held(*what, *line_of(place), module, _phase())
 
     def _add(self, made: Held, nbytes: int) -> None:
         if nbytes:

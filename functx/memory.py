@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from functx import _pictures, _storages
-from functx._allocation_sites import Held
 from functx._jit import is_compiled, reached
-from functx._storages import Event, LiveStorages
+from functx._storages import Event, Held, LiveStorages
 from functx._validate import check_callable
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
