@@ -310,12 +310,12 @@ def _side_by_side(found: dict[str, Residuals]) -> str:
     for label, residuals in found.items():
         for r in residuals:
             key = r.made, str(r.value), r.source.removesuffix(ON_HOST)
-            sizes.setdefault(key, {}).setdefault(label, []).append(r.nbytes)
+            sizes.setdefault(key, {k: [] for k in found})[label].append(r.nbytes)
     rows = []
     for (_, value, source), by in sorted(sizes.items(), key=lambda item: item[0][0]):
         cells = [
             (f"{len(n)} x " if len(n) > 1 else "") + (f"{sum(n) // len(n):,}" if n else "-")
-            for n in (by.get(label, []) for label in found)
+            for n in by.values()
         ]
         rows.append((value, *cells, source))
     rows.append(("", *(f"{r.nbytes:,}" for r in found.values()), "total"))

@@ -27,10 +27,7 @@ _WILDCARDS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}  # `**` crosses dots
 def find(model: nn.Module, where: Where, caller: str) -> dict[str, nn.Module]:
     """The submodules of ``model`` that ``where`` means, by their first names, in their order.
 
-    Args:
-        model: whose submodules; the model itself counts only if it is named by ``""``, or given.
-        where: see `functx.apply_remat`.
-        caller: who asks, for messages.
+    The model itself counts only if it is named by ``""``, or given.
 
     Raises:
         TypeError: ``where`` is nothing that can mean modules.

@@ -29,12 +29,12 @@ def labels(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, Label]]:
 def _arguments(f: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     try:
         signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
-        given = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):  # builtins, or a call that will raise by itself
         return [*zip(map(str, range(len(args))), args), *kwargs.items()]
-    kinds = {name: p.kind for name, p in signature.parameters.items()}
-    more = [given.pop(n) for n in [*given] if kinds[n] is inspect.Parameter.VAR_KEYWORD]
-    return [*given.items(), *(item for extra in more for item in extra.items())]
+    several = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+    named = [(name, x) for name, x in bound.arguments.items() if name not in several]
+    return [*named, *bound.kwargs.items()]
 
 
 def _inside(value: Any, name: str, kind: str) -> Iterator[tuple[Tensor, Label]]:

@@ -3,9 +3,8 @@
 On CPU the bytes are those of the storages that the call creates (``functx/_storages.py`` says how
 they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
 :func:`torch.cuda.max_memory_allocated`. If the call runs compiled code (of `functx.jit` or
-``torch.compile``: itself, or what its closures, globals and arguments reach), no operation can be
-seen: the bytes are those that torch's allocator hands out. Call it once before, since the first
-call also compiles.
+``torch.compile``: itself, or what its closures, globals and arguments reach), the bytes are those
+that torch's allocator hands out. Call it once before, since the first call also compiles.
 
 The collector of reference cycles is off during a measured call, so that a cycle that holds
 activations shows in every run, as the leak it is.
@@ -43,15 +42,12 @@ class Profile:
         kept: Bytes of storages created by the call that lived on when it had returned, other than
             those of the result: after a forward pass what autograd saved for the backward pass.
         returned: Bytes of storages created by the call that the result uses.
-        timeline: One `Event` an operation: its position, its name, the bytes live when it had run.
-        holders: What was live at the peak, storage by storage, largest first: each a `Held`, with
-            the operation that made it, its shape, and the line of your code.
+        timeline: One `Event` an operation; of compiled code, a request to the allocator.
+        holders: What was live at the peak, storage by storage, largest first: each a `Held`. This
+            and what follows is not known of compiled code.
         phases: For each event of the timeline, whether it is part of the ``"forward"``, of the
             ``"backward"``, or of a ``"replay"`` of a region within that.
         history: Every change: after how many operations, by how many bytes, of what line.
-
-    Of a call that runs compiled code the timeline has the allocator's requests, and it is not known
-    what was live at the peak, and in which phase.
     """
 
     result: Any
@@ -200,10 +196,10 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     """
     if not profiles:
         raise ValueError("functx.memory.plot: no profile to draw")
-    curves = [
-        (f"{label}: peak {one.peak / 2**20:.1f} MiB", [event.live for event in one.timeline])
+    curves = {
+        f"{label}: peak {one.peak / 2**20:.1f} MiB": [event.live for event in one.timeline]
         for label, one in profiles.items()
-    ]
+    }
     return _pictures.lines(curves, path)
 
 
