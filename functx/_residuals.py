@@ -265,12 +265,12 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
 def held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
     """What the nodes of a tape hold that are not older than a sequence number, oldest first."""
     seen = {node for node in tape if node._sequence_nr() >= start}
-    stack = list(seen)
+    stack = [*seen]
     while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen and node._sequence_nr() >= start:
-                seen.add(node)
-                stack.append(node)
+        following = {node for node, _ in stack.pop().next_functions if node is not None}
+        new = {n for n in following - seen if n._sequence_nr() >= start}
+        seen |= new
+        stack += new
     for node in sorted(seen, key=lambda node: node._sequence_nr()):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             yield from tensors_in([node.saved_tensors, *vars(node).values()])

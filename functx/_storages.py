@@ -34,8 +34,8 @@ from functx import _torch, _tree
 from functx._lines import ModulePaths, Place, line_of, where
 from functx._torch import allocator, compiler
 
+# The node of a region; what runs in it, and not in a node that it runs, is its replay.
 REGION = "RegionNodeBackward"
-"""The node of a region; what runs in it, and not in a node that it runs, is its replay."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class LiveStorages(_torch.TorchDispatchMode):
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes counted for the storages that ``tensors`` use, each storage once."""
         keys = {id(storage) for tensor in tensors for storage in storages_of(tensor)}
-        return sum(self._blocks[key].counted for key in keys if key in self._blocks)
+        return sum(self._blocks[key].counted for key in keys & self._blocks.keys())
 
     def first_use(self, storage: torch.UntypedStorage) -> tuple[Held | None, bool]:
         """What made a storage, or met it first; and whether it was made in the context."""
@@ -300,10 +300,9 @@ def cuda_devices() -> range:
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Keep the collector of cycles from making a peak depend on when it last ran."""
-    enabled = gc.isenabled()
+    restore = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        restore()

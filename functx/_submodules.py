@@ -18,9 +18,7 @@ from functx._transformers import is_marked_layer
 Where = type[nn.Module] | str | re.Pattern[str] | nn.Module | Callable[..., bool] | Collection[Any]
 Named = list[tuple[str, nn.Module]]
 
-MARKED = "gradient_checkpointing"
-"""Stands for the layers that a model's library marks as worth checkpointing."""
-
+MARKED = "gradient_checkpointing"  # the layers that a model's library marks as worth it
 _WILDCARDS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}  # `**` crosses dots
 
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from functx import _tree
 
 DEEPEST, LONGEST = 8, 1000  # deeper, and in longer lists, closures are not searched for names
-
-Label = tuple[str, str]
-"""The kind ("argument", "parameter", "buffer", "constant") and the name."""
+Label = tuple[str, str]  # the kind ("argument", "parameter", "buffer", "constant") and the name
 
 
 def labels(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, Label]]:
