@@ -228,7 +228,7 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
             known.setdefault(id(storage), (t, label))
     names: dict[int, dict[str, None]] = defaultdict(dict)
     moved: dict[int, Held] = {}
-    storages = LiveStorages()
+    storages = LiveStorages(lines=True)
 
     def named(t: Tensor, name: str) -> None:
         with _torch.without_function_modes():  # or a region would take it that the memory is read

@@ -110,6 +110,9 @@ class LiveStorages(_torch.TorchDispatchMode):
     A storage that existed before the context was entered is not counted, but by how much it grows
     is. After the context, ``live`` still goes down as storages die, and nothing is added.
 
+    Args:
+        lines: whether to look for the line that makes each storage, which takes time.
+
     Attributes:
         live: Bytes of the storages created in the context that exist now.
         peak: The highest ``live`` so far.
@@ -132,9 +135,10 @@ class LiveStorages(_torch.TorchDispatchMode):
     # A higher-order operator that asks the mode is run as it is; what it runs inside is seen.
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, lines: bool = False) -> None:
         super().__init__()
         compiler.load()
+        self._lines = lines
         self.live = self.peak = 0
         self.operations: Counter[str] = Counter()
         self.timeline: list[Event] = []
@@ -167,8 +171,8 @@ class LiveStorages(_torch.TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        node, site = _torch.next_sequence_number() - 1, None
-        while node >= self._first_node and node not in self._sites:  # NOTE [lines of nodes]
+        node, site = _torch.next_sequence_number() - 1, None  # NOTE [lines of nodes]
+        while self._lines and node >= self._first_node and node not in self._sites:
             site = self._sites[node] = site or self._site()
             node -= 1
         name = operation_name(func)
@@ -201,8 +205,10 @@ class LiveStorages(_torch.TorchDispatchMode):
         node, site = _torch.current_node(), None
         if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
             site = self._sites.get(_torch.sequence_number(node))
-        place, module = site or self._site()
         what = operation, tuple(tensor.shape), tensor.dtype, tensor.device, 0
+        if not self._lines:
+            return Held(*what, "", 0, "", "", "")
+        place, module = site or self._site()
         return Held(*what, *line_of(place), module, _phase())
 
     def _add(self, made: Held, nbytes: int) -> None:

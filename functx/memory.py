@@ -206,7 +206,10 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
     """Call a function; returns its result, what has followed its memory, and the peak."""
     check_callable(f, f"functx.memory.{api}")
-    followed: Any = (_storages.Allocations if _runs_compiled(f, args, kwargs) else LiveStorages)()
+    if _runs_compiled(f, args, kwargs):
+        followed: LiveStorages = _storages.Allocations()
+    else:
+        followed = LiveStorages(lines=api == "profile")
     before = {}
     for index in _storages.cuda_devices():
         torch.cuda.synchronize(index)
