@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from functx._policies import Both, Either, Everything, Not
-from functx._policy_kinds import Dots, Names, Offloaded
+from functx import checkpoint_policies as ours
+from functx._save_policies import Combined, Everything, Names
 
 JaxPolicy = Callable[..., Any]
 
@@ -44,46 +44,34 @@ def jax_policy(policy: Any) -> JaxPolicy | None:
 def _translate(policy: Any) -> JaxPolicy | None:
     policies = jax.checkpoint_policies
     match policy:
+        case ours.dots_saveable:
+            return policies.dots_saveable
+        case ours.dots_with_no_batch_dims_saveable:
+            return policies.dots_with_no_batch_dims_saveable
         case Everything(saved):
             return policies.everything_saveable if saved else policies.nothing_saveable
-        case Dots(batch_dims=True, offload=None):
-            return policies.dots_saveable
-        case Dots(batch_dims=False, offload=None):
-            return policies.dots_with_no_batch_dims_saveable
-        case Dots(batch_dims=False, offload=(_, _) as places):
-            return policies.offload_dot_with_no_batch_dims(*places)
-        case Names():
-            return _names(policy)
-        case Offloaded(Dots(batch_dims=False, offload=None)):
+        case Names(names, others=True):
+            return policies.save_any_names_but_these(*names)
+        case Names(names):
+            return policies.save_only_these_names(*names)
+        case Combined("offload", (ours.dots_with_no_batch_dims_saveable,)):
             return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-        case Offloaded(Names("only", names)):
-            return _names(Names("only", frozenset(), names))
-        case Either(first, second):
+        case Combined("offload", (Names(names, others=False),)):
+            return policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=sorted(names),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        case Combined("|", (first, second)):
             return _combined(_translate(first), _translate(second), lambda a, b: a or b)
-        case Both(first, second) if not (first.reads_names or second.reads_names):
+        case Combined("&", (first, second)) if not policy.reads_names:
             both = _combined(_translate(first), _translate(second), lambda a, b: a and b)
             return _of_operations(both)
-        case Not(inner) if not policy.reads_names:
+        case Combined("~", (inner,)) if not policy.reads_names:  # NOTE [names in JAX]
             translated = _translate(inner)
             return _of_operations(_combined(translated, translated, lambda a, _: not a))
     return None
-
-
-def _names(policy: Names) -> JaxPolicy | None:
-    policies = jax.checkpoint_policies
-    if policy.rule == "except":
-        return None  # NOTE [names in JAX]
-    if policy.rule == "but":
-        return policies.save_any_names_but_these(*policy.names)
-    if not policy.offload:
-        return policies.save_only_these_names(*policy.names)
-    source, destination = policy.places
-    return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=sorted(policy.names),
-        names_which_can_be_offloaded=sorted(policy.offload),
-        offload_src=source,
-        offload_dst=destination,
-    )
 
 
 def _combined(

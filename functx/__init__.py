@@ -47,8 +47,7 @@ from functx._names import checkpoint_name
 from functx._patch import patch_checkpoint
 from functx._plan import Plan, plan
 from functx._remat import remat
-from functx._residuals import Residual, Residuals
-from functx._saved import print_saved_residuals, saved_residuals
+from functx._residuals import Residual, Residuals, print_saved_residuals, saved_residuals
 from functx._sequential import remat_sequential
 from functx._transforms import (
     debug_unwrap,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from functx import _transformers, _where
+from functx import _submodules, _transformers
 from functx._remat import Options, RematModule, checked_options, run
 
 M = TypeVar("M", bound=nn.Module)
@@ -90,7 +90,7 @@ class RegionForward:
 
 def apply_remat(
     model: M,
-    where: _where.Where,
+    where: _submodules.Where,
     *,
     every: int = 1,
     policy: Any = None,
@@ -157,7 +157,7 @@ def apply_remat(
         debug=debug,
         budget=budget,
     )
-    found = list(_where.find(model, where, "apply_remat").items())[::every]
+    found = list(_submodules.find(model, where, "apply_remat").items())[::every]
     for name, module in found:
         _check_module(name, module)
     for name, module in found:
@@ -166,7 +166,7 @@ def apply_remat(
     return model
 
 
-def remove_remat(model: M, where: _where.Where | None = None) -> M:
+def remove_remat(model: M, where: _submodules.Where | None = None) -> M:
     """Undo `apply_remat`, in place: submodules have the ``forward`` they had.
 
     Args:
@@ -183,7 +183,9 @@ def remove_remat(model: M, where: _where.Where | None = None) -> M:
     """
     _check_model(model, "remove_remat")
     modules = (
-        model.modules() if where is None else _where.find(model, where, "remove_remat").values()
+        model.modules()
+        if where is None
+        else _submodules.find(model, where, "remove_remat").values()
     )
     for module in modules:
         region = vars(module).get("forward")

@@ -14,7 +14,7 @@ from functx._errors import RematError
 from functx._plan import Plan, chosen, function_planner
 from functx._program import Program, record
 from functx._remat import Options, is_tracked, listening, on_budget, unseen
-from functx._saved import undisturbed
+from functx._residuals import undisturbed
 from functx._storages import storages_of
 
 REMEMBERED = 256

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _tree
+from functx._aten import flops_of
 from functx._chain import Block, Chain, Tree
-from functx._policy_kinds import flops_of
 from functx._remat import Options, run
-from functx._saved import held
+from functx._residuals import held
 from functx._storages import LiveStorages, no_collection, storages_of
 from functx._transforms import grad
 

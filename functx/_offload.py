@@ -9,86 +9,57 @@ the same moments.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.last: weakref.ref[Fetcher] | None = None
-        self.observers: list[Callable[[Tensor, Tensor], None]] = []
-
-
-_thread = _Thread()
+_last: ContextVar[weakref.ref[Fetcher] | None] = ContextVar("_last", default=None)
+_observers: ContextVar[tuple[Callable[..., None], ...]] = ContextVar("_observers", default=())
+_side_stream: Callable[[torch.device], Any] = functools.cache(torch.cuda.Stream)
 
 
 @contextmanager
 def on_offload(callback: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Call ``callback(value, copy)`` for each value that this thread moves to host memory."""
-    _thread.observers.append(callback)
+    before = _observers.set((*_observers.get(), callback))
     try:
         yield
     finally:
-        _thread.observers.remove(callback)
+        _observers.reset(before)
 
 
-@functools.lru_cache
-def _side_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
+def _copied(t: Tensor, device: torch.device | str, pin: bool = False) -> Tensor:
+    new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device, pin_memory=pin)
+    return new.copy_(t, non_blocking=True)
 
 
 def to_host(t: Tensor) -> Tensor:
     """A copy of a plain tensor in host memory, with its layout; to be called below all levels."""
-    host = _copied_to_host(t)
-    for observer in _thread.observers:
+    if t.is_cuda:
+        side = _side_stream(t.device)
+        side.wait_stream(torch.cuda.current_stream(t.device))
+        with torch.cuda.stream(side):
+            host = _copied(t, "cpu", pin=True)
+        t.record_stream(side)
+    else:
+        host = _copied(t, "cpu")
+    for observer in _observers.get():
         observer(t, host)
     return host
 
 
-def _copied_to_host(t: Tensor) -> Tensor:
-    if t.device.type != "cuda":
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
-    side = _side_stream(t.device)
-    side.wait_stream(torch.cuda.current_stream(t.device))
+def _to_device(host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+    """A copy on its way to a device, and the event of its arrival there."""
+    if device.type != "cuda":
+        return _copied(host, device), None
+    side = _side_stream(device)  # which has written the host's copy
     with torch.cuda.stream(side):
-        host = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, pin_memory=True)
-        host.copy_(t, non_blocking=True)
-    t.record_stream(side)
-    return host
-
-
-class _Copy:
-    """A copy on its way to a device."""
-
-    __slots__ = ("_arrives", "_t")
-
-    def __init__(self, host: Tensor, device: torch.device) -> None:
-        self._arrives: Any = None
-        if device.type != "cuda":
-            self._t = _like(host, device).copy_(host)
-            return
-        side = _side_stream(device)  # which has written the host's copy
-        with torch.cuda.stream(side):
-            self._t = _like(host, device).copy_(host, non_blocking=True)
-            self._arrives = side.record_event()
-
-    def take(self) -> Tensor:
-        """The copy, ready for what is computed next."""
-        if self._arrives is not None:
-            current = torch.cuda.current_stream(self._t.device)
-            current.wait_event(self._arrives)
-            self._t.record_stream(current)
-        return self._t
-
-
-def _like(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        return _copied(host, device), side.record_event()
 
 
 class Fetcher:
@@ -100,12 +71,13 @@ class Fetcher:
     """
 
     def __init__(self, hosts: Mapping[int, Tensor], devices: Mapping[int, torch.device]) -> None:
-        self._hosts = {key: weakref.ref(t) for key, t in hosts.items()}
+        self._hosts = weakref.WeakValueDictionary(hosts)
         self._devices = devices
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, tuple[Tensor, Any]] = {}
         self._replays = 0
         # The region that ran before is pulled back after this one.
-        self._before, _thread.last = _thread.last, weakref.ref(self)
+        self._before = _last.get()
+        _last.set(weakref.ref(self))
 
     def begin(self, hosts: Mapping[int, Tensor]) -> None:
         """A replay that reads ``hosts`` begins: start their copies, and those of the next one."""
@@ -113,8 +85,12 @@ class Fetcher:
         self._start(hosts)
         following = None if self._before is None else self._before()
         if following is not None and following._replays < self._replays:
-            alive = {key: t for key, ref in following._hosts.items() if (t := ref()) is not None}
-            following._start(alive)
+            following._start(following._hosts)
+
+    def _start(self, hosts: Mapping[int, Tensor]) -> None:
+        for key, host in hosts.items():
+            if self.brings(key) and key not in self._copies:
+                self._copies[key] = _to_device(host, self._devices[key])
 
     def brings(self, key: int) -> bool:
         """Whether a value is in host memory."""
@@ -122,14 +98,14 @@ class Fetcher:
 
     def value(self, key: int, host: Tensor) -> Tensor:
         """A copy of ``host`` on its device, ready for what is computed there next."""
-        copy = self._copies.pop(key, None) or _Copy(host, self._devices[key])
-        return copy.take()
+        started = self._copies.pop(key, None)
+        t, arrival = started or _to_device(host, self._devices[key])
+        if arrival is not None:
+            current = torch.cuda.current_stream(t.device)
+            current.wait_event(arrival)
+            t.record_stream(current)
+        return t
 
     def end(self) -> None:
         """The replay has ended; what it did not read is not needed."""
         self._copies.clear()
-
-    def _start(self, hosts: Mapping[int, Tensor]) -> None:
-        for key, host in hosts.items():
-            if key in self._devices and key not in self._copies:
-                self._copies[key] = _Copy(host, self._devices[key])

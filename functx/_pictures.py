@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+Change = tuple[int, int, str]  # after how many operations, by how many bytes, of what line
 
 MIB = 2**20
 SHADES = {"backward": "0.95", "replay": "0.88"}
 LAYERS = 8  # so many lines of code have a layer of their own; the others share one
 
 
-def lines(curves: Sequence[tuple[str, Sequence[float]]], path: str | Path) -> Path:
+def lines(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:
     """Draw curves of live bytes over operations, one for each label."""
-    figure, axes = _figure()
-    for label, live in curves:
-        axes.plot([n / MIB for n in live], label=label, linewidth=1.2)
-    return _finished(figure, axes, path)
+    with _picture(path) as axes:
+        for label, live in curves.items():
+            axes.plot([n / MIB for n in live], label=label, linewidth=1.2)
+    return Path(path)
 
 
 def layers(
-    live: Sequence[int],
-    history: Sequence[tuple[int, int, str]],
-    phases: Sequence[str],
-    path: str | Path,
+    live: Sequence[int], history: Sequence[Change], phases: Sequence[str], path: str | Path
 ) -> Path:
     """Draw a profile: live bytes in layers by what holds them, phases shaded, the peak marked."""
-    figure, axes = _figure()
-    for phase, run in itertools.groupby(range(len(phases)), key=phases.__getitem__):
-        if phase in SHADES:
-            first, *_, last = [*run] * 2
-            axes.axvspan(first - 0.5, last + 0.5, color=SHADES[phase], linewidth=0, zorder=0)
     areas = layers_of(history, len(live))
-    if areas and live:
-        heights = [[n / MIB for n in area] for area in areas.values()]
-        axes.stackplot(range(len(live)), *heights, labels=list(areas), step="post", linewidth=0)
-        peak = max(range(len(live)), key=live.__getitem__)
-        at, text = (peak, live[peak] / MIB), f"{live[peak] / MIB:.1f} MiB"
-        axes.plot(*at, "kv", markersize=5)
-        axes.annotate(text, at, xytext=(0, 6), textcoords="offset points")
-    return _finished(figure, axes, path)
+    with _picture(path) as axes:
+        for phase, run in itertools.groupby(enumerate(phases), key=lambda one: one[1]):
+            at = [i for i, _ in run]
+            if phase in SHADES:
+                axes.axvspan(at[0] - 0.5, at[-1] + 0.5, color=SHADES[phase], linewidth=0, zorder=0)
+        if areas and live:
+            heights = [[n / MIB for n in area] for area in areas.values()]
+            axes.stackplot(range(len(live)), *heights, labels=[*areas], step="post", linewidth=0)
+            top = max(range(len(live)), key=live.__getitem__), max(live) / MIB
+            axes.plot(*top, "kv", markersize=5)
+            axes.annotate(f"{top[1]:.1f} MiB", top, xytext=(0, 6), textcoords="offset points")
+    return Path(path)
 
 
-def layers_of(history: Sequence[tuple[int, int, str]], events: int) -> dict[str, list[int]]:
+def layers_of(history: Sequence[Change], events: int) -> dict[str, list[int]]:
     """Bytes after each event, for the lines that hold most, over all events, and for the others."""
     most: Counter[str] = Counter()
     for at, nbytes, label in history:
@@ -61,7 +60,8 @@ def layers_of(history: Sequence[tuple[int, int, str]], events: int) -> dict[str,
     return {name: list(itertools.accumulate(changes)) for name, changes in areas.items()}
 
 
-def _figure() -> tuple[Any, Any]:
+@contextmanager
+def _picture(path: str | Path) -> Iterator[Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -69,10 +69,8 @@ def _figure() -> tuple[Any, Any]:
             "functx.memory.plot needs matplotlib: pip install matplotlib, or 'functx[demo]'"
         ) from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _finished(figure: Any, axes: Any, path: str | Path) -> Path:
+    axes = figure.add_subplot()
+    yield axes
     axes.set(xlabel="operations run", ylabel="live, MiB")
     axes.set_ylim(bottom=0)
     if len(axes.get_legend_handles_labels()[0]) > 3:
@@ -80,4 +78,3 @@ def _finished(figure: Any, axes: Any, path: str | Path) -> Path:
     elif axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
-    return Path(path)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from functx import _schedules
 from functx._chain import Tree, tree_of, work_again
 from functx._costs import filled, fresh, measured, peak_of, tensors_of, walk, work
-from functx._labels import labels
 from functx._remat import remat
-from functx._saved import undisturbed
+from functx._residuals import undisturbed
+from functx._tensor_names import labels
 from functx._validate import check_callable, checked_budget, describe
 
 

@@ -1,10 +1,26 @@
-"""Residuals as values: what a pullback keeps, how large it is, where it is from; and as tables."""
+"""`saved_residuals`: which values a pullback keeps, how large they are, and where they are from.
+
+A function runs forward, and what its tape holds is listed. Nothing is derived from formulas of
+derivatives: each node shows what it saved, a custom Function's context also in its attributes.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from functx import _offload, _torch, _tree
+from functx._arrays import backend_of
+from functx._remat import on_name
+from functx._storages import Held, LiveStorages, cuda_devices, storages_of, tensors_in
+from functx._tensor_names import Label, labels
+from functx._validate import check_callable
 
 ON_HOST = ", in host memory"
 
@@ -32,9 +48,7 @@ class Residual(NamedTuple):
             `functx.checkpoint_name`) or ``"output"`` (of an operation, without a name).
         names: that `functx.checkpoint_name` gave it.
         operation: that made it, such as ``"aten.mm"``; ``""`` if it was there before.
-        file: of the line that called the operation, or first read what was there before.
-        line: its number; 0 if none is known.
-        function: what the line is in.
+        file, line, function: what called the operation, or first read what was there before.
         module: the path of the ``nn.Module`` that was running, from the outermost.
         on_host: whether it was moved to host memory.
         is_result: whether it is (a part of) what the function returned.
@@ -99,25 +113,211 @@ class Residuals(list[Residual]):
         return _table(("value", "bytes", "from"), [*rows, ("", f"{self.nbytes:,}", total)])
 
 
-def side_by_side(found: dict[str, Residuals]) -> str:
+def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Residuals:
+    """What ``f`` keeps between its forward and its backward pass, value by value.
+
+    ``f`` runs forward once, on plain autograd. Listed is every value that the pullback reads,
+    regions of `functx.remat` as they keep it. Derivatives are those with respect to the tensors
+    that require grad, in the arguments and closed over; if none does, to all floating point
+    arguments, as in JAX (``f`` then runs twice). Default random generators, and buffers of the
+    modules that ``f`` is, is given, or closes over, are put back as they were.
+
+    Args:
+        f: any callable: a function, a module, a remat of one, a stack of transforms. What a
+            transform inside it keeps for a backward pass of its own is gone when ``f`` returns:
+            of ``vmap(f)`` under a gradient, ask ``saved_residuals(functx.vmap(f), x)``.
+        *args: passed to ``f``; any pytrees.
+        **kwargs: likewise.
+
+    Returns:
+        `Residuals`, a list of `Residual`: what it is, its source (``"argument x[0]"``,
+        ``"output of aten.sin at net.py:12 in attention"``), and its bytes. Prints as a table.
+
+    Raises:
+        TypeError: ``f`` can't be called.
+        RuntimeError: called inside of a transform.
+
+    Example:
+        >>> import torch, functx
+        >>> def f(w, x):
+        ...     z = functx.checkpoint_name(torch.tanh(x @ w), "z")
+        ...     return torch.sin(z).sum()
+        >>> w, x = torch.ones(10, 20), torch.ones(50, 10)
+        >>> for value, source, nbytes, *_ in functx.saved_residuals(f, w, x):
+        ...     print(value, nbytes, source)  # doctest: +ELLIPSIS
+        float32[10,20] 800 argument w
+        float32[50,10] 2000 argument x
+        float32[50,20] 4000 named 'z' at ...
+        >>> functx.saved_residuals(functx.remat(f), w, x).kept
+        0
+
+    Source:
+        ``jax.ad_checkpoint.print_saved_residuals``.
+    """
+    check_callable(f, "saved_residuals")
+    if (backend := backend_of("saved_residuals", args, kwargs)) is not None:
+        return Residuals(backend.saved_residuals(f, *args, **kwargs))
+    if _torch.peek_interpreter() is not None:
+        raise RuntimeError(
+            "saved_residuals: called inside of a transform. Call it outside, on the transformed "
+            "function: saved_residuals(functx.vmap(f), x)."
+        )
+    buffers = [t for t, (kind, _) in labels(f, args, kwargs) if kind == "buffer"]
+    with undisturbed(buffers), torch.inference_mode(False), torch.enable_grad():
+        found = _of_one_run(f, args, kwargs)
+        if found is None and not any(t.requires_grad for t in tensors_in((args, kwargs))):
+            found = _of_one_run(f, *_tree.map_(_as_leaf, (args, kwargs)))
+    return Residuals(found or ())
+
+
+def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Print what ``f`` keeps between its forward and its backward pass, as a table.
+
+    Args:
+        f: as for `saved_residuals`; or a dictionary of such functions by label, which are compared
+            in one table: what is kept without and with `remat`, or under several policies.
+        *args: passed to ``f``.
+        **kwargs: likewise.
+
+    Raises:
+        TypeError: ``f`` can't be called.
+        ValueError: ``f`` is an empty dictionary.
+
+    Example:
+        >>> import torch, functx
+        >>> f = lambda x: torch.sin(torch.sin(x)).sum()
+        >>> both = {"plain": f, "remat": functx.remat(f)}
+        >>> functx.print_saved_residuals(both, torch.ones(1000))  # doctest: +ELLIPSIS
+        value          plain  remat  from
+        float32[1000]  4,000  4,000  argument x
+        float32[1000]  4,000      -  output of aten.sin at ...
+                       8,000  4,000  total
+                       4,000      0  of them made for the pullback alone
+    """
+    if isinstance(f, dict):
+        if not f:
+            raise ValueError("print_saved_residuals: there is no function in the dictionary")
+        print(_side_by_side({str(k): saved_residuals(g, *args, **kwargs) for k, g in f.items()}))
+    else:
+        check_callable(f, "print_saved_residuals")
+        print(saved_residuals(f, *args, **kwargs))
+
+
+def _as_leaf(t: Any) -> Any:
+    is_tensor = isinstance(t, Tensor)
+    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) if is_tensor else t
+
+
+@contextmanager
+def undisturbed(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Put the default random generators back, and the values of some buffers."""
+    before = [(b, b.detach().clone()) for b in buffers]
+    with torch.random.fork_rng(cuda_devices()):
+        yield
+    with torch.no_grad():
+        for b, value in before:
+            if not torch.equal(b, value):
+                b.copy_(value)
+
+
+def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
+    """What is kept; ``None`` if no result has a derivative."""
+    known: dict[int, tuple[Tensor, Label]] = {}
+    for t, label in labels(f, args, kwargs):
+        for storage in storages_of(t):
+            known.setdefault(id(storage), (t, label))
+    names: dict[int, dict[str, None]] = defaultdict(dict)
+    moved: dict[int, Held] = {}
+    storages = LiveStorages(lines=True)
+
+    def named(t: Tensor, name: str) -> None:
+        with _torch.without_function_modes():  # or a region would take it that the memory is read
+            for storage in storages_of(t):
+                names[id(storage)][name] = None
+
+    def offloaded(t: Tensor, host: Tensor) -> None:
+        (source,), (copy,) = storages_of(t), storages_of(host)
+        if (made := storages.first_use(source)[0]) is not None:
+            moved[id(copy)], names[id(copy)] = made, names[id(source)]
+
+    start = _torch.next_sequence_number()
+    with on_name(named), _offload.on_offload(offloaded), storages:
+        results = tensors_in(f(*args, **kwargs))
+    tape = [t.grad_fn for t in results if t.grad_fn is not None]
+    if not tape:
+        return None
+    returned = {id(storage) for t in results for storage in storages_of(t)}
+    rows: dict[int, Residual] = {}
+    for t in held(tape, start):
+        for storage in storages_of(t):
+            key, (first, is_new) = id(storage), storages.first_use(storage)
+            if first is not None and is_new:
+                row = _made(moved.get(key, first), storage.nbytes(), (*names[key],), key in moved)
+                rows[key] = row._replace(is_result=key in returned)
+            elif first is not None or t.dim() or key in known:  # else it is a number in the code
+                row = _given(t, storage.nbytes(), first, known.get(key))
+                if key not in rows or rows[key].nbytes < row.nbytes:
+                    rows[key] = row
+    order = {key: i for i, key in enumerate(known)}
+    return [rows[k] for k in sorted(rows, key=lambda k: (rows[k].made, order.get(k, len(order))))]
+
+
+def held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
+    """What the nodes of a tape hold that are not older than a sequence number, oldest first."""
+    seen = {node for node in tape if node._sequence_nr() >= start}
+    stack = [*seen]
+    while stack:
+        following = {node for node, _ in stack.pop().next_functions if node is not None}
+        new = {n for n in following - seen if n._sequence_nr() >= start}
+        seen |= new
+        stack += new
+    for node in sorted(seen, key=lambda node: node._sequence_nr()):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield from tensors_in([node.saved_tensors, *vars(node).values()])
+        elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
+            names = [name for name in dir(node) if name.startswith("_saved_")]
+            yield from tensors_in([getattr(node, name) for name in names])
+
+
+def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
+    """What was there before: as much of it as the tape, and the function, have of it."""
+    kind, name = "parameter" if isinstance(t, nn.Parameter) else "constant", ""
+    nbytes = min(nbytes, t.numel() * t.element_size())
+    if known is not None:
+        t, (kind, name) = known
+        nbytes = min(nbytes, t.numel() * t.element_size())
+    value = Value(tuple(t.shape), t.dtype)
+    if name or first is None:
+        return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
+    source = f"a {kind} that {os.path.basename(first.file)}:{first.line} in {first.function} reads"
+    site = first.file, first.line, first.function
+    return Residual(value, source, nbytes, kind, (), "", *site)
+
+
+def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Residual:
+    operation = first.operation if "::" in first.operation else f"aten.{first.operation}"
+    source = f"named {', '.join(map(repr, names))}" if names else f"output of {operation}"
+    source += f" at {first.place}" + (f" ({first.module})" if first.module else "")
+    source, kind = source + (ON_HOST if on_host else ""), "named" if names else "output"
+    site = first.file, first.line, first.function, first.module
+    value = Value(first.shape, first.dtype)
+    return Residual(value, source, nbytes, kind, names, operation, *site, on_host)
+
+
+def _side_by_side(found: dict[str, Residuals]) -> str:
     """A table of what several functions keep, a line for each source, a column for each."""
-    made: dict[tuple[str, str], bool] = {}
-    counts: dict[str, Counter[Any]] = {label: Counter() for label in found}
-    sizes: dict[str, Counter[Any]] = {label: Counter() for label in found}
+    sizes: dict[tuple[bool, str, str], dict[str, list[int]]] = {}
     for label, residuals in found.items():
         for r in residuals:
-            key = str(r.value), r.source.removesuffix(ON_HOST)
-            made.setdefault(key, r.made)
-            counts[label][key] += 1
-            sizes[label][key] += r.nbytes
+            key = r.made, str(r.value), r.source.removesuffix(ON_HOST)
+            sizes.setdefault(key, {k: [] for k in found})[label].append(r.nbytes)
     rows = []
-    for key in sorted(made, key=made.__getitem__):
+    for (_, value, source), by in sorted(sizes.items(), key=lambda item: item[0][0]):
         cells = [
-            (f"{n} x " if n > 1 else "") + (f"{sizes[label][key] // n:,}" if n else "-")
-            for label in found
-            for n in [counts[label][key]]
+            (f"{len(n)} x " if len(n) > 1 else "") + (f"{sum(n) // len(n):,}" if n else "-")
+            for n in by.values()
         ]
-        rows.append((key[0], *cells, key[1]))
+        rows.append((value, *cells, source))
     rows.append(("", *(f"{r.nbytes:,}" for r in found.values()), "total"))
     kept = [f"{r.kept:,}" for r in found.values()]
     rows.append(("", *kept, "of them made for the pullback alone"))

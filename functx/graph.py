@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _notice, _policies, _torch, _tree
-from functx._policies import Decision, Value
-from functx._policy_kinds import flops_of, is_dot
+from functx import _notice, _save_policies, _torch, _tree
+from functx._aten import flops_of, is_dot
 from functx._remat import operator_of
+from functx._save_policies import Decision, Value
 from functx._torch import graphs
 from functx._validate import checked_budget
 
@@ -245,7 +245,7 @@ def _asked(policy: Any) -> Callable[[fx.Node], bool]:
     """Whether a region keeps what a node gives."""
     if policy is None:
         return _is_tagged_to_save
-    asked = _policies.as_policy(policy)
+    asked = _save_policies.as_policy(policy)
 
     def keeps(node: fx.Node) -> bool:
         args, kwargs = _given(node)

@@ -3,9 +3,8 @@
 On CPU the bytes are those of the storages that the call creates (``functx/_storages.py`` says how
 they are followed, and what can't be seen). On CUDA the peak is the allocator's, from
 :func:`torch.cuda.max_memory_allocated`. If the call runs compiled code (of `functx.jit` or
-``torch.compile``: itself, or what its closures, globals and arguments reach), no operation can be
-seen: the bytes are those that torch's allocator hands out. Call it once before, since the first
-call also compiles.
+``torch.compile``: itself, or what its closures, globals and arguments reach), the bytes are those
+that torch's allocator hands out. Call it once before, since the first call also compiles.
 
 The collector of reference cycles is off during a measured call, so that a cycle that holds
 activations shows in every run, as the leak it is.
@@ -14,17 +13,16 @@ activations shows in every run, as the leak it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from functx import _pictures, _tree
-from functx._allocations import Allocations, runs_compiled
-from functx._storages import Event, LiveStorages, no_collection, storages_of
-from functx._traced import Held, TracedStorages
+from functx import _pictures, _storages
+from functx._jit import is_compiled, reached
+from functx._storages import Event, Held, LiveStorages
 from functx._validate import check_callable
 
 __all__ = ["Event", "Held", "LiveStorages", "Profile", "count", "peak", "plot", "profile"]
@@ -44,16 +42,12 @@ class Profile:
         kept: Bytes of storages created by the call that lived on when it had returned, other than
             those of the result: after a forward pass what autograd saved for the backward pass.
         returned: Bytes of storages created by the call that the result uses.
-        timeline: One `Event` an operation: its position, its name, the bytes live when it had run.
-        at_peak: Bytes live at the peak, by the operation that created them; largest first.
-        holders: What was live at the peak, storage by storage, largest first: each a `Held`, with
-            the operation that made it, its shape, and the line of your code.
+        timeline: One `Event` an operation; of compiled code, a request to the allocator.
+        holders: What was live at the peak, storage by storage, largest first: each a `Held`. This
+            and what follows is not known of compiled code.
         phases: For each event of the timeline, whether it is part of the ``"forward"``, of the
             ``"backward"``, or of a ``"replay"`` of a region within that.
         history: Every change: after how many operations, by how many bytes, of what line.
-
-    Of a call that runs compiled code the timeline has the allocator's requests, and it is not known
-    what was live at the peak, and in which phase.
     """
 
     result: Any
@@ -61,15 +55,19 @@ class Profile:
     kept: int
     returned: int
     timeline: tuple[Event, ...]
-    at_peak: tuple[tuple[str, int], ...]
-    holders: tuple[Held, ...] = ()
-    phases: tuple[str, ...] = ()
-    history: tuple[tuple[int, int, str], ...] = ()
+    holders: tuple[Held, ...]
+    phases: tuple[str, ...]
+    history: tuple[tuple[int, int, str], ...]
 
     @property
     def operations(self) -> Counter[str]:
         """How often each operation ran, by name."""
         return Counter(event.operation for event in self.timeline)
+
+    @property
+    def at_peak(self) -> tuple[tuple[str, int], ...]:
+        """Bytes live at the peak, by the operation that created them; largest first."""
+        return tuple(_sums((one.operation, one) for one in self.holders))
 
     def plot(self, path: str | Path) -> Path:
         """Draw the live bytes over the operations, in layers by the lines that made them.
@@ -87,18 +85,21 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [("peak", self.peak), ("kept", self.kept), ("returned", self.returned)]
-        held: Counter[str] = Counter()
-        for one in self.holders:
-            held[str(one)] += one.nbytes
-        most = held.most_common(SHOWN)
-        lines += [(f"at peak, {what}", nbytes) for what, nbytes in most]
-        if len(held) > SHOWN:
-            rest = sum(held.values()) - sum(nbytes for _, nbytes in most)
-            lines.append((f"at peak, {len(held) - SHOWN} others", rest))
+        held = _sums((f"at peak, {one}", one) for one in self.holders)
+        lines += held[:SHOWN]
+        if others := [nbytes for _, nbytes in held[SHOWN:]]:
+            lines.append((f"at peak, {len(others)} others", sum(others)))
         width = max(len(name) for name, _ in lines)
         what = "operations" if self.phases or not self.timeline else "requests to the allocator"
-        head = f"{len(self.timeline)} {what}"
-        return "\n".join([head] + [f"{name:<{width}} {n:>15,} bytes" for name, n in lines])
+        table = [f"{name:<{width}} {nbytes:>15,} bytes" for name, nbytes in lines]
+        return "\n".join([f"{len(self.timeline)} {what}", *table])
+
+
+def _sums(named: Iterable[tuple[str, Held]]) -> list[tuple[str, int]]:
+    found = Counter[str]()
+    for name, held in named:
+        found[name] += held.nbytes
+    return found.most_common()
 
 
 def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
@@ -129,21 +130,11 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, sin, float32[1000], ...:1 in <lambda> ... 4,000 bytes
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
-    check_callable(f, "functx.memory.profile")
-    if runs_compiled(f, args, kwargs):
-        return _profile_compiled(f, args, kwargs)
-    storages = TracedStorages()
-    with no_collection(), _DevicePeak() as device, storages:
-        result = f(*args, **kwargs)
-    holders = storages.at_the_peak()
-    at_peak: Counter[str] = Counter()
-    for one in holders:
-        at_peak[one.operation] += one.nbytes
-    returned = storages.bytes_of(x for x in _tree.leaves(result) if isinstance(x, torch.Tensor))
+    result, followed, peak = _follow("profile", f, args, kwargs)
+    returned = followed.bytes_of(_storages.tensors_in(result))
     return Profile(
-        *(result, device.bytes or storages.peak, storages.live - returned, returned),
-        *(tuple(storages.timeline), tuple(at_peak.most_common()), tuple(holders)),
-        *(tuple(storages.phases), tuple(storages.history())),
+        *(result, peak, followed.live - returned, returned, tuple(followed.timeline)),
+        *(tuple(followed.at_the_peak()), tuple(followed.phases), tuple(followed.history())),
     )
 
 
@@ -161,11 +152,7 @@ def peak(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
         >>> functx.memory.peak(lambda x: x.sin().sin().sin(), torch.ones(1000))
         8000
     """
-    check_callable(f, "functx.memory.peak")
-    followed = Allocations() if runs_compiled(f, args, kwargs) else LiveStorages()
-    with no_collection(), _DevicePeak() as device, followed:
-        f(*args, **kwargs)
-    return device.bytes or followed.peak
+    return _follow("peak", f, args, kwargs)[-1]
 
 
 def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
@@ -186,7 +173,7 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
         1
     """
     check_callable(f, "functx.memory.count")
-    if runs_compiled(f, args, kwargs):
+    if _runs_compiled(f, args, kwargs):
         raise TypeError(
             "functx.memory.count: the function runs compiled code, whose operations can't be seen. "
             "Count those of the function that was compiled."
@@ -209,42 +196,36 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
     """
     if not profiles:
         raise ValueError("functx.memory.plot: no profile to draw")
-    curves = [
-        (f"{label}: peak {one.peak / 2**20:.1f} MiB", [event.live for event in one.timeline])
+    curves = {
+        f"{label}: peak {one.peak / 2**20:.1f} MiB": [event.live for event in one.timeline]
         for label, one in profiles.items()
-    ]
+    }
     return _pictures.lines(curves, path)
 
 
-def _profile_compiled(f: Any, args: Any, kwargs: Any) -> Profile:
-    with no_collection(), _DevicePeak() as device, Allocations() as followed:
+def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, int]:
+    """Call a function; returns its result, what has followed its memory, and the peak."""
+    check_callable(f, f"functx.memory.{api}")
+    if _runs_compiled(f, args, kwargs):
+        followed: LiveStorages = _storages.Allocations()
+    else:
+        followed = LiveStorages(lines=api == "profile")
+    before = {}
+    for index in _storages.cuda_devices():
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+        before[index] = torch.cuda.memory_allocated(index)
+    with _storages.no_collection(), followed:
         result = f(*args, **kwargs)
-    tensors = [x for x in _tree.leaves(result) if isinstance(x, torch.Tensor)]
-    returned = sum({id(s): s.nbytes() for t in tensors for s in storages_of(t)}.values())
-    kept, timeline = followed.live - returned, tuple(followed.timeline)
-    peak = device.bytes or followed.peak
-    return Profile(result, peak, kept, returned, timeline, ())
+    on_cuda = sum(
+        torch.cuda.max_memory_allocated(i) - before.get(i, 0) for i in _storages.cuda_devices()
+    )
+    return result, followed, on_cuda or followed.peak
 
 
-class _DevicePeak:
-    """The peak of the CUDA allocator within a context, all devices together; 0 if not used."""
-
-    bytes = 0
-
-    def __enter__(self) -> _DevicePeak:
-        self._before: dict[int, int] = {}
-        for index in _devices():
-            torch.cuda.synchronize(index)
-            torch.cuda.reset_peak_memory_stats(index)
-            self._before[index] = torch.cuda.memory_allocated(index)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.bytes = sum(
-            torch.cuda.max_memory_allocated(index) - self._before.get(index, 0)
-            for index in _devices()
-        )
-
-
-def _devices() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+def _runs_compiled(f: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function, or what it reaches by closures, globals or arguments, is compiled."""
+    try:
+        return any(map(is_compiled, reached((f, args, kwargs))))
+    except RecursionError:  # in objects nested too deep; code of `functx.jit` tells by itself
+        return False

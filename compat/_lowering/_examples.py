@@ -17,9 +17,9 @@ import torch
 from torch.fx import Node, map_arg
 
 from functx import _torch as engine
-from functx._policies import Value
-from functx._policy_kinds import is_dot
+from functx._aten import is_dot
 from functx._remat import batch_being_traced
+from functx._save_policies import Value
 from functx.compat._lowering._table import decompositions
 from functx.compat._torch import OpOverload, make_fx, map_tensors
 

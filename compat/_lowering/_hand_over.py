@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from functx._policies import Decision
+from functx._save_policies import Decision
 from functx.compat._lowering._draws import draws
 from functx.compat._lowering._graph import body_of, is_region, placeholders
 from functx.compat._lowering._saved import kept_values

@@ -15,7 +15,7 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 from torch.fx import GraphModule, Node
 
-from functx._policies import Decision, Everything, Policy
+from functx._save_policies import Decision, Everything, Policy
 from functx.compat._lowering._examples import value_of
 
 _regions = itertools.count()

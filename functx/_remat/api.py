@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from torch import nn
 
-from functx import _policies, _validate
+from functx import _save_policies, _validate
 from functx._remat.call import run
 from functx._remat.cells import Wrapper
 from functx._remat.module import remat_module
@@ -128,15 +128,15 @@ def checked_options(
         if policy is not None:
             raise ValueError("remat: a budget chooses what to keep; don't give a policy too.")
         budget = _validate.checked_budget(budget, "remat")
-    policy = _policies.as_policy(policy)
-    if policy == _policies.Everything(False):
+    policy = _save_policies.as_policy(policy)
+    if policy == _save_policies.Everything(False):
         policy = None
     return Options(
         policy=policy,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         debug=bool(debug),
-        contexts=_policies.as_contexts(policy),
+        contexts=_save_policies.as_contexts(policy),
         budget=budget,
         plans=None if budget is None else Plans(),
         static=static,

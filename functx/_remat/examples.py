@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _tree
-from functx._policies import Value
-from functx._policy_kinds import is_dot
+from functx._aten import is_dot
 from functx._remat import levels
 from functx._remat.operators import tensors_in
+from functx._save_policies import Value
 
 
 def expect(savers: Sequence[Any], func: Any, args: Any, kwargs: Any) -> None:

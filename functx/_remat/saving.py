@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from functx import _offload, _torch
-from functx._policies import Decision, Everything, Policy, Value
 from functx._remat import departures, examples, ledger, levels
 from functx._remat.calls import NAMED
 from functx._remat.ledger import Entry, Record, filled
 from functx._remat.observers import observers
 from functx._remat.operators import DRAWN, NEW, tensors_in
+from functx._save_policies import Decision, Everything, Policy, Value
 from functx._torch.graphs import note_kept, note_name, same_value
 
 

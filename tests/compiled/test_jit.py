@@ -331,7 +331,8 @@ def test_a_batch_norm_advances_though_nobody_reads_its_result():
     layers = [nn.BatchNorm1d(4).double() for _ in range(2)]
     for layer, wrap in zip(layers, (lambda f: f, lambda f: functx.jit(f, backend=as_traced))):
         region = functx.remat(lambda x, layer=layer: (layer(x), x.sin()))
-        wrap(lambda x, layer=layer: (layer(x), region(x)[1])[1])(numbers(3, 4).requires_grad_())
+        f = lambda x, layer=layer, region=region: (layer(x), region(x)[1])[1]
+        wrap(f)(numbers(3, 4).requires_grad_())
     assert_same(layers[1].running_mean, layers[0].running_mean)
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import functx
 from functx import checkpoint_policies as cp
-from functx._allocations import Allocations
+from functx._storages import Allocations
 
 LAYERS, ROWS, WIDTH = 12, 64, 32
 WEIGHTS = [numbers(WIDTH, WIDTH, start=float(i)) / 4 for i in range(LAYERS)]

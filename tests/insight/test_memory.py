@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import functx
-from functx import _pictures, _traced
+from functx import _pictures, _storages
 from functx.memory import LiveStorages, count, peak, plot, profile
 
 N = 1000
@@ -279,7 +279,7 @@ def test_replays_are_told_from_the_rest(x):
         assert ("replay", "sin") in ran
         assert ("backward", "cos") in ran
         assert ran.count(("forward", "sin")) == 2
-    assert type(region(x.clone().requires_grad_()).grad_fn).__name__ == _traced.REGION
+    assert type(region(x.clone().requires_grad_()).grad_fn).__name__ == _storages.REGION
 
 
 def test_modules_have_paths(x):

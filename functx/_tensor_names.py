@@ -1,4 +1,4 @@
-"""What the tensors that a function is given, or closes over, are called in its code."""
+"""Names the tensors that a function is given, or closes over, as its code does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,31 +14,25 @@ from torch import Tensor, nn
 from functx import _tree
 
 DEEPEST, LONGEST = 8, 1000  # deeper, and in longer lists, closures are not searched for names
-
-Label = tuple[str, str]
-"""The kind ("argument", "parameter", "buffer", "constant") and the name."""
+Label = tuple[str, str]  # the kind ("argument", "parameter", "buffer", "constant") and the name
 
 
 def labels(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, Label]]:
     """The tensors that a call reaches, each with what it is called; the first name is the best."""
     for name, value in _arguments(f, args, kwargs):
         yield from _inside(value, name, "argument")
-    yield from _reached(f, "", 0, set())
+    yield from _closed_over(f, "", 0, set())
 
 
-def _arguments(f: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _arguments(f: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     try:
-        bound = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
-        given = bound.bind(*args, **kwargs).arguments
+        signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
+        bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):  # builtins, or a call that will raise by itself
-        yield from ((str(i), x) for i, x in enumerate(args))
-        yield from kwargs.items()
-        return
-    for name, value in given.items():
-        if bound.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            yield from value.items()
-        else:
-            yield name, value
+        return [*zip(map(str, range(len(args))), args), *kwargs.items()]
+    several = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+    named = [(name, x) for name, x in bound.arguments.items() if name not in several]
+    return [*named, *bound.kwargs.items()]
 
 
 def _inside(value: Any, name: str, kind: str) -> Iterator[tuple[Tensor, Label]]:
@@ -53,40 +48,31 @@ def _inside(value: Any, name: str, kind: str) -> Iterator[tuple[Tensor, Label]]:
                 yield from _inside(leaf, name + path, kind)
 
 
-def _reached(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[Tensor, Label]]:
+def _closed_over(f: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[Tensor, Label]]:
     """What a function closes over, by the names of its variables."""
     if id(f) in seen or depth > DEEPEST:
         return
     seen.add(id(f))
+    parts: list[tuple[str, Any]] = []
     if isinstance(f, (Tensor, nn.Module)):
         yield from _inside(f, name, "constant")
-        return
-    parts: list[tuple[str, Any]] = []
-    if isinstance(f, functools.partial):
+    elif isinstance(f, functools.partial):
         parts = [(name, f.func), (name, f.args), (name, f.keywords)]
     elif isinstance(f, types.MethodType):
         parts = [(name, f.__func__), (name or "self", f.__self__)]
         if not isinstance(f.__self__, (nn.Module, type)):
             parts += [(f"self.{k}", v) for k, v in getattr(f.__self__, "__dict__", {}).items()]
     elif isinstance(f, types.FunctionType):
-        parts = [*_variables(f)]
+        for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+            with suppress(ValueError):  # not bound yet
+                parts.append((variable, cell.cell_contents))
+        parts += [(variable, f.__globals__.get(variable)) for variable in f.__code__.co_names]
+        parts += [("", default) for default in f.__defaults__ or ()]
     elif type(f) in (list, tuple, dict) and len(f) <= LONGEST:
         items = f.items() if type(f) is dict else enumerate(f)
         parts = [(f"{name}[{key!r}]" if name else "", value) for key, value in items]
     elif isinstance(call := getattr(type(f), "__call__", None), types.FunctionType):  # noqa: B004
         parts = [(name, types.MethodType(call, f))]
     for part, value in parts:
-        yield from _reached(value, part, depth + 1, seen)
-
-
-def _variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-        try:
-            yield variable, cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    for variable in f.__code__.co_names:
-        value = f.__globals__.get(variable)
         if not isinstance(value, (types.ModuleType, type)):
-            yield variable, value
-    yield from (("", default) for default in f.__defaults__ or ())
+            yield from _closed_over(value, part, depth + 1, seen)
