@@ -4,13 +4,13 @@ A superset of :mod:`torch.func`: the same names, signatures and results, and `re
 checkpointing that composes with all of them.
 """
 
-from functx import _budget as _budget
 from functx import checkpoint_policies as checkpoint_policies
 from functx import graph as graph
 from functx import memory as memory
 from functx import per_sample as per_sample
 from functx._apply import apply_remat as apply_remat
 from functx._apply import remove_remat as remove_remat
+from functx._budget import plan as plan
 from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError
@@ -23,7 +23,6 @@ from functx._loops import remat_scan as remat_scan
 from functx._names import checkpoint_name as checkpoint_name
 from functx._patch import patch_checkpoint as patch_checkpoint
 from functx._plan import Plan as Plan
-from functx._plan import plan as plan
 from functx._remat import remat as remat
 from functx._residuals import Residual as Residual
 from functx._residuals import Residuals as Residuals

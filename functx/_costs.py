@@ -6,6 +6,7 @@ same transforms. Then the chain runs forward as a whole, to see what its blocks 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functx import _torch, _tree
-from functx._chain import Block, Chain, Tree
+from functx._chain import BlockCosts, Tree, numbers_in
 from functx._policy_kinds import flops_of
 from functx._remat import Options, run
 from functx._saved import held
@@ -52,22 +53,20 @@ def work(f: Callable[..., Any], *args: Any) -> int:
 
 
 def walk(tree: Tree, blocks: Blocks, x: Any, options: Options | None = None) -> Any:
-    """Run a chain as a tree says: blocks by number, lists as regions."""
+    """Run a chain as a tree says: blocks by number, tuples or lists as regions."""
     options = Options(name="a chain") if options is None else options
     for part in tree:
-        if not isinstance(part, list):
+        if isinstance(part, int):
             x = blocks[part](x)
             continue
-        numbers = [*flat(part)]
+        numbers = numbers_in(part)
         name = f"blocks {numbers[0]} to {numbers[-1]} of {options.name}"
-        inside = [blocks[n] for n in numbers]
-        needed = read_by(inside, x)
+        needed = read_by([blocks[n] for n in numbers], x)
         own = replace(options, name=name, budget=None)
         made = run(lambda x, part=part, own=own: walk(part, blocks, x, own), (needed,), {}, own)
-        if needed is not x:  # what the region does not read passes it by
-            gives: Any = inside[-1]
-            made = {n: made.get(n, x.get(n)) for n in gives.gives if n in made or n in x}
-        x = made
+        # What the region does not read passes it by.
+        passed = {} if needed is x else {n: t for n, t in x.items() if n not in needed}
+        x = {**passed, **made} if passed else made
     return x
 
 
@@ -77,16 +76,6 @@ def read_by(blocks: Blocks, state: Any) -> Any:
         return state
     reads = set().union(*(block.reads for block in blocks))  # type: ignore[attr-defined]
     return {n: t for n, t in state.items() if n in reads}
-
-
-def flat(tree: Tree) -> list[int]:
-    """The blocks of a tree."""
-    return [n for part in tree for n in (flat(part) if isinstance(part, list) else [part])]
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a pytree, each once."""
-    return [*{id(t): t for t in _tree.leaves(tree) if isinstance(t, Tensor)}.values()]
 
 
 def fresh(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
@@ -142,7 +131,7 @@ def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequenc
 
 
 def _differentiable(out: Any) -> list[Tensor]:
-    return [t for t in tensors_of(out) if t.grad_fn is not None]
+    return [t for t in {id(t): t for t in _tree.parted(out)[0]}.values() if t.grad_fn is not None]
 
 
 def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -157,22 +146,35 @@ def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
     return [node.variable for node in seen if hasattr(node, "variable")]
 
 
-def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
-    """The chain of some blocks, called on ``x``; ``wanted`` says what of it is differentiated."""
-    first = {k: wanted(t) for t in tensors_of(x) for k in _keys([t])}
+def measured(
+    blocks: Blocks, x: Any, required: Sequence[bool]
+) -> tuple[list[BlockCosts], list[list[int]]]:
+    """What some blocks called on ``x`` cost, and what leaves them, as `frontier` takes it.
+
+    Args:
+        blocks: the chain.
+        x: what goes into it, off all tapes.
+        required: which of its tensors are differentiated.
+    """
+    first = {key: r for t, r in zip(_tree.parted(x)[0], required) for key in _keys(t)}
     states = [x]
     with torch.no_grad():
         for block in blocks:
             states.append(block(states[-1]))
     costs = [_cost(block, read_by([block], s), first) for block, s in zip(blocks, states)]
-    return Chain(costs, _leaving(states))
+    return costs, _leaving(states)
 
 
-def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> Block:
-    given = tensors_of(x)
+def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> BlockCosts:
+    """What one block costs; ``first`` says what of the chain's input is differentiated."""
+    given, how = _tree.parted(x)
+    keys = [_keys(t)[0] for t in given]
     wanted = [
-        first.get(_keys([t])[0], True) and (t.is_floating_point() or t.is_complex()) for t in given
+        first.get(key, True) and (t.is_floating_point() or t.is_complex())
+        for key, t in zip(keys, given)
     ]
+    # Gradients of parameters, and of what went into the chain, are live from then on.
+    passing = [key not in first for key, w in zip(keys, wanted) if w]
     tensors = fresh(given, wanted)
     seen: dict[str, int] = {}
     start = _torch.next_sequence_number()
@@ -185,20 +187,17 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> Block:
             seen["cotangents"] = sum(t.nbytes for t in outs)
 
         def body(*leaves: Tensor) -> Any:
-            return block(filled(x, given, leaves))
+            return block(_tree.joined(leaves, how))
 
         gradients = there_and_back(body, tensors, wanted, between)
-        # Gradients of parameters, and of what went into the chain, are live from then on.
-        inner = [_keys([t])[0] not in first for t, w in zip(given, wanted) if w]
-        inner += [False] * (len(gradients) - len(inner))
-        stay = [g for g, i in zip(gradients, inner) if g is not None and not i]
-        of_leaves = storages.bytes_of(stay)
-        del gradients, stay
+        pairs = itertools.zip_longest(gradients, passing, fillvalue=False)
+        of_leaves = storages.bytes_of([g for g, p in pairs if isinstance(g, Tensor) and not p])
+        del gradients, pairs
     live = seen["live"]
     backward = max((e.live for e in storages.timeline[seen["ran"] :]), default=live) - live
     with torch.no_grad():
         flops = work(block, x)
-    return Block(
+    return BlockCosts(
         kept=live,
         saved=seen["saved"],
         forward=seen["forward"],
@@ -209,14 +208,8 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> Block:
     )
 
 
-def filled(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
-    """A pytree with other tensors in it."""
-    by = {id(o): n for o, n in zip(old, new)}
-    return _tree.map_(lambda t: by.get(id(t), t), tree)
-
-
-def _keys(tensors: Sequence[Tensor]) -> list[int]:
-    return [id(storage) for t in tensors for storage in storages_of(t)]
+def _keys(t: Tensor) -> list[int]:
+    return [id(storage) for storage in storages_of(t)]
 
 
 def _leaving(states: Sequence[Any]) -> list[list[int]]:
@@ -224,7 +217,7 @@ def _leaving(states: Sequence[Any]) -> list[list[int]]:
     born: dict[int, int] = {}
     leaving = [[0] * len(states) for _ in states]
     for j, state in enumerate(states):
-        storages = {id(s): s for t in tensors_of(state) for s in storages_of(t)}
+        storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
         for key, storage in storages.items():
             for i in range(born.setdefault(key, j)):
                 leaving[i][j] += storage.nbytes()

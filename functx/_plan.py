@@ -7,8 +7,9 @@ budget: the model of memory only orders the candidates.
 
 from __future__ import annotations
 
+import bisect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functx import _schedules
-from functx._chain import Tree, tree_of, work_again
-from functx._costs import filled, fresh, measured, peak_of, tensors_of, walk, work
-from functx._labels import labels
-from functx._remat import remat
-from functx._saved import undisturbed
-from functx._validate import check_callable, checked_budget, describe
+from functx import _schedules, _tree
+from functx._chain import Tree, frontier, numbers_in, work_again
+from functx._costs import Blocks, fresh, measured, peak_of, walk, work
+from functx._remat import is_tracked, remat
+from functx._validate import describe
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Plan:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The blocks that are in some region, by number."""
-        return tuple(i for part in self.tree if isinstance(part, tuple) for i in _flat(part))
+        return tuple(numbers_in(part for part in self.tree if isinstance(part, tuple)))
 
     def apply(self, blocks: Any) -> Callable[[Any], Any]:
         """The chain of these blocks, cut as planned.
@@ -69,18 +68,13 @@ class Plan:
         Raises:
             ValueError: there are more blocks, or fewer.
         """
-        parts = _as_blocks(blocks)
+        parts = blocks_of(blocks)
         if parts is None and callable(blocks):
             return remat(blocks, policy=self)
         if parts is None or len(parts) != self.blocks:
             got = describe(blocks) if parts is None else f"{len(parts)}"
             raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
-        return lambda x: walk(self.nested, parts, x)
-
-    @property
-    def nested(self) -> Tree:
-        """The tree as nested lists."""
-        return _lists(self.tree)
+        return lambda x: walk(self.tree, parts, x)
 
     def to_json(self) -> str:
         """The plan as a JSON text."""
@@ -99,7 +93,7 @@ class Plan:
             plan = Plan(**fields)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"functx.Plan.from_json: this is no plan ({error})") from error
-        if sorted(_flat(plan.tree)) != list(range(plan.blocks)):
+        if sorted(numbers_in(plan.tree)) != list(range(plan.blocks)):
             raise ValueError("functx.Plan.from_json: this is no plan: its tree has other blocks")
         return plan
 
@@ -130,178 +124,78 @@ class Plan:
         return lines
 
 
-def plan(f: Any, /, *args: Any, budget: int | float | str, **kwargs: Any) -> Plan:
-    """Choose what to recompute, so that ``f`` and its pullback fit in ``budget``.
-
-    Blocks are measured; the cuts that recompute least are found by a dynamic programme over
-    all nestings of regions, and measured again as a whole, by one forward and one backward pass.
-    Derivatives are those of the tensors that require grad, in the arguments and reached otherwise;
-    if no argument does, of all floating point arguments. Their bytes are part of the peak. Other
-    uses may take more: several cotangents at once, derivatives of derivatives, a pullback that is
-    kept to be called again.
-
-    Args:
-        f: blocks that are called one after another, each with the result of the one before: an
-            ``nn.Sequential``, an ``nn.ModuleList``, a list of callables. Or any function or
-            module: its operations are the blocks, up to 32 of them, more are taken together.
-        *args: what ``f`` is called with; a chain, with one argument, any pytree.
-        budget: the most bytes that the forward and the backward pass may have live beside what
-            was there before, as an int or a text such as ``"2GiB"``; a float up to 1 is a share of
-            what they have without regions.
-        **kwargs: likewise, for a function.
-
-    Returns:
-        A `Plan`: ``plan.apply(f)(x)`` is ``f(x)`` with the regions of the plan, and so is
-        ``functx.remat(f, policy=plan)`` for a function.
-
-    Raises:
-        TypeError: blocks are no callables; ``budget`` is neither a number nor a text.
-        ValueError: no plan fits; the message says what the least possible is.
-        functx.RematError: what a function runs depends on values, or can't be recorded.
-
-    Example:
-        >>> import torch, functx
-        >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())] * 12
-        >>> x = torch.ones(500, 64)
-        >>> plan = functx.plan(layers, x, budget=0.6)
-        >>> plan.peak <= plan.budget <= 0.6 * plan.peak_without
-        True
-        >>> torch.equal(plan.apply(layers)(x), torch.nn.Sequential(*layers)(x))
-        True
-    """
-    budget = checked_budget(budget, "functx.plan")
-    blocks = _as_blocks(f)
-    if blocks is None:
-        check_callable(f, "functx.plan")
-        return _FUNCTIONS[0](f, args, kwargs, budget)
-    for block in blocks:
-        check_callable(block, "functx.plan")
-    if not blocks:
-        raise ValueError("functx.plan: there are no blocks")
-    if len(args) != 1 or kwargs:
-        raise TypeError(f"functx.plan: blocks are called with one argument, got {len(args)}")
-    some = any(t.requires_grad for t in tensors_of(args[0]))
-
-    def wanted(t: Tensor) -> bool:
-        return t.requires_grad if some else t.is_floating_point() or t.is_complex()
-
-    buffers = [t for b in blocks for t, (kind, _) in labels(b, (), {}) if kind == "buffer"]
-    with undisturbed(buffers):
-        return chosen(blocks, args[0], budget, tuple(map(_name, blocks)), "functx.plan", wanted)
+NEAR = 8  # so many cheaper trees are measured beyond the last that the model says to fit
 
 
-_FUNCTIONS: list[Callable[..., Plan]] = []
+def chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
+    """The plan for some blocks called on ``x``, measured where this is called.
 
-
-def function_planner(planner: Any) -> Any:
-    """Register what plans for functions that are no chains."""
-    _FUNCTIONS.append(planner)
-    return planner
-
-
-def chosen(
-    blocks: Any,
-    x: Any,
-    budget: int | float,
-    names: tuple[str, ...],
-    api: str,
-    wanted: Callable[[Tensor], bool],
-) -> Plan:
-    """The plan for some blocks called on ``x``.
+    Derivatives are those of the tensors in ``x`` that require grad; if none does, of all that can.
 
     Args:
         blocks: the chain.
         x: what goes into it, a pytree.
         budget: bytes, or a share.
-        names: of the blocks.
         api: who asks, for messages.
-        wanted: which of the tensors in ``x`` are differentiated.
+
+    Raises:
+        ValueError: no plan fits.
     """
-    tensors = tensors_of(x)
-    required = [*map(wanted, tensors)]
+    tensors, how = _tree.parted(x)
+    tracked = [*map(is_tracked, tensors)]
+    can = [t.is_floating_point() or t.is_complex() for t in tensors]
+    required = tracked if True in tracked else can
     own = fresh(tensors, required)
+    peaks: dict[Tree, int] = {}
 
     def peak(tree: Tree) -> int:
         def body(*leaves: Tensor) -> Any:
-            return walk(tree, blocks, filled(x, tensors, leaves))
+            return walk(tree, blocks, _tree.joined(leaves, how))
 
-        return peak_of(body, own, required)
+        if tree not in peaks:
+            peaks[tree] = peak_of(body, own, required)
+        return peaks[tree]
 
-    everything: Tree = list(range(len(blocks)))
+    tree, again = tuple(range(len(blocks))), 0
     with torch.enable_grad():
-        most = peak(everything)
+        most = peak(tree)
         allowed = int(budget * most) if isinstance(budget, float) else budget
-        flops = work(lambda: walk(everything, blocks, filled(x, tensors, own)))
-        if most <= allowed:
-            best = everything, most, 0
-        else:
-            by_id = dict(zip(map(id, own), required))
-            best = _fitting(blocks, filled(x, tensors, own), allowed, api, peak, by_id)
-    tree, peak_found, again = best
-    return Plan(len(blocks), _tuples(tree), allowed, peak_found, most, flops, again, names)
+        x = _tree.joined(own, how)
+        flops = work(lambda: walk(range(len(blocks)), blocks, x))
+        if most > allowed:
+            costs, leaving = measured(blocks, x, required)
+            trees = [point.tree for point in frontier(costs, leaving)]
+            # The model of memory only orders the trees; what counts is what they are measured to
+            # take: of those that are allowed, the one with the least work done again.
+            last = max(bisect.bisect_right(trees, allowed, key=peak) - 1, 0)
+            candidates = [*reversed(trees[last : last + NEAR]), *_segmentations(len(blocks))]
+            found = next((tree for tree in candidates if peak(tree) <= allowed), None)
+            if found is None:
+                raise ValueError(
+                    f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
+                    f"{min(peaks.values()):,} bytes"
+                )
+            tree, again = found, work_again(found, [cost.work for cost in costs])
+    return Plan(len(blocks), tree, allowed, peaks[tree], most, flops, again, names_of(blocks))
 
 
-NEAR = 8  # so many cheaper trees are measured beyond the last that the model says to fit
+def _segmentations(n: int) -> list[tuple[Any, ...]]:
+    """Trees of equal segments, for where the model is wrong."""
+    cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
+    return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
 
 
-def _fitting(
-    blocks: Any,
-    x: Any,
-    allowed: int,
-    api: str,
-    peak: Callable[[Tree], int],
-    required: dict[int, bool],
-) -> tuple[Tree, int, int]:
-    """The tree with the least work done again of those whose measured peak is allowed.
-
-    The model of memory only orders the trees; what counts is what they are measured to take.
-    """
-    chain = measured(blocks, x, lambda t: required[id(t)])
-    trees = [tree_of(point.tree) for point in chain.frontier()]
-    peaks: dict[int, int] = {}
-
-    def fits(i: int) -> bool:
-        if i not in peaks:
-            peaks[i] = peak(trees[i])
-        return peaks[i] <= allowed
-
-    low, high = -1, len(trees)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    for i in reversed(range(max(low, 0), min(low + NEAR, len(trees)))):
-        if fits(i):
-            return trees[i], peaks[i], work_again(trees[i], chain.work)
-    n = len(blocks)
-    for k in range(2, n + 1):  # equal segments, if the model is wrong
-        cuts = _schedules.segments(n, k)
-        trees.append([*([*range(*cut)] for cut in cuts[:-1]), *range(*cuts[-1])])
-        if fits(len(trees) - 1):
-            return trees[-1], peaks[len(trees) - 1], work_again(trees[-1], chain.work)
-    raise ValueError(
-        f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
-        f"{min(peaks.values()):,} bytes"
-    )
+def names_of(blocks: Blocks) -> tuple[str, ...]:
+    """What a plan calls some blocks."""
+    return tuple(getattr(b, "__qualname__", None) or type(b).__name__ for b in blocks)
 
 
-def _name(block: Any) -> str:
-    return getattr(block, "__qualname__", None) or type(block).__name__
-
-
-def _flat(tree: Any) -> list[int]:
-    return [i for part in tree for i in (_flat(part) if isinstance(part, tuple) else [part])]
-
-
-def _tuples(tree: Any) -> tuple[Any, ...]:
-    return tuple(_tuples(p) if isinstance(p, (list, tuple)) else p for p in tree)
-
-
-def _lists(tree: Any) -> Tree:
-    return [_lists(p) if isinstance(p, tuple) else p for p in tree]
-
-
-def _as_blocks(f: Any) -> list[Callable[[Any], Any]] | None:
+def blocks_of(f: Any) -> list[Callable[[Any], Any]] | None:
     """The blocks of a chain, if that is what ``f`` is."""
     if isinstance(f, nn.Sequential):
         return list(f.children())
     return list(f) if isinstance(f, (list, tuple, nn.ModuleList)) else None
+
+
+def _tuples(tree: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(_tuples(part) if isinstance(part, list) else part for part in tree)
