@@ -12,7 +12,6 @@ from functx._apply import apply_remat as apply_remat
 from functx._apply import remove_remat as remove_remat
 from functx._budget import plan as plan
 from functx._checkpoint import checkpoint as checkpoint
-from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._errors import TracingError as TracingError
@@ -28,6 +27,7 @@ from functx._residuals import Residual as Residual
 from functx._residuals import Residuals as Residuals
 from functx._saved import print_saved_residuals as print_saved_residuals
 from functx._saved import saved_residuals as saved_residuals
+from functx._sequential import checkpoint_sequential as checkpoint_sequential
 from functx._sequential import remat_sequential as remat_sequential
 from functx._transforms import debug_unwrap as debug_unwrap
 from functx._transforms import functional_call as functional_call

@@ -38,26 +38,15 @@ class RegionForward:
         self.options = options
         self.own = own
         forward = self._forward_of(module)
+        self.__func__ = type(module).forward
+        for name in ("__name__", "__qualname__", "__doc__"):
+            setattr(self, name, getattr(forward, name, None))
         is_marked = _transformers.is_marked_layer(module)
         self._names = _transformers.positional(forward) if is_marked else None
-        self.__doc__ = getattr(forward, "__doc__", None)
-        for name in ("__name__", "__qualname__"):
-            setattr(self, name, getattr(forward, name, "forward"))
-
-    @property
-    def __wrapped__(self) -> Any:
-        """What runs in the region; shows its signature."""
-        return self._forward_of(self.__self__)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """For those who do not look at what is wrapped."""
-        return inspect.signature(self.__wrapped__)
-
-    @property
-    def __func__(self) -> Any:
-        """As of a method."""
-        return type(self.__self__).forward
+        return inspect.signature(self._forward_of(self.__self__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original ``forward``, as a region."""
@@ -162,7 +151,9 @@ def apply_remat(
         _check_module(name, module)
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        _set(module, replace(options, name=title))
+        own = vars(module).get("forward")
+        own = own.own if isinstance(own, RegionForward) else own
+        module.forward = RegionForward(module, replace(options, name=title), own)
     return model
 
 
@@ -193,13 +184,6 @@ def remove_remat(model: M, where: _where.Where | None = None) -> M:
             else:
                 module.forward = region.own
     return model
-
-
-def _set(module: nn.Module, options: Options) -> None:
-    own = vars(module).get("forward")
-    if isinstance(own, RegionForward):
-        own = own.own
-    module.forward = RegionForward(module, options, own)
 
 
 def _check_model(model: Any, caller: str) -> None:

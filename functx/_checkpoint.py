@@ -1,19 +1,17 @@
-"""`checkpoint` and `checkpoint_sequential`: drop-in for those of ``torch.utils.checkpoint``.
+"""`checkpoint`: drop-in for that of ``torch.utils.checkpoint``, by a region of `functx.remat`.
 
-Same signatures, one implementation: a region of `functx.remat`. Every option is honoured or
-refused; none is ignored.
+Every option is honoured or refused; none is ignored.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
@@ -21,7 +19,7 @@ from functx import _torch
 from functx._errors import RematError
 from functx._remat import checked_options, run
 from functx._torch import compiler
-from functx._validate import name_of, warn_if_later
+from functx._validate import check_callable, name_of, warn_if_later
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -91,37 +89,42 @@ def checkpoint(
             preserve_rng_state=preserve_rng_state,
             respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         )
-    if not callable(function):
-        raise TypeError(
-            f"checkpoint: expected a callable first, got {type(function).__name__}. Call it as "
-            "checkpoint(function, *args), not as checkpoint(function(*args))."
-        )
-    _check_flag("use_reentrant", use_reentrant, optional=True)
-    _check_flag("debug", debug)
-    _check_flag("early_stop", early_stop)
-    _check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks, optional=True)
+    check_callable(function, "checkpoint")
+    _check_flags(debug=debug, early_stop=early_stop)
+    _check_flags(
+        True, use_reentrant=use_reentrant, respect_saved_tensors_hooks=respect_saved_tensors_hooks
+    )
     overruling = compiler.checkpoint_overrules()
     if overruling.debug is not None:
         debug = overruling.debug
     if overruling.early_stop is not None:
         early_stop = overruling.early_stop
+    has_contexts = context_fn is not noop_context_fn
     if use_reentrant:
-        _check_reentrant(kwargs, context_fn, debug, respect_saved_tensors_hooks)
         early_stop = False
-    if debug and context_fn is not noop_context_fn:
+        if kwargs:
+            raise ValueError(
+                f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
+                "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
+            )
+        if has_contexts or debug or respect_saved_tensors_hooks is not None:
+            raise ValueError(
+                "Passing `context_fn`, `debug` or `respect_saved_tensors_hooks` is only supported "
+                "when use_reentrant=False."
+            )
+    if debug and has_contexts:
         raise ValueError(
             "checkpoint: debug=True and a context_fn exclude each other, as in torch. Leave out "
             "one of them."
         )
-    if context_fn is not noop_context_fn and compiler.in_plain_graph():
+    if has_contexts and compiler.in_plain_graph():
         return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
         )
     warn_if_later(function)
     policy, body = None, function
-    # (Without grad mode contexts are not entered, as in torch.)
-    if context_fn is not noop_context_fn and torch.is_grad_enabled():
-        forward, replays = _contexts(context_fn)
+    if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
+        forward, replays = _checked_contexts(context_fn())
         policy = compiler.selective_policy(forward)
         if policy is None:
             body = _entered(function, forward, replays)
@@ -141,82 +144,8 @@ def checkpoint(
     return run(body, args, kwargs, options)
 
 
-def checkpoint_sequential(
-    functions: Sequence[Callable[[Any], Any]] | nn.Sequential,
-    segments: int,
-    input: Any,
-    use_reentrant: bool | None = None,
-    **kwargs: Any,
-) -> Any:
-    """A chain of functions in ``segments`` pieces, all but the last of which are regions.
-
-    Takes what `torch.utils.checkpoint.checkpoint_sequential` takes, and cuts where it cuts: pieces
-    of ``len(functions) // segments`` functions, the rest in the last one.
-
-    Args:
-        functions: an ``nn.Sequential``, or the functions in order.
-        segments: how many pieces, from 1 to the number of functions.
-        input: what the first function takes.
-        use_reentrant: as for `checkpoint`.
-        **kwargs: further options of `checkpoint`, ``preserve_rng_state`` for one.
-
-    Returns:
-        What the last function returns.
-
-    Raises:
-        TypeError: ``segments`` is no integer, or ``functions`` are none.
-        ValueError: ``segments`` is out of range, or an option is not known.
-
-    Example:
-        >>> import torch, functx
-        >>> chain = [torch.sin, torch.cos, torch.sin, torch.cos]
-        >>> x = torch.zeros(2, requires_grad=True)
-        >>> functx.checkpoint_sequential(chain, 2, x, use_reentrant=False).shape
-        torch.Size([2])
-    """
-    unknown = kwargs.keys() - _OPTIONS
-    if unknown:
-        raise ValueError(
-            f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
-            f"knows use_reentrant, {', '.join(sorted(_OPTIONS))}."
-        )
-    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
-    for step in steps:
-        if not callable(step):
-            raise TypeError(
-                "checkpoint_sequential: functions must be callable, but one of them is "
-                f"{type(step).__name__}."
-            )
-    if isinstance(segments, bool) or not hasattr(segments, "__index__"):
-        raise TypeError(
-            f"checkpoint_sequential: segments is {segments!r}, expected how many pieces to cut "
-            f"{len(steps)} functions into."
-        )
-    if not 1 <= segments <= max(len(steps), 1):
-        raise ValueError(
-            f"checkpoint_sequential: segments is {segments}, but there are {len(steps)} functions: "
-            f"choose 1 to {max(len(steps), 1)}."
-        )
-    size = len(steps) // segments
-    for number in range(segments - 1):
-        piece = functools.partial(_in_order, *steps[number * size : (number + 1) * size])
-        input = checkpoint(piece, input, use_reentrant=use_reentrant, **kwargs)
-    return _in_order(*steps[size * (segments - 1) :], input)
-
-
-_OPTIONS = {
-    "context_fn",
-    "debug",
-    "determinism_check",
-    "early_stop",
-    "preserve_rng_state",
-    "respect_saved_tensors_hooks",
-}
-
-
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"checkpoint: expected a callable, got {type(function).__name__}.")
+    check_callable(function, "checkpoint")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -225,40 +154,15 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
     return call
 
 
-def _in_order(*functions_and_input: Any) -> Any:
-    *functions, value = functions_and_input
-    for function in functions:
-        value = function(value)
-    return value
+def _check_flags(optional: bool = False, **flags: Any) -> None:
+    for name, value in flags.items():
+        if not (isinstance(value, bool) or (optional and value is None)):
+            raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
 
 
-def _check_flag(name: str, value: Any, *, optional: bool = False) -> None:
-    if not (isinstance(value, bool) or (optional and value is None)):
-        raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
-
-
-def _check_reentrant(
-    kwargs: dict[str, Any], context_fn: Any, debug: bool, respect_hooks: bool | None
-) -> None:
-    if kwargs:
-        raise ValueError(
-            f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
-            "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
-        )
-    if context_fn is not noop_context_fn or debug or respect_hooks is not None:
-        raise ValueError(
-            "Passing `context_fn`, `debug` or `respect_saved_tensors_hooks` is only supported when "
-            "use_reentrant=False."
-        )
-
-
-def _contexts(context_fn: Callable[[], Contexts]) -> Contexts:
-    contexts = context_fn()
-    if (
-        not isinstance(contexts, tuple)
-        or len(contexts) != 2
-        or not all(hasattr(c, "__enter__") and hasattr(c, "__exit__") for c in contexts)
-    ):
+def _checked_contexts(contexts: Any) -> Contexts:
+    is_pair = isinstance(contexts, tuple) and len(contexts) == 2
+    if not is_pair or not all(isinstance(c, AbstractContextManager) for c in contexts):
         raise TypeError(
             f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one for "
             "the forward, one for replays."

@@ -137,7 +137,9 @@ class Recording:
             last |= dict.fromkeys([*operation.reads, *operation.gives], at)
         end = len(self.operations)
         last |= {r.number: end for r in self.results if isinstance(r, Ref)}
-        dying = [[n for n, at in last.items() if at == i] for i in range(end)]
+        dying: list[list[int]] = [[] for _ in range(end + 1)]
+        for n, at in last.items():
+            dying[at].append(n)
 
         def handed_on(cut: int) -> int:
             layouts = [self.layouts[n] for n, at in born.items() if at < cut <= last[n]]
