@@ -41,8 +41,7 @@ class RegionForward:
         self.__func__ = type(module).forward
         for name in ("__name__", "__qualname__", "__doc__"):
             setattr(self, name, getattr(forward, name, None))
-        is_marked = _transformers.is_marked_layer(module)
-        self._names = _transformers.positional(forward) if is_marked else None
+        self._is_marked = _transformers.is_marked_layer(module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -58,9 +57,8 @@ class RegionForward:
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
-        if self._names is not None and torch.is_grad_enabled():
-            layer = type(module).__name__
-            args, kwargs = _transformers.without_cache(layer, self._names, args, kwargs)
+        if self._is_marked and torch.is_grad_enabled():
+            args, kwargs = _transformers.without_cache(type(module).__name__, args, kwargs)
         return run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:

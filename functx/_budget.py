@@ -110,12 +110,13 @@ def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> An
 
 def _planned(recording: Recording, budget: Any, name: str) -> Plan:
     """The plan for what a function runs, measured where this is called."""
-    generators = [(g, g.get_state()) for g in recording.generators()]
+    others = [o[0] for operation in recording.operations for o in operation.how[1] if o]
+    generators = {g: g.get_state() for g in others if isinstance(g, torch.Generator)}
     with unseen(), _torch.without_dispatch_modes(), undisturbed([]):
         try:
             return chosen(recording.blocks(), recording.values, budget, f"a budget for {name!r}")
         finally:
-            for generator, state in generators:
+            for generator, state in generators.items():
                 generator.set_state(state)
             if torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()

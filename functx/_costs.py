@@ -17,7 +17,7 @@ from torch import Tensor
 from functx import _torch, _tree
 from functx._chain import BlockCosts, Tree, numbers_in
 from functx._policy_kinds import flops_of
-from functx._remat import Options, run
+from functx._remat import Options, run, tape_of
 from functx._saved import held
 from functx._storages import LiveStorages, no_collection, storages_of
 from functx._transforms import grad
@@ -102,8 +102,8 @@ def there_and_back(
         leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
         outs = _differentiable(body(*leaves))
         between(outs)
-        asked = {id(t): t for t in leaves if t.requires_grad}
-        asked |= {id(t): t for t in _leaves_below(outs)}
+        below = [node.variable for node in tape_of(outs, 0) if hasattr(node, "variable")]
+        asked = {id(t): t for t in (*leaves, *below) if t.requires_grad}
         if not outs or not asked:
             return ()
         ones = [torch.ones_like(o) for o in outs]
@@ -132,18 +132,6 @@ def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequenc
 
 def _differentiable(out: Any) -> list[Tensor]:
     return [t for t in {id(t): t for t in _tree.parted(out)[0]}.values() if t.grad_fn is not None]
-
-
-def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves on a tape."""
-    stack: list[Any] = [t.grad_fn for t in outs]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
-    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def measured(

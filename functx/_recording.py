@@ -17,7 +17,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,40 +29,33 @@ from functx._errors import RematError
 from functx._remat import Settings, is_tracked, no_regions, unseen
 
 MOST_BLOCKS = 32  # a block for each operation up to so many; more are taken together
+_SEED = 0x5EED0FA71A1  # of the random generator while a function is recorded, and of nobody else
 _PASSIVE = {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex"}
 _PASSIVE |= {"__len__", "__hash__", "element_size", "storage_offset", "is_grad_enabled"}
 _PASSIVE |= {"_set_grad_enabled", "untyped_storage", "requires_grad_"}
-_GETTERS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn"}
-_GETTERS |= {"is_cuda", "is_sparse", "is_quantized", "is_nested", "names", "_base", "output_nr"}
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor in the arguments of an operation, by number."""
-
-    number: int
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call: the function, its arguments as leaves, the values it gives, what it ran under."""
+    """One call, and what it ran under.
+
+    Attributes:
+        function: what is called.
+        reads: the tensors among its arguments, by number; ``how`` tells the rest of these.
+        gives: the tensors that it returns, by number.
+        grad: whether grad mode was on.
+    """
 
     function: Callable[..., Any]
-    leaves: list[Any]
-    spec: Any
+    reads: list[int]
+    how: Any
     gives: list[int]
     grad: bool
     settings: Settings
 
-    @property
-    def reads(self) -> set[int]:
-        """The values among its arguments."""
-        return {x.number for x in self.leaves if isinstance(x, Ref)}
-
-    def run(self, values: dict[int, Tensor]) -> list[Tensor]:
-        """Its tensors, for such values."""
-        leaves = [values[x.number] if isinstance(x, Ref) else x for x in self.leaves]
-        args, kwargs = _tree.unflatten(self.spec, leaves)
+    def run(self, values: dict[int, Tensor]) -> None:
+        """Add what it gives to the values."""
+        args, kwargs = _tree.joined([values[n] for n in self.reads], self.how)
         now = Settings()
         same = self.grad == torch.is_grad_enabled()
         try:
@@ -71,7 +64,7 @@ class Operation:
                 out = self.function(*args, **kwargs)
         finally:
             now.put(self.settings)
-        return _tree.parted(out)[0]
+        values.update(zip(self.gives, _tree.parted(out)[0], strict=True))
 
 
 class OperationBlock:
@@ -88,20 +81,20 @@ class OperationBlock:
         self.reads: set[int] = set()
         made: set[int] = set()
         for operation in operations:
-            self.reads |= operation.reads - made
+            self.reads |= {*operation.reads} - made
             made |= {*operation.gives}
 
     def __call__(self, state: dict[int, Tensor]) -> dict[int, Tensor]:
         values = dict(state)
         del state
         for operation, dying in zip(self._operations, self._dying):
-            values.update(zip(operation.gives, operation.run(values), strict=True))
+            operation.run(values)
             for number in dying:
                 del values[number]
         return values
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recording:
     """What a function ran.
 
@@ -109,21 +102,21 @@ class Recording:
         values: what goes in, by number: the arguments, and what it reaches otherwise.
         operations: in order.
         layouts: shape, dtype and device of each value.
-        cuts: where it may be cut, by the number of operations before; ends included.
-        results: references, or what is no tensor; ``spec`` says how they are put together.
+        uncut: where it may not be cut, by the number of operations before.
+        results: by number; ``how`` tells what else is in the result.
     """
 
-    values: dict[int, Tensor]
-    operations: list[Operation]
-    layouts: list[tuple[Any, ...]]
-    cuts: list[int]
-    results: list[Any]
-    spec: Any
+    values: dict[int, Tensor] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    layouts: list[tuple[Any, ...]] = field(default_factory=list)
+    uncut: set[int] = field(default_factory=set)
+    results: list[int] = field(default_factory=list)
+    how: Any = None
 
     def signature(self) -> str:
         """Equal for recordings that cost the same."""
         operations = [
-            (o.function, o.leaves, o.gives, o.grad, o.settings.flags, o.settings.casts)
+            (o.function, o.reads, o.how, o.gives, o.grad, o.settings.flags, o.settings.casts)
             for o in self.operations
         ]
         return repr((operations, self.layouts, [*self.values], self.results))
@@ -136,36 +129,30 @@ class Recording:
             born |= {n: at for n in operation.gives if n not in born and n not in self.values}
             last |= dict.fromkeys([*operation.reads, *operation.gives], at)
         end = len(self.operations)
-        last |= {r.number: end for r in self.results if isinstance(r, Ref)}
+        last |= dict.fromkeys(self.results, end)
         dying: list[list[int]] = [[] for _ in range(end + 1)]
-        for n, at in last.items():
-            dying[at].append(n)
+        for number, at in last.items():
+            dying[at].append(number)
 
         def handed_on(cut: int) -> int:
             layouts = [self.layouts[n] for n, at in born.items() if at < cut <= last[n]]
             return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in layouts)
 
-        cuts = self.cuts
-        if len(cuts) > MOST_BLOCKS + 1:  # of about as many operations each, where least goes on
+        inner = [cut for cut in range(1, end) if cut not in self.uncut]
+        if len(inner) >= MOST_BLOCKS:  # of about as many operations each, where least is handed on
             near: dict[int, list[int]] = {}
-            for cut in cuts[1:-1]:
+            for cut in inner:
                 near.setdefault(round(cut * MOST_BLOCKS / end), []).append(cut)
             inner = [min(c, key=handed_on) for i, c in near.items() if 0 < i < MOST_BLOCKS]
-            cuts = [0, *inner, end]
         return [
-            OperationBlock(self.operations[a:b], dying[a:b]) for a, b in itertools.pairwise(cuts)
+            OperationBlock(self.operations[a:b], dying[a:b])
+            for a, b in itertools.pairwise([0, *inner, end])
         ]
 
     def finish(self, state: dict[int, Tensor]) -> Any:
         """The result of the function, from the values that the last block gives."""
         values = state | self.values
-        leaves = [values[r.number] if isinstance(r, Ref) else r for r in self.results]
-        return _tree.unflatten(self.spec, leaves)
-
-    def generators(self) -> set[torch.Generator]:
-        """Those that operations are given."""
-        leaves = [leaf for o in self.operations for leaf in o.leaves]
-        return {leaf for leaf in leaves if isinstance(leaf, torch.Generator)}
+        return _tree.joined([values[n] for n in self.results], self.how)
 
 
 class _Recorder(TorchFunctionMode):
@@ -173,15 +160,11 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, name: str) -> None:
         super().__init__()
+        self.recording = Recording()
+        self.fakes: dict[int, Tensor] = {}  # by number
         self._name = name
-        self.values: dict[int, Tensor] = {}
-        self.operations: list[Operation] = []
-        self.layouts: list[tuple[Any, ...]] = []
         self._numbers: dict[int, int] = {}  # of fakes and of tensors from outside, by id
-        self._fakes: dict[int, Tensor] = {}  # of what goes in, by number
-        self._held: list[Tensor] = []  # fakes, so that ids stay theirs
         self._first: dict[int, int] = {}  # memory: number of operations before its first use
-        self._written: list[tuple[int, int]] = []
         self._modes = _torch.dispatch_depth()
 
     def refuse(self, why: str) -> RematError:
@@ -193,7 +176,7 @@ class _Recorder(TorchFunctionMode):
 
     def check_seed(self) -> None:
         """Refuse what seeds torch's generator: all draws come after it then."""
-        if torch.default_generator.initial_seed() != _NOBODYS_SEED:
+        if torch.default_generator.initial_seed() != _SEED:
             raise self.refuse("it seeds torch's random generator; seed it before")
 
     def stand_in(self, t: Tensor) -> Tensor:
@@ -202,81 +185,71 @@ class _Recorder(TorchFunctionMode):
             made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
             if t.is_floating_point() or t.is_complex():
                 made.requires_grad_(is_tracked(t))
-            number = self._numbers[id(t)] = self._number(made)
-            self.values[number], self._fakes[number] = t, made
-        return self._fakes[self._numbers[id(t)]]
+            self._numbers[id(t)] = number = self._number(made)
+            self.recording.values[number] = t
+        return self.fakes[self._numbers[id(t)]]
 
     def _number(self, t: Tensor) -> int:
         if id(t) not in self._numbers:
-            self._numbers[id(t)] = len(self.layouts)
-            self.layouts.append((t.shape, t.dtype, t.device))
-            self._held.append(t)
+            number = self._numbers[id(t)] = len(self.fakes)
+            self.fakes[number] = t
+            self.recording.layouts.append((t.shape, t.dtype, t.device))
         return self._numbers[id(t)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if (name == "__get__" and func.__self__.__name__ in _GETTERS) or name in _PASSIVE:
+        if name in _PASSIVE:
             return func(*args, **kwargs)
+        if name == "__get__" and not isinstance(attribute := func(*args), Tensor):
+            return attribute
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
         self.check_seed()
         if _torch.dispatch_depth() > self._modes:
             raise self.refuse("it enters a mode that its operations run under; enter it outside")
-        leaves, spec = _tree.flatten((args, kwargs))
-        bounds = [b for x in leaves if isinstance(x, slice) for b in (x.start, x.stop, x.step)]
-        if any(isinstance(bound, Tensor) for bound in bounds):
+        tensors, how = _tree.parted((args, kwargs))
+        slices = [o[0] for o in how[1] if o and isinstance(o[0], slice)]
+        if any(isinstance(bound, Tensor) for s in slices for bound in (s.start, s.stop, s.step)):
             raise self.refuse("it slices by tensors")
-        leaves = [self._resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        versions = [(t, t._version) for t in leaves if isinstance(t, Tensor)]
-        args, kwargs = _tree.unflatten(spec, leaves)
-        grad, at = torch.is_grad_enabled(), len(self.operations)
+        given = [*map(self._resolved, tensors)]
+        versions = [t._version for t in given]
+        args, kwargs = _tree.joined(given, how)
+        grad, at = torch.is_grad_enabled(), len(self.recording.operations)
         out = func(*args, **kwargs)
         made = _tree.parted(out)[0]
-        for t in [*(t for t, _ in versions), *made]:
+        reads, gives = [[*map(self._number, ts)] for ts in (given, made)]
+        self.recording.operations.append(Operation(func, reads, how, gives, grad, Settings()))
+        for t in (*given, *made):
             self._first.setdefault(_torch.storage_address(t), at)
-        refs = [Ref(self._numbers[id(t)]) if isinstance(t, Tensor) else t for t in leaves]
-        gives = [self._number(t) for t in made]
-        self.operations.append(Operation(func, refs, spec, gives, grad, Settings()))
-        for t, version in versions:
-            if t._version != version:
-                self._written.append((self._first[_torch.storage_address(t)], at + 1))
+        for t, version in zip(given, versions):
+            if t._version != version:  # see NOTE [cuts]
+                self.recording.uncut.update(
+                    range(self._first[_torch.storage_address(t)] + 1, at + 1)
+                )
         return out
 
     def _resolved(self, t: Tensor) -> Tensor:
         """The fake that a tensor is, or that stands for it."""
-        is_fake = isinstance(t, _torch.FakeTensor)
-        if is_fake and isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
-            raise self.refuse("it calls a custom Function, whose backward no record sees")
-        if id(t) in self._numbers:
-            return t if is_fake else self.stand_in(t)
         inner = t
         while _torch.is_wrapped(inner):
             inner = _torch.inner_of(inner)
         if isinstance(inner, _torch.FakeTensor):
-            raise self.refuse(
-                "it makes tensors where no record sees it (in a transform, or an extension)"
-            )
+            if isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
+                raise self.refuse("it calls a custom Function, whose backward no record sees")
+            if id(t) not in self._numbers:
+                raise self.refuse(
+                    "it makes tensors where no record sees it (in a transform, or an extension)"
+                )
+            return t
         return self.stand_in(t)
 
     def finish(self, result: Any) -> Recording:
-        """The function returned; hold nothing any more."""
+        """The function returned."""
         self.check_seed()
-        leaves, spec = _tree.flatten(result)
-        results = [self._resolved(x) if isinstance(x, Tensor) else x for x in leaves]
-        results = [Ref(self._numbers[id(x)]) if isinstance(x, Tensor) else x for x in results]
-        inside = {c for a, b in self._written for c in range(a + 1, b)}
-        n = len(self.operations)
-        cuts = [c for c in range(n + 1) if c not in inside or c in (0, n)]
-        return Recording(self.values, self.operations, self.layouts, cuts, results, spec)
-
-    def let_go(self) -> list[Any]:
-        """Hold no fakes any more; what is alive then, somebody else holds."""
-        own = {*map(id, self._fakes.values())}
-        fakes = [weakref.ref(t) for t in self._held if id(t) not in own]
-        self._held.clear()
-        self._fakes.clear()
-        return fakes
+        tensors, self.recording.how = _tree.parted(result)
+        self.recording.results = [self._number(self._resolved(t)) for t in tensors]
+        return self.recording
 
 
 def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recording:
@@ -287,7 +260,7 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
     """
     generator = torch.default_generator
     state = generator.get_state()
-    generator.manual_seed(_NOBODYS_SEED)
+    generator.manual_seed(_SEED)
     try:
         with (
             _torch.cleared_interpreter_stack(),
@@ -302,24 +275,19 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             with recorder:
                 result = f(*fake_args, **fake_kwargs)
             recording = recorder.finish(result)
-    except (
-        _torch.DataDependentOutputException,
-        _torch.DynamicOutputShapeException,
-    ) as e:
+    except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as e:
         raise recorder.refuse(f"it depends on values ({e})") from e
     finally:
         generator.set_state(state)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()  # it keeps casts of leaves
-    made = recorder.let_go()
+    made = [weakref.ref(t) for n, t in recorder.fakes.items() if n not in recording.values]
+    recorder.fakes.clear()
     del result, fake_args, fake_kwargs
-    if any(ref() is not None for ref in made):
+    if any(fake() is not None for fake in made):
         gc.collect()
-        if any(ref() is not None for ref in made):
+        if any(fake() is not None for fake in made):
             raise recorder.refuse(
                 "it keeps a tensor otherwise than by return (in a list, an attribute, a cache)"
             )
     return recording
-
-
-_NOBODYS_SEED = 0x5EED0FA71A1

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def is_marked_layer(module: nn.Module) -> bool:
@@ -21,18 +17,7 @@ def is_marked_layer(module: nn.Module) -> bool:
     )
 
 
-def positional(forward: Any) -> list[str]:
-    """The names of positional parameters."""
-    return [
-        p.name
-        for p in inspect.signature(forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-
-
-def without_cache(
-    layer: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with ``use_cache=False``, and without an empty cache, as in transformers itself.
 
     A cache that holds something (a trained prefix, the states of a prompt) is left: the layer reads
@@ -40,22 +25,19 @@ def without_cache(
 
     Args:
         layer: the class of the layer, for the warning.
-        names: of its positional parameters.
         args: positional arguments.
         kwargs: the others.
     """
-    given = dict(zip(names, args)) | kwargs
-    dropped = {name: None for name in _CACHES if _is_empty(given.get(name))}
-    if given.get("use_cache") is True:
-        dropped["use_cache"] = False  # type: ignore[assignment]
-    if not dropped:
-        return args, kwargs
-    _warn_once(layer)
-    args = (*(dropped.get(name, a) for name, a in zip(names, args)), *args[len(names) :])
-    return args, kwargs | {k: v for k, v in dropped.items() if k in kwargs}
+    uses_cache = kwargs.get("use_cache") is True
+    if uses_cache or any(map(_is_empty, (*args, *kwargs.values()))):
+        _warn_once(layer)
+    args = tuple(None if _is_empty(a) else a for a in args)
+    kwargs = {name: None if _is_empty(a) else a for name, a in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if uses_cache else {})
 
 
 def _is_empty(cache: Any) -> bool:
+    """Whether this is a cache that holds nothing."""
     length = getattr(cache, "get_seq_length", None)
     return length is not None and not length()
 
