@@ -27,10 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 class RegionForward:
     """``forward`` of a module, as a region. ``NOTE [forward of an instance]``.
 
-    Args:
-        module: whose ``forward`` this is.
-        options: of the region.
-        own: a ``forward`` that the instance had already, ``None`` for that of its class.
+    ``own`` is a ``forward`` that the instance had already, ``None`` for that of its class.
     """
 
     def __init__(self, module: nn.Module, options: Options, own: Any = None) -> None:

@@ -31,48 +31,30 @@ FINEST = 120
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What one block costs; sizes in bytes.
+    """What one block costs; sizes in bytes."""
 
-    Attributes:
-        kept: of what it makes, live when the whole chain has run forward on a tape.
-        saved: of that, what its own tape holds.
-        forward: most live while it runs forward.
-        backward: most live while it is pulled back, beside ``saved``.
-        cotangents: of its results, which are part of ``backward``.
-        gradients: of its parameters, live from then on.
-        work: of its forward, in FLOPs; an element of anything but a product counts as one.
-    """
-
-    kept: int
-    saved: int
-    forward: int
-    backward: int
-    cotangents: int
-    gradients: int
-    work: int
+    kept: int  # of what it makes, live when the whole chain has run forward on a tape
+    saved: int  # of that, what its own tape holds
+    forward: int  # most live while it runs forward
+    backward: int  # most live while it is pulled back, beside ``saved``
+    cotangents: int  # of its results, which are part of ``backward``
+    gradients: int  # of its parameters, live from then on
+    work: int  # of its forward, in FLOPs; an element of anything but a product counts as one
 
 
 class Point(NamedTuple):
-    """A way to run a stretch.
+    """A way to run a stretch."""
 
-    Attributes:
-        memory: that it needs, in bytes, beside what went into it.
-        work: done again, in FLOPs.
-        tree: how.
-    """
-
-    memory: int
-    work: int
-    tree: tuple[Any, ...]
+    memory: int  # that it needs, in bytes, beside what went into it
+    work: int  # done again, in FLOPs
+    tree: tuple[Any, ...]  # how
 
 
 def frontier(blocks: Sequence[BlockCosts], leaving: Sequence[Sequence[int]]) -> list[Point]:
     """Ways to run a chain, by memory, each with less work than the one before.
 
-    Args:
-        blocks: what they cost.
-        leaving: ``leaving[i][j]``: bytes of the values made by blocks ``i`` to ``j - 1`` that
-            later blocks read, or that are results.
+    ``leaving[i][j]`` is the bytes of the values made by blocks ``i`` to ``j - 1`` that later blocks
+    read, or that are results.
     """
     n = len(blocks)
     work_before = [0, *itertools.accumulate(block.work for block in blocks)]

@@ -28,13 +28,10 @@ Blocks = Sequence[Callable[[Any], Any]]
 class Work(_torch.TorchDispatchMode):
     """Counts FLOPs: by torch's formulas where there are any, else one for an element of a result.
 
-    Attributes:
-        flops: so far; views are free.
+    Views are free.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
+    flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count it."""
@@ -89,14 +86,8 @@ def there_and_back(
 ) -> Any:
     """Run ``body`` and pull back once, where this is called: on plain autograd, or by `grad`.
 
-    Args:
-        body: takes tensors, returns a pytree of some.
-        tensors: off all tapes.
-        wanted: which are differentiated; leaves that ``body`` reaches otherwise are as well.
-        between: called with the results, before they are pulled back.
-
-    Returns:
-        The gradients.
+    Returns the gradients of the ``wanted`` tensors, and of leaves that ``body`` reaches otherwise.
+    Results go through ``between`` before they are pulled back.
     """
     if _torch.peek_interpreter() is None:
         leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
@@ -139,24 +130,25 @@ def measured(
 ) -> tuple[list[BlockCosts], list[list[int]]]:
     """What some blocks called on ``x`` cost, and what leaves them, as `frontier` takes it.
 
-    Args:
-        blocks: the chain.
-        x: what goes into it, off all tapes.
-        required: which of its tensors are differentiated.
+    Tensors in ``x`` are off all tapes; ``required`` says which are differentiated.
     """
-    first = {key: r for t, r in zip(_tree.parted(x)[0], required) for key in _keys(t)}
-    states = [x]
+    first = {key: r for t, r in zip(_tree.parted(x)[0], required) for key in _storages([t])}
     with torch.no_grad():
-        for block in blocks:
-            states.append(block(states[-1]))
+        states = [*itertools.accumulate(blocks, lambda state, block: block(state), initial=x)]
     costs = [_cost(block, read_by([block], s), first) for block, s in zip(blocks, states)]
-    return costs, _leaving(states)
+    born: dict[int, int] = {}
+    leaving = [[0] * len(states) for _ in states]
+    for j, state in enumerate(states):
+        for key, storage in _storages(_tree.parted(state)[0]).items():
+            for i in range(born.setdefault(key, j)):
+                leaving[i][j] += storage.nbytes()
+    return costs, leaving
 
 
 def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> BlockCosts:
     """What one block costs; ``first`` says what of the chain's input is differentiated."""
     given, how = _tree.parted(x)
-    keys = [_keys(t)[0] for t in given]
+    keys = [next(iter(_storages([t]))) for t in given]
     wanted = [
         first.get(key, True) and (t.is_floating_point() or t.is_complex())
         for key, t in zip(keys, given)
@@ -196,17 +188,5 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> BlockC
     )
 
 
-def _keys(t: Tensor) -> list[int]:
-    return [id(storage) for storage in storages_of(t)]
-
-
-def _leaving(states: Sequence[Any]) -> list[list[int]]:
-    """``leaving[i][j]``: bytes of storages at boundary ``j`` that were not there at ``i``."""
-    born: dict[int, int] = {}
-    leaving = [[0] * len(states) for _ in states]
-    for j, state in enumerate(states):
-        storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
-        for key, storage in storages.items():
-            for i in range(born.setdefault(key, j)):
-                leaving[i][j] += storage.nbytes()
-    return leaving
+def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
+    return {id(storage): storage for t in tensors for storage in storages_of(t)}

@@ -128,18 +128,12 @@ NEAR = 8  # so many cheaper trees are measured beyond the last that the model sa
 
 
 def chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
-    """The plan for some blocks called on ``x``, measured where this is called.
+    """The plan for some blocks called on a pytree, measured where this is called.
 
     Derivatives are those of the tensors in ``x`` that require grad; if none does, of all that can.
 
-    Args:
-        blocks: the chain.
-        x: what goes into it, a pytree.
-        budget: bytes, or a share.
-        api: who asks, for messages.
-
     Raises:
-        ValueError: no plan fits.
+        ValueError: no plan fits in the bytes, or the share, of ``budget``.
     """
     tensors, how = _tree.parted(x)
     tracked = [*map(is_tracked, tensors)]

@@ -17,7 +17,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,20 +37,13 @@ _PASSIVE |= {"_set_grad_enabled", "untyped_storage", "requires_grad_"}
 
 @dataclass(frozen=True)
 class Operation:
-    """One call, and what it ran under.
-
-    Attributes:
-        function: what is called.
-        reads: the tensors among its arguments, by number; ``how`` tells the rest of these.
-        gives: the tensors that it returns, by number.
-        grad: whether grad mode was on.
-    """
+    """One call, and what it ran under."""
 
     function: Callable[..., Any]
-    reads: list[int]
-    how: Any
-    gives: list[int]
-    grad: bool
+    reads: list[int]  # the tensors among its arguments, by number
+    how: Any  # the other arguments
+    gives: list[int]  # the tensors that it returns, by number
+    grad: bool  # whether grad mode was on
     settings: Settings
 
     def run(self, values: dict[int, Tensor]) -> None:
@@ -70,8 +63,7 @@ class Operation:
 class OperationBlock:
     """Some operations, as a function of values by number, to the values that are read later.
 
-    Attributes:
-        reads: the values that it needs; others just pass.
+    It ``reads`` some; others just pass.
     """
 
     def __init__(self, operations: Sequence[Operation], dying: Sequence[list[int]]) -> None:
@@ -94,24 +86,18 @@ class OperationBlock:
         return values
 
 
-@dataclass
 class Recording:
-    """What a function ran.
+    """What a function ran."""
 
-    Attributes:
-        values: what goes in, by number: the arguments, and what it reaches otherwise.
-        operations: in order.
-        layouts: shape, dtype and device of each value.
-        uncut: where it may not be cut, by the number of operations before.
-        results: by number; ``how`` tells what else is in the result.
-    """
-
-    values: dict[int, Tensor] = field(default_factory=dict)
-    operations: list[Operation] = field(default_factory=list)
-    layouts: list[tuple[Any, ...]] = field(default_factory=list)
-    uncut: set[int] = field(default_factory=set)
-    results: list[int] = field(default_factory=list)
-    how: Any = None
+    def __init__(self) -> None:
+        self.values: dict[
+            int, Tensor
+        ] = {}  # what goes in: arguments, and what it reaches otherwise
+        self.operations: list[Operation] = []
+        self.layouts: list[tuple[Any, ...]] = []  # shape, dtype and device of each value
+        self.uncut: set[int] = set()  # where no cut may be, by the number of operations before
+        self.results: list[int] = []
+        self.how: Any = None  # what else is in the result
 
     def signature(self) -> str:
         """Equal for recordings that cost the same."""

@@ -21,12 +21,7 @@ def without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], 
     """Arguments with ``use_cache=False``, and without an empty cache, as in transformers itself.
 
     A cache that holds something (a trained prefix, the states of a prompt) is left: the layer reads
-    it, and the region refuses it.
-
-    Args:
-        layer: the class of the layer, for the warning.
-        args: positional arguments.
-        kwargs: the others.
+    it, and the region refuses it. A warning names the class of the ``layer``.
     """
     uses_cache = kwargs.get("use_cache") is True
     if uses_cache or any(map(_is_empty, (*args, *kwargs.values()))):
