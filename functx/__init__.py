@@ -10,8 +10,9 @@ from functx import memory as memory
 from functx import per_sample as per_sample
 from functx._apply import apply_remat as apply_remat
 from functx._apply import remove_remat as remove_remat
-from functx._budget import plan as plan
 from functx._checkpoint import checkpoint as checkpoint
+from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
+from functx._checkpoint import remat_sequential as remat_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._errors import TracingError as TracingError
@@ -22,13 +23,12 @@ from functx._loops import remat_scan as remat_scan
 from functx._names import checkpoint_name as checkpoint_name
 from functx._patch import patch_checkpoint as patch_checkpoint
 from functx._plan import Plan as Plan
+from functx._plan import plan as plan
 from functx._remat import remat as remat
 from functx._residuals import Residual as Residual
 from functx._residuals import Residuals as Residuals
 from functx._saved import print_saved_residuals as print_saved_residuals
 from functx._saved import saved_residuals as saved_residuals
-from functx._sequential import checkpoint_sequential as checkpoint_sequential
-from functx._sequential import remat_sequential as remat_sequential
 from functx._transforms import debug_unwrap as debug_unwrap
 from functx._transforms import functional_call as functional_call
 from functx._transforms import functionalize as functionalize

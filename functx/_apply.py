@@ -143,7 +143,18 @@ def apply_remat(
     )
     found = list(_where.find(model, where, "apply_remat").items())[::every]
     for name, module in found:
-        _check_module(name, module)
+        if isinstance(module, RematModule):
+            raise ValueError(
+                f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it "
+                "out of where, or build the model without."
+            )
+        checkpointed = getattr(module, "gradient_checkpointing", False)
+        if checkpointed and _transformers.is_marked_layer(module):
+            raise ValueError(
+                f"apply_remat: {name!r} is checkpointed by transformers already. Call "
+                "model.gradient_checkpointing_disable() first, or keep it and use "
+                "functx.patch_checkpoint()."
+            )
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
         own = vars(module).get("forward")
@@ -174,9 +185,8 @@ def remove_remat(model: M, where: _where.Where | None = None) -> M:
     for module in modules:
         region = vars(module).get("forward")
         if isinstance(region, RegionForward):
-            if region.own is None:
-                del module.forward
-            else:
+            del module.forward
+            if region.own is not None:
                 module.forward = region.own
     return model
 
@@ -184,17 +194,3 @@ def remove_remat(model: M, where: _where.Where | None = None) -> M:
 def _check_model(model: Any, caller: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected an nn.Module first, got {type(model).__name__}.")
-
-
-def _check_module(name: str, module: nn.Module) -> None:
-    if isinstance(module, RematModule):
-        raise ValueError(
-            f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it out "
-            "of where, or build the model without."
-        )
-    if _transformers.is_marked_layer(module) and getattr(module, "gradient_checkpointing", False):
-        raise ValueError(
-            f"apply_remat: {name!r} is checkpointed by transformers already. Call "
-            "model.gradient_checkpointing_disable() first, or keep it and use "
-            "functx.patch_checkpoint()."
-        )

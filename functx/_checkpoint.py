@@ -1,25 +1,27 @@
-"""`checkpoint`: drop-in for that of ``torch.utils.checkpoint``, by a region of `functx.remat`.
+"""`checkpoint` and chains cut into segments: drop-in for those of ``torch.utils.checkpoint``.
 
-Every option is honoured or refused; none is ignored.
+Same signatures, one implementation: a region of `functx.remat`. Every option is honoured or
+refused; none is ignored.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch
+from functx import _schedules, _torch
 from functx._errors import RematError
-from functx._remat import checked_options, run
+from functx._remat import Options, checked_options, run
 from functx._torch import compiler
-from functx._validate import check_callable, name_of, warn_if_later
+from functx._validate import check_callable, integer, name_of, warn_if_later
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -144,6 +146,88 @@ def checkpoint(
     return run(body, args, kwargs, options)
 
 
+def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
+    """``x`` through ``functions``, in segments of which each keeps only what goes into it.
+
+    As :func:`torch.utils.checkpoint.checkpoint_sequential`, under every transform: all segments
+    but the last are regions of `functx.remat`. The last is pulled back first, so that it would be
+    run again at once; it is left as it is.
+
+    Args:
+        functions: an ``nn.Sequential``, or callables; each is called with what the last returned.
+        segments: into how many runs of functions to cut; their lengths differ by one at most.
+        x: what the first function is called with, any pytree.
+
+    Returns:
+        What the last function returned.
+
+    Raises:
+        TypeError: ``functions`` are not callable, or ``segments`` is no int.
+        ValueError: ``segments`` is not between 1 and the number of functions.
+
+    Example:
+        >>> import torch, functx
+        >>> layers = [torch.nn.Linear(3, 3) for _ in range(6)]
+        >>> x = torch.ones(2, 3, requires_grad=True)
+        >>> functx.remat_sequential(layers, 3, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([2, 3])
+    """
+    parts, segments = _checked(functions, segments, "remat_sequential")
+    cuts = _schedules.segments(len(parts), segments)
+    for start, end in cuts[:-1]:
+        o = Options(name=f"functions {start} to {end - 1} of remat_sequential")
+        x = run(functools.partial(_composed, *parts[start:end]), (x,), {}, o)
+    return _composed(*parts[cuts[-1][0] :], x)
+
+
+def checkpoint_sequential(
+    functions: Sequence[Callable[[Any], Any]] | nn.Sequential,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A chain of functions in ``segments`` pieces, all but the last of which are regions.
+
+    Takes what `torch.utils.checkpoint.checkpoint_sequential` takes, and cuts where it cuts: pieces
+    of ``len(functions) // segments`` functions, the rest in the last one.
+
+    Args:
+        functions: an ``nn.Sequential``, or the functions in order.
+        segments: how many pieces, from 1 to the number of functions.
+        input: what the first function takes.
+        use_reentrant: as for `checkpoint`.
+        **kwargs: further options of `checkpoint`, ``preserve_rng_state`` for one.
+
+    Returns:
+        What the last function returns.
+
+    Raises:
+        TypeError: ``segments`` is no integer, or ``functions`` are none.
+        ValueError: ``segments`` is out of range, or an option is not known.
+
+    Example:
+        >>> import torch, functx
+        >>> chain = [torch.sin, torch.cos, torch.sin, torch.cos]
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> functx.checkpoint_sequential(chain, 2, x, use_reentrant=False).shape
+        torch.Size([2])
+    """
+    unknown = kwargs.keys() - checkpoint.__kwdefaults__.keys()
+    if unknown:
+        raise ValueError(
+            f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
+            f"knows {', '.join(sorted(checkpoint.__kwdefaults__))}."
+        )
+    parts, segments = _checked(functions, segments, "checkpoint_sequential")
+    size = len(parts) // segments
+    for number in range(segments - 1):
+        piece = functools.partial(_composed, *parts[number * size : (number + 1) * size])
+        input = checkpoint(piece, input, use_reentrant=use_reentrant, **kwargs)
+    return _composed(*parts[size * (segments - 1) :], input)
+
+
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     check_callable(function, "checkpoint")
 
@@ -183,3 +267,24 @@ def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
         )
 
     return body
+
+
+def _checked(functions: Any, segments: Any, api: str) -> tuple[list[Callable[[Any], Any]], int]:
+    """The functions in order, and into how many segments to cut them."""
+    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    for part in parts:
+        check_callable(part, api)
+    segments = integer(segments, f"{api}: segments must be an int")
+    most = max(len(parts), 1)
+    if not 1 <= segments <= most:
+        raise ValueError(
+            f"{api}: {len(parts)} functions can be cut into 1 to {most} segments, not {segments}"
+        )
+    return parts, segments
+
+
+def _composed(*functions_and_x: Any) -> Any:
+    *functions, x = functions_and_x
+    for function in functions:
+        x = function(x)
+    return x

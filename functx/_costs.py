@@ -17,6 +17,7 @@ from torch import Tensor
 from functx import _torch, _tree
 from functx._chain import BlockCosts, Tree, numbers_in
 from functx._policy_kinds import flops_of
+from functx._recording import OperationBlock
 from functx._remat import Options, run, tape_of
 from functx._saved import held
 from functx._storages import LiveStorages, no_collection, storages_of
@@ -69,10 +70,9 @@ def walk(tree: Tree, blocks: Blocks, x: Any, options: Options | None = None) -> 
 
 def read_by(blocks: Blocks, state: Any) -> Any:
     """What some blocks read of a state, where they say so."""
-    if not all(hasattr(block, "reads") for block in blocks):
-        return state
-    reads = set().union(*(block.reads for block in blocks))  # type: ignore[attr-defined]
-    return {n: t for n, t in state.items() if n in reads}
+    reads = set().union(*(b.reads for b in blocks if isinstance(b, OperationBlock)))
+    is_recorded = isinstance(blocks[0], OperationBlock)
+    return {n: t for n, t in state.items() if n in reads} if is_recorded else state
 
 
 def fresh(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
@@ -89,29 +89,30 @@ def there_and_back(
     Returns the gradients of the ``wanted`` tensors, and of leaves that ``body`` reaches otherwise.
     Results go through ``between`` before they are pulled back.
     """
-    if _torch.peek_interpreter() is None:
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
-        outs = _differentiable(body(*leaves))
+    given = [t for t, w in zip(tensors, wanted) if w]
+
+    def forward(given: Sequence[Tensor]) -> list[Tensor]:
+        it = iter(given)
+        out = body(*(next(it) if w else t for t, w in zip(tensors, wanted)))
+        outs = [t for t in _tree.parted(out)[0] if t.grad_fn is not None]
         between(outs)
+        return outs
+
+    if _torch.peek_interpreter() is None:
+        leaves = [t.detach().requires_grad_() for t in given]
+        outs = forward(leaves)
         below = [node.variable for node in tape_of(outs, 0) if hasattr(node, "variable")]
-        asked = {id(t): t for t in (*leaves, *below) if t.requires_grad}
+        asked = {id(t): t for t in (*leaves, *below)}
         if not outs or not asked:
             return ()
         ones = [torch.ones_like(o) for o in outs]
         return torch.autograd.grad(outs, [*asked.values()], ones, allow_unused=True)
 
-    if True not in wanted:
-        between(_differentiable(body(*tensors)))
-        return ()
-
     def number(given: list[Tensor]) -> Tensor:
-        it = iter(given)
-        outs = _differentiable(body(*(next(it) if w else t for t, w in zip(tensors, wanted))))
-        between(outs)
-        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in outs]
+        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in forward(given)]
         return torch.stack(parts).sum() if parts else given[0].new_zeros(())
 
-    return grad(number)([t for t, w in zip(tensors, wanted) if w])
+    return grad(number)(given) if given else forward(given)[:0]
 
 
 def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
@@ -119,10 +120,6 @@ def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequenc
     with no_collection(), LiveStorages() as storages:
         there_and_back(body, tensors, wanted, lambda outs: None)
     return storages.peak
-
-
-def _differentiable(out: Any) -> list[Tensor]:
-    return [t for t in {id(t): t for t in _tree.parted(out)[0]}.values() if t.grad_fn is not None]
 
 
 def measured(
@@ -157,14 +154,15 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> BlockC
     passing = [key not in first for key, w in zip(keys, wanted) if w]
     tensors = fresh(given, wanted)
     seen: dict[str, int] = {}
+    ran: list[int] = []
     start = _torch.next_sequence_number()
     with torch.enable_grad(), no_collection(), LiveStorages() as storages:
 
         def between(outs: list[Tensor]) -> None:
-            seen["live"], seen["forward"] = storages.live, storages.peak
-            seen["ran"] = len(storages.timeline)
-            seen["saved"] = storages.bytes_of(held([t.grad_fn for t in outs], start))
-            seen["cotangents"] = sum(t.nbytes for t in outs)
+            ran.append(len(storages.timeline))
+            saved = storages.bytes_of(held([t.grad_fn for t in outs], start))
+            seen.update(kept=storages.live, saved=saved, forward=storages.peak)
+            seen.update(cotangents=sum(t.nbytes for t in outs))
 
         def body(*leaves: Tensor) -> Any:
             return block(_tree.joined(leaves, how))
@@ -173,19 +171,11 @@ def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> BlockC
         pairs = itertools.zip_longest(gradients, passing, fillvalue=False)
         of_leaves = storages.bytes_of([g for g, p in pairs if isinstance(g, Tensor) and not p])
         del gradients, pairs
-    live = seen["live"]
-    backward = max((e.live for e in storages.timeline[seen["ran"] :]), default=live) - live
+    kept = seen["kept"]
+    backward = max((e.live for e in storages.timeline[ran[0] :]), default=kept) - kept
+    backward = max(backward - of_leaves, seen["cotangents"])
     with torch.no_grad():
-        flops = work(block, x)
-    return BlockCosts(
-        kept=live,
-        saved=seen["saved"],
-        forward=seen["forward"],
-        backward=max(backward - of_leaves, seen["cotangents"]),
-        cotangents=seen["cotangents"],
-        gradients=of_leaves,
-        work=flops,
-    )
+        return BlockCosts(**seen, backward=backward, gradients=of_leaves, work=work(block, x))
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -90,9 +90,7 @@ class Recording:
     """What a function ran."""
 
     def __init__(self) -> None:
-        self.values: dict[
-            int, Tensor
-        ] = {}  # what goes in: arguments, and what it reaches otherwise
+        self.values: dict[int, Tensor] = {}  # arguments, and what it reaches otherwise
         self.operations: list[Operation] = []
         self.layouts: list[tuple[Any, ...]] = []  # shape, dtype and device of each value
         self.uncut: set[int] = set()  # where no cut may be, by the number of operations before
@@ -171,11 +169,12 @@ class _Recorder(TorchFunctionMode):
             made = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
             if t.is_floating_point() or t.is_complex():
                 made.requires_grad_(is_tracked(t))
-            self._numbers[id(t)] = number = self._number(made)
+            self._numbers[id(t)] = number = self.number(made)
             self.recording.values[number] = t
         return self.fakes[self._numbers[id(t)]]
 
-    def _number(self, t: Tensor) -> int:
+    def number(self, t: Tensor) -> int:
+        """The number of a fake."""
         if id(t) not in self._numbers:
             number = self._numbers[id(t)] = len(self.fakes)
             self.fakes[number] = t
@@ -198,13 +197,13 @@ class _Recorder(TorchFunctionMode):
         slices = [o[0] for o in how[1] if o and isinstance(o[0], slice)]
         if any(isinstance(bound, Tensor) for s in slices for bound in (s.start, s.stop, s.step)):
             raise self.refuse("it slices by tensors")
-        given = [*map(self._resolved, tensors)]
+        given = [*map(self.resolved, tensors)]
         versions = [t._version for t in given]
         args, kwargs = _tree.joined(given, how)
         grad, at = torch.is_grad_enabled(), len(self.recording.operations)
         out = func(*args, **kwargs)
         made = _tree.parted(out)[0]
-        reads, gives = [[*map(self._number, ts)] for ts in (given, made)]
+        reads, gives = [[*map(self.number, ts)] for ts in (given, made)]
         self.recording.operations.append(Operation(func, reads, how, gives, grad, Settings()))
         for t in (*given, *made):
             self._first.setdefault(_torch.storage_address(t), at)
@@ -215,7 +214,7 @@ class _Recorder(TorchFunctionMode):
                 )
         return out
 
-    def _resolved(self, t: Tensor) -> Tensor:
+    def resolved(self, t: Tensor) -> Tensor:
         """The fake that a tensor is, or that stands for it."""
         inner = t
         while _torch.is_wrapped(inner):
@@ -229,13 +228,6 @@ class _Recorder(TorchFunctionMode):
                 )
             return t
         return self.stand_in(t)
-
-    def finish(self, result: Any) -> Recording:
-        """The function returned."""
-        self.check_seed()
-        tensors, self.recording.how = _tree.parted(result)
-        self.recording.results = [self._number(self._resolved(t)) for t in tensors]
-        return self.recording
 
 
 def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recording:
@@ -260,7 +252,10 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             fake_args, fake_kwargs = _tree.joined([*map(recorder.stand_in, tensors)], how)
             with recorder:
                 result = f(*fake_args, **fake_kwargs)
-            recording = recorder.finish(result)
+            recorder.check_seed()
+            recording = recorder.recording
+            tensors, recording.how = _tree.parted(result)
+            recording.results = [recorder.number(recorder.resolved(t)) for t in tensors]
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as e:
         raise recorder.refuse(f"it depends on values ({e})") from e
     finally:
@@ -269,7 +264,7 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             torch.clear_autocast_cache()  # it keeps casts of leaves
     made = [weakref.ref(t) for n, t in recorder.fakes.items() if n not in recording.values]
     recorder.fakes.clear()
-    del result, fake_args, fake_kwargs
+    del result, tensors, fake_args, fake_kwargs
     if any(fake() is not None for fake in made):
         gc.collect()
         if any(fake() is not None for fake in made):
