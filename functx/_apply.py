@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from functx import _transformers, _where
+from functx import _where
 from functx._remat import Options, RematModule, checked_options, run
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,7 +39,7 @@ class RegionForward:
         self.__func__ = type(module).forward
         for name in ("__name__", "__qualname__", "__doc__"):
             setattr(self, name, getattr(forward, name, None))
-        self._is_marked = _transformers.is_marked_layer(module)
+        self._is_marked = _where.is_marked_layer(module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -55,7 +56,7 @@ class RegionForward:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
         if self._is_marked and torch.is_grad_enabled():
-            args, kwargs = _transformers.without_cache(type(module).__name__, args, kwargs)
+            args, kwargs = _without_cache(type(module).__name__, args, kwargs)
         return run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
@@ -149,7 +150,7 @@ def apply_remat(
                 "out of where, or build the model without."
             )
         checkpointed = getattr(module, "gradient_checkpointing", False)
-        if checkpointed and _transformers.is_marked_layer(module):
+        if checkpointed and _where.is_marked_layer(module):
             raise ValueError(
                 f"apply_remat: {name!r} is checkpointed by transformers already. Call "
                 "model.gradient_checkpointing_disable() first, or keep it and use "
@@ -194,3 +195,32 @@ def remove_remat(model: M, where: _where.Where | None = None) -> M:
 def _check_model(model: Any, caller: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected an nn.Module first, got {type(model).__name__}.")
+
+
+def _without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with ``use_cache=False``, and without an empty cache, as in transformers itself.
+
+    A cache that holds something (a trained prefix, the states of a prompt) is left: the layer reads
+    it, and the region refuses it. A warning names the class of the ``layer``.
+    """
+    uses_cache = kwargs.get("use_cache") is True
+    if uses_cache or any(map(_is_empty, (*args, *kwargs.values()))):
+        _warn_once(layer)
+    args = tuple(None if _is_empty(a) else a for a in args)
+    kwargs = {name: None if _is_empty(a) else a for name, a in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if uses_cache else {})
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether this is a cache that holds nothing."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is not None and not length()
+
+
+@functools.cache
+def _warn_once(layer: str) -> None:
+    warnings.warn(
+        f"functx: {layer} is a region and a derivative is taken, so no cache of keys and values is "
+        "used. Pass use_cache=False to silence this.",
+        stacklevel=2,
+    )

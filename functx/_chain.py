@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Tree = Sequence[Any]
@@ -29,15 +28,12 @@ Tree = Sequence[Any]
 FINEST = 120
 
 
-@dataclass(frozen=True)
-class BlockCosts:
+class BlockCosts(NamedTuple):
     """What one block costs; sizes in bytes."""
 
-    kept: int  # of what it makes, live when the whole chain has run forward on a tape
-    saved: int  # of that, what its own tape holds
-    forward: int  # most live while it runs forward
-    backward: int  # most live while it is pulled back, beside ``saved``
-    cotangents: int  # of its results, which are part of ``backward``
+    kept: int  # of what it makes, live when it has run forward on a tape
+    saved: int  # of that, all but results that its own tape does not hold
+    passing: int  # most live beside, while it runs forward or is pulled back
     gradients: int  # of its parameters, live from then on
     work: int  # of its forward, in FLOPs; an element of anything but a product counts as one
 
@@ -65,12 +61,11 @@ def frontier(blocks: Sequence[BlockCosts], leaving: Sequence[Sequence[int]]) -> 
         for start in range(n - length + 1):
             end = start + length
             block = blocks[start]
-            # What the next block saves of it is not there any more, or not in this stretch.
+            # What leaves a region is counted where the region is, and so are its cotangents.
             alone = end == start + 1 < n
-            # And its cotangents are those that are held for the region.
-            backward = block.backward - (block.cotangents if alone else 0)
-            least = max(block.forward, block.saved + backward + later[start + 1])
             kept = block.saved if alone else block.kept
+            passing = block.passing - (leaving[start][end] if alone else 0)
+            least = block.saved + passing + later[start + 1]
             found = [
                 Point(max(least, kept + p.memory), p.work, (start, *p.tree))
                 for p in solved[start + 1, end]

@@ -1,12 +1,10 @@
 """What the blocks of a chain cost, measured: bytes on a tape, bytes while they run, work.
 
-Each block runs forward and is pulled back once, alone, where the chain is called: inside of the
-same transforms. Then the chain runs forward as a whole, to see what its blocks hand on.
+The chain runs forward once, on a tape, where it is called: inside of the same transforms.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,21 +80,18 @@ def fresh(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
 
 
 def there_and_back(
-    body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool], between: Any
+    body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]
 ) -> Any:
     """Run ``body`` and pull back once, where this is called: on plain autograd, or by `grad`.
 
     Returns the gradients of the ``wanted`` tensors, and of leaves that ``body`` reaches otherwise.
-    Results go through ``between`` before they are pulled back.
     """
     given = [t for t, w in zip(tensors, wanted) if w]
 
     def forward(given: Sequence[Tensor]) -> list[Tensor]:
         it = iter(given)
         out = body(*(next(it) if w else t for t, w in zip(tensors, wanted)))
-        outs = [t for t in _tree.parted(out)[0] if t.grad_fn is not None]
-        between(outs)
-        return outs
+        return [t for t in _tree.parted(out)[0] if t.grad_fn is not None]
 
     if _torch.peek_interpreter() is None:
         leaves = [t.detach().requires_grad_() for t in given]
@@ -118,7 +113,7 @@ def there_and_back(
 def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
     """The most bytes live while ``body`` runs and is pulled back, beside what was there before."""
     with no_collection(), LiveStorages() as storages:
-        there_and_back(body, tensors, wanted, lambda outs: None)
+        there_and_back(body, tensors, wanted)
     return storages.peak
 
 
@@ -129,54 +124,44 @@ def measured(
 
     Tensors in ``x`` are off all tapes; ``required`` says which are differentiated.
     """
-    first = {key: r for t, r in zip(_tree.parted(x)[0], required) for key in _storages([t])}
+    tensors, how = _tree.parted(x)
+    states, flops = [x], []
     with torch.no_grad():
-        states = [*itertools.accumulate(blocks, lambda state, block: block(state), initial=x)]
-    costs = [_cost(block, read_by([block], s), first) for block, s in zip(blocks, states)]
+        for block in blocks:
+            with Work() as counter:
+                states.append(block(states[-1]))
+            flops.append(counter.flops)
     born: dict[int, int] = {}
     leaving = [[0] * len(states) for _ in states]
     for j, state in enumerate(states):
-        for key, storage in _storages(_tree.parted(state)[0]).items():
+        storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
+        for key, storage in storages.items():
             for i in range(born.setdefault(key, j)):
                 leaving[i][j] += storage.nbytes()
+    costs: list[BlockCosts] = []
+    seen: set[int] = set()
+
+    def body(*leaves: Tensor) -> Any:
+        state = _tree.joined(leaves, how)
+        for i, block in enumerate(blocks):
+            before, ran = live.live, len(live.timeline)
+            start = _torch.next_sequence_number()
+            state = block(state)
+            kept = live.live - before
+            forward = max((e.live for e in live.timeline[ran:]), default=before) - before - kept
+            # Cotangents of what the block gives and takes.
+            cotangents = leaving[i][i + 1] + (leaving[i - 1][i] if i else 0)
+            outs = [t for t in _tree.parted(state)[0] if t.grad_fn is not None]
+            new = [n.variable for n in tape_of(outs, start) if hasattr(n, "variable")]
+            new = [t for t in new if id(t) not in seen]
+            seen.update(map(id, new))
+            gradients = sum(t.nbytes for t in new)
+            saved = {id(s) for t in held([t.grad_fn for t in outs], start) for s in storages_of(t)}
+            unsaved = sum(s.nbytes() for t in outs for s in storages_of(t) if id(s) not in saved)
+            passing = max(forward, 0) + cotangents
+            costs.append(BlockCosts(kept, kept - unsaved, passing, gradients, flops[i]))
+        return state
+
+    with no_collection(), LiveStorages() as live:
+        there_and_back(body, tensors, required)
     return costs, leaving
-
-
-def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> BlockCosts:
-    """What one block costs; ``first`` says what of the chain's input is differentiated."""
-    given, how = _tree.parted(x)
-    keys = [next(iter(_storages([t]))) for t in given]
-    wanted = [
-        first.get(key, True) and (t.is_floating_point() or t.is_complex())
-        for key, t in zip(keys, given)
-    ]
-    # Gradients of parameters, and of what went into the chain, are live from then on.
-    passing = [key not in first for key, w in zip(keys, wanted) if w]
-    tensors = fresh(given, wanted)
-    seen: dict[str, int] = {}
-    ran: list[int] = []
-    start = _torch.next_sequence_number()
-    with torch.enable_grad(), no_collection(), LiveStorages() as storages:
-
-        def between(outs: list[Tensor]) -> None:
-            ran.append(len(storages.timeline))
-            saved = storages.bytes_of(held([t.grad_fn for t in outs], start))
-            seen.update(kept=storages.live, saved=saved, forward=storages.peak)
-            seen.update(cotangents=sum(t.nbytes for t in outs))
-
-        def body(*leaves: Tensor) -> Any:
-            return block(_tree.joined(leaves, how))
-
-        gradients = there_and_back(body, tensors, wanted, between)
-        pairs = itertools.zip_longest(gradients, passing, fillvalue=False)
-        of_leaves = storages.bytes_of([g for g, p in pairs if isinstance(g, Tensor) and not p])
-        del gradients, pairs
-    kept = seen["kept"]
-    backward = max((e.live for e in storages.timeline[ran[0] :]), default=kept) - kept
-    backward = max(backward - of_leaves, seen["cotangents"])
-    with torch.no_grad():
-        return BlockCosts(**seen, backward=backward, gradients=of_leaves, work=work(block, x))
-
-
-def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
-    return {id(storage): storage for t in tensors for storage in storages_of(t)}

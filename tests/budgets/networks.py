@@ -97,7 +97,6 @@ def pullback_peak(tree, blocks, x):
         lambda *leaves: _costs.walk(tree, blocks, _tree.joined(leaves, how)),
         tensors,
         wanted,
-        lambda outs: None,
     )
 
 
