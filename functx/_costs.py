@@ -73,12 +73,6 @@ def read_by(blocks: Blocks, state: Any) -> Any:
     return {n: t for n, t in state.items() if n in reads} if is_recorded else state
 
 
-def fresh(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """The same values, off all tapes; those that are not differentiated may be written to."""
-    with torch.no_grad():
-        return [t.detach() if w else t.detach().clone() for t, w in zip(tensors, wanted)]
-
-
 def there_and_back(
     body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]
 ) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from functx import _schedules, _torch, _tree
 from functx._chain import Tree, frontier, numbers_in, work_again
-from functx._costs import Blocks, fresh, measured, peak_of, walk, work
+from functx._costs import Blocks, measured, peak_of, walk, work
 from functx._errors import RematError
 from functx._labels import labels
 from functx._recording import Recording, record
@@ -241,7 +241,8 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
     tracked = [*map(is_tracked, tensors)]
     can = [t.is_floating_point() or t.is_complex() for t in tensors]
     required = tracked if True in tracked else can
-    own = fresh(tensors, required)
+    with torch.no_grad():  # off all tapes; what is not differentiated may be written to
+        own = [t.detach() if r else t.detach().clone() for t, r in zip(tensors, required)]
     peaks: dict[Tree, int] = {}
 
     def peak(tree: Tree) -> int:
