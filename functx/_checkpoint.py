@@ -214,11 +214,12 @@ def checkpoint_sequential(
         >>> functx.checkpoint_sequential(chain, 2, x, use_reentrant=False).shape
         torch.Size([2])
     """
-    unknown = kwargs.keys() - checkpoint.__kwdefaults__.keys()
+    known = checkpoint.__kwdefaults__ or {}
+    unknown = kwargs.keys() - known.keys()
     if unknown:
         raise ValueError(
             f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
-            f"knows {', '.join(sorted(checkpoint.__kwdefaults__))}."
+            f"knows {', '.join(sorted(known))}."
         )
     parts, segments = _checked(functions, segments, "checkpoint_sequential")
     size = len(parts) // segments
