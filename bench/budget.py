@@ -15,7 +15,7 @@ from torch import nn
 import functx
 from bench._common import Column, Result, device_argument, environment
 from bench._plan_models import NETWORKS
-from functx import _costs, _schedules
+from functx import _costs, _schedules, _tree
 from functx._chain import work_again
 
 NAME = "budget"
@@ -43,10 +43,10 @@ class Network(nn.Module):
 
 
 def peak_of(tree: Any, blocks: Any, x: Any) -> int:
-    tensors = _costs.tensors_of(x)
+    tensors, how = _tree.parted(x)
 
     def body(*leaves: Any) -> Any:
-        return _costs.walk(tree, blocks, _costs.filled(x, tensors, leaves))
+        return _costs.walk(tree, blocks, _tree.joined(leaves, how))
 
     return _costs.peak_of(body, tensors, [True] * len(tensors))
 
@@ -67,7 +67,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         peak = peak_of(tree, blocks, x)
         plan = functx.plan(blocks, x, budget=peak)
         fine = functx.plan(network, x, budget=peak)
-        took = peak_of(plan.nested, blocks, x)  # measured once more
+        took = peak_of(plan.tree, blocks, x)  # measured once more
         assert max(took, plan.peak, fine.peak) <= peak
         rows.append(
             {

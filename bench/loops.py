@@ -57,6 +57,12 @@ def gradient(loop: Loop, x: torch.Tensor, weight: torch.Tensor) -> Any:
     return torch.autograd.grad(out.sum(), (x, weight))
 
 
+def recomputed(steps: int, slots: int) -> int:
+    """How many steps the best schedule runs again in a backward pass."""
+    *regions, _ = _schedules.chain(steps, slots)
+    return sum(m + recomputed(m, own) for m, own in regions)
+
+
 def measured(loop: Loop, steps: int, device: torch.device) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
@@ -76,7 +82,7 @@ def torch_rows(steps: int, device: torch.device) -> list[dict[str, Any]]:
         rows.append({"loop": title, **measured(loop, steps, device)})
     for slots in LENGTHS[steps]:
         row = {"loop": "functx.remat_loop", "slots": slots}
-        row["best"] = _schedules.recomputed(steps, slots)
+        row["best"] = recomputed(steps, slots)
         rows.append(row | measured(functools.partial(known, steps, slots), steps, device))
     loop = functools.partial(unknown, steps)
     return [*rows, {"loop": "functx.remat_loop, length unknown", **measured(loop, steps, device)}]

@@ -35,10 +35,9 @@ Workloads and other frameworks:
     compat: the same function in JAX; import it as functx.compat.
 """
 
-from functx import _budget as _budget
 from functx import checkpoint_policies, graph, memory, per_sample
 from functx._apply import apply_remat, remove_remat
-from functx._checkpoint import checkpoint, checkpoint_sequential
+from functx._checkpoint import checkpoint, checkpoint_sequential, remat_sequential
 from functx._errors import RematError, ReplayError, TracingError
 from functx._jit import jit
 from functx._linearize import linearize
@@ -48,7 +47,6 @@ from functx._patch import patch_checkpoint
 from functx._plan import Plan, plan
 from functx._remat import remat
 from functx._residuals import Residual, Residuals, print_saved_residuals, saved_residuals
-from functx._sequential import remat_sequential
 from functx._transforms import (
     debug_unwrap,
     functional_call,

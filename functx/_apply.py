@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from functx import _submodules, _transformers
+from functx import _submodules
 from functx._remat import Options, RematModule, checked_options, run
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,10 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 class RegionForward:
     """``forward`` of a module, as a region. ``NOTE [forward of an instance]``.
 
-    Args:
-        module: whose ``forward`` this is.
-        options: of the region.
-        own: a ``forward`` that the instance had already, ``None`` for that of its class.
+    ``own`` is a ``forward`` that the instance had already, ``None`` for that of its class.
     """
 
     def __init__(self, module: nn.Module, options: Options, own: Any = None) -> None:
@@ -38,26 +36,14 @@ class RegionForward:
         self.options = options
         self.own = own
         forward = self._forward_of(module)
-        is_marked = _transformers.is_marked_layer(module)
-        self._names = _transformers.positional(forward) if is_marked else None
-        self.__doc__ = getattr(forward, "__doc__", None)
-        for name in ("__name__", "__qualname__"):
-            setattr(self, name, getattr(forward, name, "forward"))
-
-    @property
-    def __wrapped__(self) -> Any:
-        """What runs in the region; shows its signature."""
-        return self._forward_of(self.__self__)
+        self.__func__ = type(module).forward
+        for name in ("__name__", "__qualname__", "__doc__"):
+            setattr(self, name, getattr(forward, name, None))
+        self._is_marked = _submodules.is_marked_layer(module)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """For those who do not look at what is wrapped."""
-        return inspect.signature(self.__wrapped__)
-
-    @property
-    def __func__(self) -> Any:
-        """As of a method."""
-        return type(self.__self__).forward
+        return inspect.signature(self._forward_of(self.__self__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original ``forward``, as a region."""
@@ -69,9 +55,8 @@ class RegionForward:
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
-        if self._names is not None and torch.is_grad_enabled():
-            layer = type(module).__name__
-            args, kwargs = _transformers.without_cache(layer, self._names, args, kwargs)
+        if self._is_marked and torch.is_grad_enabled():
+            args, kwargs = _without_cache(type(module).__name__, args, kwargs)
         return run(forward, args, kwargs, self.options)
 
     def _forward_of(self, module: nn.Module) -> Any:
@@ -159,10 +144,23 @@ def apply_remat(
     )
     found = list(_submodules.find(model, where, "apply_remat").items())[::every]
     for name, module in found:
-        _check_module(name, module)
+        if isinstance(module, RematModule):
+            raise ValueError(
+                f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it "
+                "out of where, or build the model without."
+            )
+        checkpointed = getattr(module, "gradient_checkpointing", False)
+        if checkpointed and _submodules.is_marked_layer(module):
+            raise ValueError(
+                f"apply_remat: {name!r} is checkpointed by transformers already. Call "
+                "model.gradient_checkpointing_disable() first, or keep it and use "
+                "functx.patch_checkpoint()."
+            )
     for name, module in found:
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        _set(module, replace(options, name=title))
+        own = vars(module).get("forward")
+        own = own.own if isinstance(own, RegionForward) else own
+        module.forward = RegionForward(module, replace(options, name=title), own)
     return model
 
 
@@ -190,18 +188,10 @@ def remove_remat(model: M, where: _submodules.Where | None = None) -> M:
     for module in modules:
         region = vars(module).get("forward")
         if isinstance(region, RegionForward):
-            if region.own is None:
-                del module.forward
-            else:
+            del module.forward
+            if region.own is not None:
                 module.forward = region.own
     return model
-
-
-def _set(module: nn.Module, options: Options) -> None:
-    own = vars(module).get("forward")
-    if isinstance(own, RegionForward):
-        own = own.own
-    module.forward = RegionForward(module, options, own)
 
 
 def _check_model(model: Any, caller: str) -> None:
@@ -209,15 +199,30 @@ def _check_model(model: Any, caller: str) -> None:
         raise TypeError(f"{caller}: expected an nn.Module first, got {type(model).__name__}.")
 
 
-def _check_module(name: str, module: nn.Module) -> None:
-    if isinstance(module, RematModule):
-        raise ValueError(
-            f"apply_remat: {name!r} was made by functx.remat and is a region already. Leave it out "
-            "of where, or build the model without."
-        )
-    if _transformers.is_marked_layer(module) and getattr(module, "gradient_checkpointing", False):
-        raise ValueError(
-            f"apply_remat: {name!r} is checkpointed by transformers already. Call "
-            "model.gradient_checkpointing_disable() first, or keep it and use "
-            "functx.patch_checkpoint()."
-        )
+def _without_cache(layer: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with ``use_cache=False``, and without an empty cache, as in transformers itself.
+
+    A cache that holds something (a trained prefix, the states of a prompt) is left: the layer reads
+    it, and the region refuses it. A warning names the class of the ``layer``.
+    """
+    uses_cache = kwargs.get("use_cache") is True
+    if uses_cache or any(map(_is_empty, (*args, *kwargs.values()))):
+        _warn_once(layer)
+    args = tuple(None if _is_empty(a) else a for a in args)
+    kwargs = {name: None if _is_empty(a) else a for name, a in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if uses_cache else {})
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether this is a cache that holds nothing."""
+    length = getattr(cache, "get_seq_length", None)
+    return length is not None and not length()
+
+
+@functools.cache
+def _warn_once(layer: str) -> None:
+    warnings.warn(
+        f"functx: {layer} is a region and a derivative is taken, so no cache of keys and values is "
+        "used. Pass use_cache=False to silence this.",
+        stacklevel=2,
+    )

@@ -16,178 +16,111 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-Tree = list[Any]
-"""Blocks by number; a list in it is a region."""
+Tree = Sequence[Any]
+"""Blocks by number; a tuple or list in it is a region."""
 
 # Points of a frontier that are kept: more than stretches of up to ten blocks have.
 FINEST = 120
 
 
-@dataclass(frozen=True)
-class Block:
-    """What one block costs; sizes in bytes.
+class BlockCosts(NamedTuple):
+    """What one block costs; sizes in bytes."""
 
-    Attributes:
-        kept: of what it makes, live when the whole chain has run forward on a tape.
-        saved: of that, what its own tape holds.
-        forward: most live while it runs forward.
-        backward: most live while it is pulled back, beside ``saved``.
-        cotangents: of its results, which are part of ``backward``.
-        gradients: of its parameters, live from then on.
-        work: of its forward, in FLOPs; an element of anything but a product counts as one.
+    kept: int  # of what it makes, live when it has run forward on a tape
+    saved: int  # of that, all but results that its own tape does not hold
+    passing: int  # most live beside, while it runs forward or is pulled back
+    gradients: int  # of its parameters, live from then on
+    work: int  # of its forward, in FLOPs; an element of anything but a product counts as one
+
+
+class Point(NamedTuple):
+    """A way to run a stretch."""
+
+    memory: int  # that it needs, in bytes, beside what went into it
+    work: int  # done again, in FLOPs
+    tree: tuple[Any, ...]  # how
+
+
+def frontier(blocks: Sequence[BlockCosts], leaving: Sequence[Sequence[int]]) -> list[Point]:
+    """Ways to run a chain, by memory, each with less work than the one before.
+
+    ``leaving[i][j]`` is the bytes of the values made by blocks ``i`` to ``j - 1`` that later blocks
+    read, or that are results.
     """
-
-    kept: int
-    saved: int
-    forward: int
-    backward: int
-    cotangents: int
-    gradients: int
-    work: int
-
-
-@dataclass(frozen=True)
-class Point:
-    """A way to run a stretch.
-
-    Attributes:
-        memory: that it needs, in bytes, beside what went into it.
-        work: done again, in FLOPs.
-        tree: how.
-    """
-
-    memory: int
-    work: int
-    tree: Any
-
-
-class Chain:
-    """The frontiers of all stretches of a chain.
-
-    Args:
-        blocks: what they cost.
-        leaving: ``leaving[i][j]``: bytes of the values made by blocks ``i`` to ``j - 1`` that
-            later blocks read, or that are results.
-        unsaved: bytes of what goes into each block that no tape holds, but a region would.
-        finest: points of a frontier to keep.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        leaving: Sequence[Sequence[int]],
-        unsaved: Sequence[int] = (),
-        finest: int = FINEST,
-    ) -> None:
-        self._blocks = blocks
-        self._unsaved = unsaved or [0] * len(blocks)
-        self._finest = finest
-        self._leaving = leaving
-        n = len(blocks)
-        self._later = [0] * (n + 1)  # gradients of later blocks
-        self._before = [0] * (n + 1)  # work of earlier blocks
-        for i in reversed(range(n)):
-            self._later[i] = self._later[i + 1] + blocks[i].gradients
-            if i == n - 1:  # and the cotangents of the results, which the caller holds
-                self._later[i] += leaving[0][n]
-        for i in range(n):
-            self._before[i + 1] = self._before[i] + blocks[i].work
-        self._frontiers: dict[tuple[int, int], list[Point]] = {}
-        for i in range(n + 1):
-            self._frontiers[i, i] = [Point(0, 0, ())]
-        for length in range(1, n + 1):
-            for start in range(n - length + 1):
-                self._frontiers[start, start + length] = self._solve(start, start + length)
-
-    @property
-    def work(self) -> list[int]:
-        """Of the blocks."""
-        return [block.work for block in self._blocks]
-
-    def frontier(self) -> list[Point]:
-        """Ways to run the chain, by memory, each with less work than the one before."""
-        return self._frontiers[0, len(self._blocks)]
-
-    def _solve(self, start: int, end: int) -> list[Point]:
-        block = self._blocks[start]
-        # What the next block saves of it is not there any more, or not in this stretch.
-        alone = end == start + 1 < len(self._blocks)
-        # And its cotangents are those that are held for the region.
-        backward = block.backward - (block.cotangents if alone else 0)
-        least = max(block.forward, block.saved + backward + self._later[start + 1])
-        kept = block.saved if alone else block.kept
-        found = [
-            Point(max(least, kept + p.memory), p.work, (start, p.tree))
-            for p in self._frontiers[start + 1, end]
-        ]
-        # All of it in one region would be pulled back at once: as much memory, and more work.
-        for cut in range(start + 1, end):
-            again = self._before[cut] - self._before[start]
-            out = self._leaving[start][cut]
-            inside, rest = self._frontiers[start, cut], self._frontiers[cut, end]
-            found += _both(inside, rest, self._unsaved[start], out, again)
-        return thinned(nondominated(found), self._finest)
+    n = len(blocks)
+    work_before = [0, *itertools.accumulate(block.work for block in blocks)]
+    # Gradients of later blocks, and the cotangents of the results, which the caller holds.
+    later = [sum(b.gradients for b in blocks[i:]) + leaving[0][n] for i in range(n)] + [0]
+    solved = {(i, i): [Point(0, 0, ())] for i in range(n + 1)}
+    for length in range(1, n + 1):
+        for start in range(n - length + 1):
+            end = start + length
+            block = blocks[start]
+            # What leaves a region is counted where the region is, and so are its cotangents.
+            alone = end == start + 1 < n
+            kept = block.saved if alone else block.kept
+            passing = block.passing - (leaving[start][end] if alone else 0)
+            least = block.saved + passing + later[start + 1]
+            found = [
+                Point(max(least, kept + p.memory), p.work, (start, *p.tree))
+                for p in solved[start + 1, end]
+            ]
+            # All of it in one region would be pulled back at once: as much memory, and more work.
+            for cut in range(start + 1, end):
+                again = work_before[cut] - work_before[start]
+                inside, rest = solved[start, cut], solved[cut, end]
+                found += _region_first(inside, rest, leaving[start][cut], again)
+            solved[start, end] = _useful(found)
+    return solved[0, n]
 
 
-def _both(inside: list[Point], rest: list[Point], held: int, out: int, again: int) -> list[Point]:
+def _region_first(inside: list[Point], rest: list[Point], out: int, again: int) -> list[Point]:
     """A region, then the rest: for each amount of memory, the least work of either."""
     found = []
     i = j = 0
     while True:
         # What leaves the region is there for the rest; its cotangents while it is pulled back.
-        memory = held + out + max(inside[i].memory, rest[j].memory)
-        tree = ([inside[i].tree], rest[j].tree)
-        found.append(Point(memory, again + inside[i].work + rest[j].work, tree))
-        following = []
-        if i + 1 < len(inside):
-            following.append((inside[i + 1].memory, 0))
-        if j + 1 < len(rest):
-            following.append((rest[j + 1].memory, 1))
-        if not following:
+        memory = out + max(inside[i].memory, rest[j].memory)
+        work = again + inside[i].work + rest[j].work
+        found.append(Point(memory, work, (inside[i].tree, *rest[j].tree)))
+        next_inside = inside[i + 1].memory if i + 1 < len(inside) else math.inf
+        next_rest = rest[j + 1].memory if j + 1 < len(rest) else math.inf
+        if next_inside == next_rest == math.inf:
             return found
-        if min(following)[1]:
-            j += 1
-        else:
+        if next_inside <= next_rest:
             i += 1
+        else:
+            j += 1
 
 
-def nondominated(points: list[Point]) -> list[Point]:
-    """Those for which no other needs as little memory and does as little work."""
-    kept: list[Point] = []
+def _useful(points: list[Point]) -> list[Point]:
+    """Those that no other beats in memory and work; of many some, evenly by memory."""
+    useful: list[Point] = []
     for point in sorted(points, key=lambda p: (p.memory, p.work)):
-        if not kept or point.work < kept[-1].work:
-            kept.append(point)
-    return kept
+        if not useful or point.work < useful[-1].work:
+            useful.append(point)
+    if len(useful) <= FINEST:
+        return useful
+    low, high = useful[0].memory, useful[-1].memory
+    kept: dict[int, Point] = {}  # by interval, the one with the least memory; the last is alone
+    for point in useful:
+        kept.setdefault((point.memory - low) * (FINEST - 1) // (high - low), point)
+    return [*kept.values()]
 
 
-def thinned(points: list[Point], most: int) -> list[Point]:
-    """Some of the points, with both ends, evenly by memory."""
-    if len(points) <= most:
-        return points
-    low, high = points[0].memory, points[-1].memory
-    kept: dict[int, Point] = {}
-    for point in points:
-        place = (point.memory - low) * (most - 2) // max(high - low, 1)
-        kept.setdefault(place, point)  # the one with the least memory of its interval
-    return nondominated([*kept.values(), points[-1]])
-
-
-def tree_of(linked: Any) -> Tree:
-    """The tree of a point, as nested lists."""
-    tree: Tree = []
-    while linked:
-        first, linked = linked
-        tree.append(tree_of(first[0]) if isinstance(first, list) else first)
-    return tree
+def numbers_in(tree: Iterable[Any]) -> list[Any]:
+    """The blocks of a tree."""
+    return [n for p in tree for n in (numbers_in(p) if isinstance(p, (list, tuple)) else [p])]
 
 
 def work_again(tree: Tree, work: Sequence[int], around: int = 0) -> int:
     """The work that the regions of a tree do again."""
     return sum(
-        work_again(part, work, around + 1) if isinstance(part, list) else around * work[part]
+        around * work[part] if isinstance(part, int) else work_again(part, work, around + 1)
         for part in tree
     )

@@ -1,4 +1,4 @@
-"""`checkpoint` and `checkpoint_sequential`: drop-in for those of ``torch.utils.checkpoint``.
+"""`checkpoint` and chains cut into segments: drop-in for those of ``torch.utils.checkpoint``.
 
 Same signatures, one implementation: a region of `functx.remat`. Every option is honoured or
 refused; none is ignored.
@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _torch
+from functx import _schedules, _torch
 from functx._errors import RematError
-from functx._remat import checked_options, run
+from functx._remat import Options, checked_options, run
 from functx._torch import compiler
-from functx._validate import name_of, warn_if_later
+from functx._validate import check_callable, integer, name_of, warn_if_later
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -91,37 +91,42 @@ def checkpoint(
             preserve_rng_state=preserve_rng_state,
             respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         )
-    if not callable(function):
-        raise TypeError(
-            f"checkpoint: expected a callable first, got {type(function).__name__}. Call it as "
-            "checkpoint(function, *args), not as checkpoint(function(*args))."
-        )
-    _check_flag("use_reentrant", use_reentrant, optional=True)
-    _check_flag("debug", debug)
-    _check_flag("early_stop", early_stop)
-    _check_flag("respect_saved_tensors_hooks", respect_saved_tensors_hooks, optional=True)
+    check_callable(function, "checkpoint")
+    _check_flags(debug=debug, early_stop=early_stop)
+    _check_flags(
+        True, use_reentrant=use_reentrant, respect_saved_tensors_hooks=respect_saved_tensors_hooks
+    )
     overruling = compiler.checkpoint_overrules()
     if overruling.debug is not None:
         debug = overruling.debug
     if overruling.early_stop is not None:
         early_stop = overruling.early_stop
+    has_contexts = context_fn is not noop_context_fn
     if use_reentrant:
-        _check_reentrant(kwargs, context_fn, debug, respect_saved_tensors_hooks)
         early_stop = False
-    if debug and context_fn is not noop_context_fn:
+        if kwargs:
+            raise ValueError(
+                f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
+                "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
+            )
+        if has_contexts or debug or respect_saved_tensors_hooks is not None:
+            raise ValueError(
+                "Passing `context_fn`, `debug` or `respect_saved_tensors_hooks` is only supported "
+                "when use_reentrant=False."
+            )
+    if debug and has_contexts:
         raise ValueError(
             "checkpoint: debug=True and a context_fn exclude each other, as in torch. Leave out "
             "one of them."
         )
-    if context_fn is not noop_context_fn and compiler.in_plain_graph():
+    if has_contexts and compiler.in_plain_graph():
         return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
         )
     warn_if_later(function)
     policy, body = None, function
-    # (Without grad mode contexts are not entered, as in torch.)
-    if context_fn is not noop_context_fn and torch.is_grad_enabled():
-        forward, replays = _contexts(context_fn)
+    if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
+        forward, replays = _checked_contexts(context_fn())
         policy = compiler.selective_policy(forward)
         if policy is None:
             body = _entered(function, forward, replays)
@@ -139,6 +144,41 @@ def checkpoint(
     )
     options = replace(options, name=name_of(function), early_stop=early_stop)
     return run(body, args, kwargs, options)
+
+
+def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
+    """``x`` through ``functions``, in segments of which each keeps only what goes into it.
+
+    As :func:`torch.utils.checkpoint.checkpoint_sequential`, under every transform: all segments
+    but the last are regions of `functx.remat`. The last is pulled back first, so that it would be
+    run again at once; it is left as it is.
+
+    Args:
+        functions: an ``nn.Sequential``, or callables; each is called with what the last returned.
+        segments: into how many runs of functions to cut; their lengths differ by one at most.
+        x: what the first function is called with, any pytree.
+
+    Returns:
+        What the last function returned.
+
+    Raises:
+        TypeError: ``functions`` are not callable, or ``segments`` is no int.
+        ValueError: ``segments`` is not between 1 and the number of functions.
+
+    Example:
+        >>> import torch, functx
+        >>> layers = [torch.nn.Linear(3, 3) for _ in range(6)]
+        >>> x = torch.ones(2, 3, requires_grad=True)
+        >>> functx.remat_sequential(layers, 3, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([2, 3])
+    """
+    parts, segments = _checked(functions, segments, "remat_sequential")
+    cuts = _schedules.segments(len(parts), segments)
+    for start, end in cuts[:-1]:
+        o = Options(name=f"functions {start} to {end - 1} of remat_sequential")
+        x = run(functools.partial(_composed, *parts[start:end]), (x,), {}, o)
+    return _composed(*parts[cuts[-1][0] :], x)
 
 
 def checkpoint_sequential(
@@ -174,49 +214,23 @@ def checkpoint_sequential(
         >>> functx.checkpoint_sequential(chain, 2, x, use_reentrant=False).shape
         torch.Size([2])
     """
-    unknown = kwargs.keys() - _OPTIONS
+    known = checkpoint.__kwdefaults__ or {}
+    unknown = kwargs.keys() - known.keys()
     if unknown:
         raise ValueError(
             f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
-            f"knows use_reentrant, {', '.join(sorted(_OPTIONS))}."
+            f"knows {', '.join(sorted(known))}."
         )
-    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
-    for step in steps:
-        if not callable(step):
-            raise TypeError(
-                "checkpoint_sequential: functions must be callable, but one of them is "
-                f"{type(step).__name__}."
-            )
-    if isinstance(segments, bool) or not hasattr(segments, "__index__"):
-        raise TypeError(
-            f"checkpoint_sequential: segments is {segments!r}, expected how many pieces to cut "
-            f"{len(steps)} functions into."
-        )
-    if not 1 <= segments <= max(len(steps), 1):
-        raise ValueError(
-            f"checkpoint_sequential: segments is {segments}, but there are {len(steps)} functions: "
-            f"choose 1 to {max(len(steps), 1)}."
-        )
-    size = len(steps) // segments
+    parts, segments = _checked(functions, segments, "checkpoint_sequential")
+    size = len(parts) // segments
     for number in range(segments - 1):
-        piece = functools.partial(_in_order, *steps[number * size : (number + 1) * size])
+        piece = functools.partial(_composed, *parts[number * size : (number + 1) * size])
         input = checkpoint(piece, input, use_reentrant=use_reentrant, **kwargs)
-    return _in_order(*steps[size * (segments - 1) :], input)
-
-
-_OPTIONS = {
-    "context_fn",
-    "debug",
-    "determinism_check",
-    "early_stop",
-    "preserve_rng_state",
-    "respect_saved_tensors_hooks",
-}
+    return _composed(*parts[size * (segments - 1) :], input)
 
 
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"checkpoint: expected a callable, got {type(function).__name__}.")
+    check_callable(function, "checkpoint")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -225,40 +239,15 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
     return call
 
 
-def _in_order(*functions_and_input: Any) -> Any:
-    *functions, value = functions_and_input
-    for function in functions:
-        value = function(value)
-    return value
+def _check_flags(optional: bool = False, **flags: Any) -> None:
+    for name, value in flags.items():
+        if not (isinstance(value, bool) or (optional and value is None)):
+            raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
 
 
-def _check_flag(name: str, value: Any, *, optional: bool = False) -> None:
-    if not (isinstance(value, bool) or (optional and value is None)):
-        raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
-
-
-def _check_reentrant(
-    kwargs: dict[str, Any], context_fn: Any, debug: bool, respect_hooks: bool | None
-) -> None:
-    if kwargs:
-        raise ValueError(
-            f"Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True, as in "
-            "torch, checkpoint takes positional arguments only; pass use_reentrant=False."
-        )
-    if context_fn is not noop_context_fn or debug or respect_hooks is not None:
-        raise ValueError(
-            "Passing `context_fn`, `debug` or `respect_saved_tensors_hooks` is only supported when "
-            "use_reentrant=False."
-        )
-
-
-def _contexts(context_fn: Callable[[], Contexts]) -> Contexts:
-    contexts = context_fn()
-    if (
-        not isinstance(contexts, tuple)
-        or len(contexts) != 2
-        or not all(hasattr(c, "__enter__") and hasattr(c, "__exit__") for c in contexts)
-    ):
+def _checked_contexts(contexts: Any) -> Contexts:
+    is_pair = isinstance(contexts, tuple) and len(contexts) == 2
+    if not is_pair or not all(isinstance(c, AbstractContextManager) for c in contexts):
         raise TypeError(
             f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one for "
             "the forward, one for replays."
@@ -279,3 +268,24 @@ def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
         )
 
     return body
+
+
+def _checked(functions: Any, segments: Any, api: str) -> tuple[list[Callable[[Any], Any]], int]:
+    """The functions in order, and into how many segments to cut them."""
+    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    for part in parts:
+        check_callable(part, api)
+    segments = integer(segments, f"{api}: segments must be an int")
+    most = max(len(parts), 1)
+    if not 1 <= segments <= most:
+        raise ValueError(
+            f"{api}: {len(parts)} functions can be cut into 1 to {most} segments, not {segments}"
+        )
+    return parts, segments
+
+
+def _composed(*functions_and_x: Any) -> Any:
+    *functions, x = functions_and_x
+    for function in functions:
+        x = function(x)
+    return x

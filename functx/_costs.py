@@ -1,7 +1,6 @@
 """What the blocks of a chain cost, measured: bytes on a tape, bytes while they run, work.
 
-Each block runs forward and is pulled back once, alone, where the chain is called: inside of the
-same transforms. Then the chain runs forward as a whole, to see what its blocks hand on.
+The chain runs forward once, on a tape, where it is called: inside of the same transforms.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from functx import _torch, _tree
 from functx._aten import flops_of
-from functx._chain import Block, Chain, Tree
-from functx._remat import Options, run
+from functx._chain import BlockCosts, Tree, numbers_in
+from functx._recording import OperationBlock
+from functx._remat import Options, run, tape_of
 from functx._residuals import held
 from functx._storages import LiveStorages, no_collection, storages_of
 from functx._transforms import grad
@@ -27,13 +27,10 @@ Blocks = Sequence[Callable[[Any], Any]]
 class Work(_torch.TorchDispatchMode):
     """Counts FLOPs: by torch's formulas where there are any, else one for an element of a result.
 
-    Attributes:
-        flops: so far; views are free.
+    Views are free.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
+    flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count it."""
@@ -52,180 +49,113 @@ def work(f: Callable[..., Any], *args: Any) -> int:
 
 
 def walk(tree: Tree, blocks: Blocks, x: Any, options: Options | None = None) -> Any:
-    """Run a chain as a tree says: blocks by number, lists as regions."""
+    """Run a chain as a tree says: blocks by number, tuples or lists as regions."""
     options = Options(name="a chain") if options is None else options
     for part in tree:
-        if not isinstance(part, list):
+        if isinstance(part, int):
             x = blocks[part](x)
             continue
-        numbers = [*flat(part)]
+        numbers = numbers_in(part)
         name = f"blocks {numbers[0]} to {numbers[-1]} of {options.name}"
-        inside = [blocks[n] for n in numbers]
-        needed = read_by(inside, x)
+        needed = read_by([blocks[n] for n in numbers], x)
         own = replace(options, name=name, budget=None)
         made = run(lambda x, part=part, own=own: walk(part, blocks, x, own), (needed,), {}, own)
-        if needed is not x:  # what the region does not read passes it by
-            gives: Any = inside[-1]
-            made = {n: made.get(n, x.get(n)) for n in gives.gives if n in made or n in x}
-        x = made
+        # What the region does not read passes it by.
+        passed = {} if needed is x else {n: t for n, t in x.items() if n not in needed}
+        x = {**passed, **made} if passed else made
     return x
 
 
 def read_by(blocks: Blocks, state: Any) -> Any:
     """What some blocks read of a state, where they say so."""
-    if not all(hasattr(block, "reads") for block in blocks):
-        return state
-    reads = set().union(*(block.reads for block in blocks))  # type: ignore[attr-defined]
-    return {n: t for n, t in state.items() if n in reads}
-
-
-def flat(tree: Tree) -> list[int]:
-    """The blocks of a tree."""
-    return [n for part in tree for n in (flat(part) if isinstance(part, list) else [part])]
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a pytree, each once."""
-    return [*{id(t): t for t in _tree.leaves(tree) if isinstance(t, Tensor)}.values()]
-
-
-def fresh(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """The same values, off all tapes; those that are not differentiated may be written to."""
-    with torch.no_grad():
-        return [t.detach() if w else t.detach().clone() for t, w in zip(tensors, wanted)]
+    reads = set().union(*(b.reads for b in blocks if isinstance(b, OperationBlock)))
+    is_recorded = isinstance(blocks[0], OperationBlock)
+    return {n: t for n, t in state.items() if n in reads} if is_recorded else state
 
 
 def there_and_back(
-    body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool], between: Any
+    body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]
 ) -> Any:
     """Run ``body`` and pull back once, where this is called: on plain autograd, or by `grad`.
 
-    Args:
-        body: takes tensors, returns a pytree of some.
-        tensors: off all tapes.
-        wanted: which are differentiated; leaves that ``body`` reaches otherwise are as well.
-        between: called with the results, before they are pulled back.
-
-    Returns:
-        The gradients.
+    Returns the gradients of the ``wanted`` tensors, and of leaves that ``body`` reaches otherwise.
     """
+    given = [t for t, w in zip(tensors, wanted) if w]
+
+    def forward(given: Sequence[Tensor]) -> list[Tensor]:
+        it = iter(given)
+        out = body(*(next(it) if w else t for t, w in zip(tensors, wanted)))
+        return [t for t in _tree.parted(out)[0] if t.grad_fn is not None]
+
     if _torch.peek_interpreter() is None:
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
-        outs = _differentiable(body(*leaves))
-        between(outs)
-        asked = {id(t): t for t in leaves if t.requires_grad}
-        asked |= {id(t): t for t in _leaves_below(outs)}
+        leaves = [t.detach().requires_grad_() for t in given]
+        outs = forward(leaves)
+        below = [node.variable for node in tape_of(outs, 0) if hasattr(node, "variable")]
+        asked = {id(t): t for t in (*leaves, *below)}
         if not outs or not asked:
             return ()
         ones = [torch.ones_like(o) for o in outs]
         return torch.autograd.grad(outs, [*asked.values()], ones, allow_unused=True)
 
-    if True not in wanted:
-        between(_differentiable(body(*tensors)))
-        return ()
-
     def number(given: list[Tensor]) -> Tensor:
-        it = iter(given)
-        outs = _differentiable(body(*(next(it) if w else t for t, w in zip(tensors, wanted))))
-        between(outs)
-        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in outs]
+        parts = [(torch.view_as_real(o) if o.is_complex() else o).sum() for o in forward(given)]
         return torch.stack(parts).sum() if parts else given[0].new_zeros(())
 
-    return grad(number)([t for t, w in zip(tensors, wanted) if w])
+    return grad(number)(given) if given else forward(given)[:0]
 
 
 def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
     """The most bytes live while ``body`` runs and is pulled back, beside what was there before."""
     with no_collection(), LiveStorages() as storages:
-        there_and_back(body, tensors, wanted, lambda outs: None)
+        there_and_back(body, tensors, wanted)
     return storages.peak
 
 
-def _differentiable(out: Any) -> list[Tensor]:
-    return [t for t in tensors_of(out) if t.grad_fn is not None]
+def measured(
+    blocks: Blocks, x: Any, required: Sequence[bool]
+) -> tuple[list[BlockCosts], list[list[int]]]:
+    """What some blocks called on ``x`` cost, and what leaves them, as `frontier` takes it.
 
-
-def _leaves_below(outs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves on a tape."""
-    stack: list[Any] = [t.grad_fn for t in outs]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
-    return [node.variable for node in seen if hasattr(node, "variable")]
-
-
-def measured(blocks: Blocks, x: Any, wanted: Callable[[Tensor], bool]) -> Chain:
-    """The chain of some blocks, called on ``x``; ``wanted`` says what of it is differentiated."""
-    first = {k: wanted(t) for t in tensors_of(x) for k in _keys([t])}
-    states = [x]
+    Tensors in ``x`` are off all tapes; ``required`` says which are differentiated.
+    """
+    tensors, how = _tree.parted(x)
+    states, flops = [x], []
     with torch.no_grad():
         for block in blocks:
-            states.append(block(states[-1]))
-    costs = [_cost(block, read_by([block], s), first) for block, s in zip(blocks, states)]
-    return Chain(costs, _leaving(states))
-
-
-def _cost(block: Callable[[Any], Any], x: Any, first: dict[int, bool]) -> Block:
-    given = tensors_of(x)
-    wanted = [
-        first.get(_keys([t])[0], True) and (t.is_floating_point() or t.is_complex()) for t in given
-    ]
-    tensors = fresh(given, wanted)
-    seen: dict[str, int] = {}
-    start = _torch.next_sequence_number()
-    with torch.enable_grad(), no_collection(), LiveStorages() as storages:
-
-        def between(outs: list[Tensor]) -> None:
-            seen["live"], seen["forward"] = storages.live, storages.peak
-            seen["ran"] = len(storages.timeline)
-            seen["saved"] = storages.bytes_of(held([t.grad_fn for t in outs], start))
-            seen["cotangents"] = sum(t.nbytes for t in outs)
-
-        def body(*leaves: Tensor) -> Any:
-            return block(filled(x, given, leaves))
-
-        gradients = there_and_back(body, tensors, wanted, between)
-        # Gradients of parameters, and of what went into the chain, are live from then on.
-        inner = [_keys([t])[0] not in first for t, w in zip(given, wanted) if w]
-        inner += [False] * (len(gradients) - len(inner))
-        stay = [g for g, i in zip(gradients, inner) if g is not None and not i]
-        of_leaves = storages.bytes_of(stay)
-        del gradients, stay
-    live = seen["live"]
-    backward = max((e.live for e in storages.timeline[seen["ran"] :]), default=live) - live
-    with torch.no_grad():
-        flops = work(block, x)
-    return Block(
-        kept=live,
-        saved=seen["saved"],
-        forward=seen["forward"],
-        backward=max(backward - of_leaves, seen["cotangents"]),
-        cotangents=seen["cotangents"],
-        gradients=of_leaves,
-        work=flops,
-    )
-
-
-def filled(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
-    """A pytree with other tensors in it."""
-    by = {id(o): n for o, n in zip(old, new)}
-    return _tree.map_(lambda t: by.get(id(t), t), tree)
-
-
-def _keys(tensors: Sequence[Tensor]) -> list[int]:
-    return [id(storage) for t in tensors for storage in storages_of(t)]
-
-
-def _leaving(states: Sequence[Any]) -> list[list[int]]:
-    """``leaving[i][j]``: bytes of storages at boundary ``j`` that were not there at ``i``."""
+            with Work() as counter:
+                states.append(block(states[-1]))
+            flops.append(counter.flops)
     born: dict[int, int] = {}
     leaving = [[0] * len(states) for _ in states]
     for j, state in enumerate(states):
-        storages = {id(s): s for t in tensors_of(state) for s in storages_of(t)}
+        storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
         for key, storage in storages.items():
             for i in range(born.setdefault(key, j)):
                 leaving[i][j] += storage.nbytes()
-    return leaving
+    costs: list[BlockCosts] = []
+    seen: set[int] = set()
+
+    def body(*leaves: Tensor) -> Any:
+        state = _tree.joined(leaves, how)
+        for i, block in enumerate(blocks):
+            before, ran = live.live, len(live.timeline)
+            start = _torch.next_sequence_number()
+            state = block(state)
+            kept = live.live - before
+            forward = max((e.live for e in live.timeline[ran:]), default=before) - before - kept
+            # Cotangents of what the block gives and takes.
+            cotangents = leaving[i][i + 1] + (leaving[i - 1][i] if i else 0)
+            outs = [t for t in _tree.parted(state)[0] if t.grad_fn is not None]
+            new = [n.variable for n in tape_of(outs, start) if hasattr(n, "variable")]
+            new = [t for t in new if id(t) not in seen]
+            seen.update(map(id, new))
+            gradients = sum(t.nbytes for t in new)
+            saved = {id(s) for t in held([t.grad_fn for t in outs], start) for s in storages_of(t)}
+            unsaved = sum(s.nbytes() for t in outs for s in storages_of(t) if id(s) not in saved)
+            passing = max(forward, 0) + cotangents
+            costs.append(BlockCosts(kept, kept - unsaved, passing, gradients, flops[i]))
+        return state
+
+    with no_collection(), LiveStorages() as live:
+        there_and_back(body, tensors, required)
+    return costs, leaving

@@ -32,23 +32,20 @@ class Patch:
 
     def __init__(self) -> None:
         self._on = False
-        self._apply()
+        self._put(True)
 
     def undo(self) -> None:
         """Take the patch back; a second call does nothing."""
-        with _lock:
-            if self._on:
-                self._on = False
-                _count(-1)
+        self._put(False)
 
-    def _apply(self) -> None:
+    def _put(self, on: bool) -> None:
         with _lock:
-            if not self._on:
-                self._on = True
-                _count(1)
+            if self._on is not on:
+                self._on = on
+                _count(1 if on else -1)
 
     def __enter__(self) -> Patch:
-        self._apply()
+        self._put(True)
         return self
 
     def __exit__(self, *exc: object) -> None:

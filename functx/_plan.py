@@ -2,13 +2,15 @@
 
 The blocks of a chain are measured (`_costs`), all useful ways to cut it into regions are found
 (`_chain`), and the one with the least recompute is taken whose *measured* peak is within the
-budget: the model of memory only orders the candidates.
+budget: the model of memory only orders the candidates. A function is run as a chain of its
+operations (`_recording`).
 """
 
 from __future__ import annotations
 
+import bisect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functx import _schedules
-from functx._chain import Tree, tree_of, work_again
-from functx._costs import filled, fresh, measured, peak_of, tensors_of, walk, work
-from functx._remat import remat
+from functx import _schedules, _torch, _tree
+from functx._chain import Tree, frontier, numbers_in, work_again
+from functx._costs import Blocks, measured, peak_of, walk, work
+from functx._errors import RematError
+from functx._recording import Recording, record
+from functx._remat import Options, is_tracked, listening, on_budget, remat, unseen
 from functx._residuals import undisturbed
+from functx._storages import storages_of
 from functx._tensor_names import labels
-from functx._validate import check_callable, checked_budget, describe
+from functx._validate import check_callable, checked_budget, describe, name_of
+
+NEAR = 8  # so many cheaper trees are measured beyond the last that the model says to fit
+REMEMBERED = 256  # plans of a function
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Plan:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The blocks that are in some region, by number."""
-        return tuple(i for part in self.tree if isinstance(part, tuple) for i in _flat(part))
+        return tuple(numbers_in(part for part in self.tree if isinstance(part, tuple)))
 
     def apply(self, blocks: Any) -> Callable[[Any], Any]:
         """The chain of these blocks, cut as planned.
@@ -69,18 +77,13 @@ class Plan:
         Raises:
             ValueError: there are more blocks, or fewer.
         """
-        parts = _as_blocks(blocks)
+        parts = _blocks_of(blocks)
         if parts is None and callable(blocks):
             return remat(blocks, policy=self)
         if parts is None or len(parts) != self.blocks:
             got = describe(blocks) if parts is None else f"{len(parts)}"
             raise ValueError(f"this plan is one for {self.blocks} blocks, got {got}")
-        return lambda x: walk(self.nested, parts, x)
-
-    @property
-    def nested(self) -> Tree:
-        """The tree as nested lists."""
-        return _lists(self.tree)
+        return lambda x: walk(self.tree, parts, x)
 
     def to_json(self) -> str:
         """The plan as a JSON text."""
@@ -99,7 +102,7 @@ class Plan:
             plan = Plan(**fields)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"functx.Plan.from_json: this is no plan ({error})") from error
-        if sorted(_flat(plan.tree)) != list(range(plan.blocks)):
+        if sorted(numbers_in(plan.tree)) != list(range(plan.blocks)):
             raise ValueError("functx.Plan.from_json: this is no plan: its tree has other blocks")
         return plan
 
@@ -170,138 +173,126 @@ def plan(f: Any, /, *args: Any, budget: int | float | str, **kwargs: Any) -> Pla
         True
     """
     budget = checked_budget(budget, "functx.plan")
-    blocks = _as_blocks(f)
+    blocks = _blocks_of(f)
     if blocks is None:
         check_callable(f, "functx.plan")
-        return _FUNCTIONS[0](f, args, kwargs, budget)
+        name = name_of(f)
+        return _planned(record(f, args, kwargs, name), budget, name)
     for block in blocks:
         check_callable(block, "functx.plan")
     if not blocks:
         raise ValueError("functx.plan: there are no blocks")
     if len(args) != 1 or kwargs:
         raise TypeError(f"functx.plan: blocks are called with one argument, got {len(args)}")
-    some = any(t.requires_grad for t in tensors_of(args[0]))
-
-    def wanted(t: Tensor) -> bool:
-        return t.requires_grad if some else t.is_floating_point() or t.is_complex()
-
     buffers = [t for b in blocks for t, (kind, _) in labels(b, (), {}) if kind == "buffer"]
     with undisturbed(buffers):
-        return chosen(blocks, args[0], budget, tuple(map(_name, blocks)), "functx.plan", wanted)
+        return _chosen(blocks, args[0], budget, "functx.plan")
 
 
-_FUNCTIONS: list[Callable[..., Plan]] = []
+@on_budget
+def run_planned(f: Callable[..., Any], args: Any, kwargs: Any, o: Options) -> Any:
+    """``f(*args, **kwargs)``, recomputing what the plan for it says."""
+    recording = record(f, args, kwargs, o.name)
+    blocks, values, plan = recording.blocks(), recording.values, o.budget
+    if not isinstance(plan, Plan):
+        # In a region around it, a replay must find the plan of the forward, at whatever level.
+        outermost = [*values.values()] if listening() is None else []
+        if outermost and not any(map(is_tracked, outermost)):  # forward mode keeps nothing
+            return recording.finish(walk(range(len(blocks)), blocks, values))
+        sizes = [sum(storage.nbytes() for storage in storages_of(t)) for t in outermost]
+        key = recording.signature(), *map(is_tracked, outermost), *sizes
+        assert o.plans is not None  # there is a budget
+        if key not in o.plans:
+            if len(o.plans) >= REMEMBERED:
+                o.plans.clear()
+            o.plans[key] = _planned(recording, o.budget, o.name)
+        plan = o.plans[key]
+    if plan.names != _names_of(blocks):
+        raise RematError(
+            f"remat: the plan was made for another function, or for other shapes: {o.name!r} runs "
+            f"{len(blocks)} blocks of operations, and the plan has {plan.blocks}."
+        )
+    return recording.finish(walk(plan.tree, blocks, values, o))
 
 
-def function_planner(planner: Any) -> Any:
-    """Register what plans for functions that are no chains."""
-    _FUNCTIONS.append(planner)
-    return planner
+def _planned(recording: Recording, budget: Any, name: str) -> Plan:
+    """The plan for what a function runs, measured where this is called."""
+    others = [o[0] for operation in recording.operations for o in operation.how[1] if o]
+    generators = {g: g.get_state() for g in others if isinstance(g, torch.Generator)}
+    with unseen(), _torch.without_dispatch_modes(), undisturbed([]):
+        try:
+            return _chosen(recording.blocks(), recording.values, budget, f"a budget for {name!r}")
+        finally:
+            for generator, state in generators.items():
+                generator.set_state(state)
+            if torch.is_autocast_cache_enabled():
+                torch.clear_autocast_cache()
 
 
-def chosen(
-    blocks: Any,
-    x: Any,
-    budget: int | float,
-    names: tuple[str, ...],
-    api: str,
-    wanted: Callable[[Tensor], bool],
-) -> Plan:
-    """The plan for some blocks called on ``x``.
+def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
+    """The plan for some blocks called on a pytree, measured where this is called.
 
-    Args:
-        blocks: the chain.
-        x: what goes into it, a pytree.
-        budget: bytes, or a share.
-        names: of the blocks.
-        api: who asks, for messages.
-        wanted: which of the tensors in ``x`` are differentiated.
+    Derivatives are those of the tensors in ``x`` that require grad; if none does, of all that can.
+
+    Raises:
+        ValueError: no plan fits in the bytes, or the share, of ``budget``.
     """
-    tensors = tensors_of(x)
-    required = [*map(wanted, tensors)]
-    own = fresh(tensors, required)
+    tensors, how = _tree.parted(x)
+    tracked = [*map(is_tracked, tensors)]
+    can = [t.is_floating_point() or t.is_complex() for t in tensors]
+    required = tracked if True in tracked else can
+    with torch.no_grad():  # off all tapes; what is not differentiated may be written to
+        own = [t.detach() if r else t.detach().clone() for t, r in zip(tensors, required)]
+    peaks: dict[Tree, int] = {}
 
     def peak(tree: Tree) -> int:
         def body(*leaves: Tensor) -> Any:
-            return walk(tree, blocks, filled(x, tensors, leaves))
+            return walk(tree, blocks, _tree.joined(leaves, how))
 
-        return peak_of(body, own, required)
+        if tree not in peaks:
+            peaks[tree] = peak_of(body, own, required)
+        return peaks[tree]
 
-    everything: Tree = list(range(len(blocks)))
+    tree, again = tuple(range(len(blocks))), 0
     with torch.enable_grad():
-        most = peak(everything)
+        most = peak(tree)
         allowed = int(budget * most) if isinstance(budget, float) else budget
-        flops = work(lambda: walk(everything, blocks, filled(x, tensors, own)))
-        if most <= allowed:
-            best = everything, most, 0
-        else:
-            by_id = dict(zip(map(id, own), required))
-            best = _fitting(blocks, filled(x, tensors, own), allowed, api, peak, by_id)
-    tree, peak_found, again = best
-    return Plan(len(blocks), _tuples(tree), allowed, peak_found, most, flops, again, names)
+        x = _tree.joined(own, how)
+        flops = work(lambda: walk(range(len(blocks)), blocks, x))
+        if most > allowed:
+            costs, leaving = measured(blocks, x, required)
+            trees = [point.tree for point in frontier(costs, leaving)]
+            # The model of memory only orders the trees; what counts is what they are measured to
+            # take: of those that are allowed, the one with the least work done again.
+            last = max(bisect.bisect_right(trees, allowed, key=peak) - 1, 0)
+            candidates = [*reversed(trees[last : last + NEAR]), *_segmentations(len(blocks))]
+            found = next((tree for tree in candidates if peak(tree) <= allowed), None)
+            if found is None:
+                raise ValueError(
+                    f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
+                    f"{min(peaks.values()):,} bytes"
+                )
+            tree, again = found, work_again(found, [cost.work for cost in costs])
+    return Plan(len(blocks), tree, allowed, peaks[tree], most, flops, again, _names_of(blocks))
 
 
-NEAR = 8  # so many cheaper trees are measured beyond the last that the model says to fit
+def _segmentations(n: int) -> list[tuple[Any, ...]]:
+    """Trees of equal segments, for where the model is wrong."""
+    cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
+    return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
 
 
-def _fitting(
-    blocks: Any,
-    x: Any,
-    allowed: int,
-    api: str,
-    peak: Callable[[Tree], int],
-    required: dict[int, bool],
-) -> tuple[Tree, int, int]:
-    """The tree with the least work done again of those whose measured peak is allowed.
-
-    The model of memory only orders the trees; what counts is what they are measured to take.
-    """
-    chain = measured(blocks, x, lambda t: required[id(t)])
-    trees = [tree_of(point.tree) for point in chain.frontier()]
-    peaks: dict[int, int] = {}
-
-    def fits(i: int) -> bool:
-        if i not in peaks:
-            peaks[i] = peak(trees[i])
-        return peaks[i] <= allowed
-
-    low, high = -1, len(trees)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    for i in reversed(range(max(low, 0), min(low + NEAR, len(trees)))):
-        if fits(i):
-            return trees[i], peaks[i], work_again(trees[i], chain.work)
-    n = len(blocks)
-    for k in range(2, n + 1):  # equal segments, if the model is wrong
-        cuts = _schedules.segments(n, k)
-        trees.append([*([*range(*cut)] for cut in cuts[:-1]), *range(*cuts[-1])])
-        if fits(len(trees) - 1):
-            return trees[-1], peaks[len(trees) - 1], work_again(trees[-1], chain.work)
-    raise ValueError(
-        f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
-        f"{min(peaks.values()):,} bytes"
-    )
+def _names_of(blocks: Blocks) -> tuple[str, ...]:
+    """What a plan calls some blocks."""
+    return tuple(getattr(b, "__qualname__", None) or type(b).__name__ for b in blocks)
 
 
-def _name(block: Any) -> str:
-    return getattr(block, "__qualname__", None) or type(block).__name__
-
-
-def _flat(tree: Any) -> list[int]:
-    return [i for part in tree for i in (_flat(part) if isinstance(part, tuple) else [part])]
-
-
-def _tuples(tree: Any) -> tuple[Any, ...]:
-    return tuple(_tuples(p) if isinstance(p, (list, tuple)) else p for p in tree)
-
-
-def _lists(tree: Any) -> Tree:
-    return [_lists(p) if isinstance(p, tuple) else p for p in tree]
-
-
-def _as_blocks(f: Any) -> list[Callable[[Any], Any]] | None:
+def _blocks_of(f: Any) -> list[Callable[[Any], Any]] | None:
     """The blocks of a chain, if that is what ``f`` is."""
     if isinstance(f, nn.Sequential):
         return list(f.children())
     return list(f) if isinstance(f, (list, tuple, nn.ModuleList)) else None
+
+
+def _tuples(tree: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(_tuples(part) if isinstance(part, list) else part for part in tree)

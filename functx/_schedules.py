@@ -39,28 +39,6 @@ def depth(steps: int, slots: int) -> int:
     return found
 
 
-def recomputed(steps: int, slots: int) -> int:
-    """How many steps the best schedule runs again in a backward pass.
-
-    Args:
-        steps: of the loop.
-        slots: states kept at most.
-
-    Example:
-        >>> recomputed(1024, 10), recomputed(1024, 1023), recomputed(10, 1)
-        (3755, 1023, 45)
-    """
-    d = depth(steps, slots)
-    return d * steps - reach(slots + 1, d - 1)
-
-
-def split(steps: int, slots: int) -> int:
-    """How many steps the next region takes, for the least recompute with so many slots."""
-    d = depth(steps, slots)
-    # Any number from max(reach(slots, d - 2), steps - reach(slots - 1, d)) up to this is as good.
-    return min(reach(slots, d - 1), steps - reach(slots - 1, d - 1))
-
-
 def default_slots(steps: int) -> int:
     """A number of slots that grows with the logarithm."""
     return max(1, (steps - 1).bit_length())
@@ -77,7 +55,9 @@ def least_slots(steps: int) -> int:
 def chain(steps: int, slots: int) -> Iterator[tuple[int, int]]:
     """The parts of a loop in order: how many steps each has, and its slots; the last is a step."""
     while steps > 1:
-        m = split(steps, slots)
+        d = depth(steps, slots)
+        # Any from max(reach(slots, d - 2), steps - reach(slots - 1, d)) up to this is as good.
+        m = min(reach(slots, d - 1), steps - reach(slots - 1, d - 1))
         yield m, slots
         steps, slots = steps - m, slots - 1
     yield steps, slots

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from functx._transformers import is_marked_layer
-
 Where = type[nn.Module] | str | re.Pattern[str] | nn.Module | Callable[..., bool] | Collection[Any]
 Named = list[tuple[str, nn.Module]]
 
@@ -114,6 +112,14 @@ def _marked(named: Named, caller: str) -> Named:
             f"Name the layers instead. {_hint(named)}"
         )
     return [(name, m) for name, m in named if id(m) in blocks]
+
+
+def is_marked_layer(module: nn.Module) -> bool:
+    """Whether this is a ``GradientCheckpointingLayer`` of transformers."""
+    return any(
+        c.__name__ == "GradientCheckpointingLayer" and c.__module__.startswith("transformers.")
+        for c in type(module).__mro__
+    )
 
 
 def _blocks(owner: nn.Module) -> Iterator[nn.Module]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from functx import _costs
+from functx import _costs, _tree
 
 
 class Residual(nn.Module):
@@ -90,14 +90,13 @@ def all_trees(start, end):
 
 def pullback_peak(tree, blocks, x):
     """What a tree is measured to take: one forward, and one pullback of everything."""
-    tensors = _costs.tensors_of(x)
+    tensors, how = _tree.parted(x)
     wanted = [True] * len(tensors)
     return peak(
         _costs.there_and_back,
-        lambda *leaves: _costs.walk(tree, blocks, _costs.filled(x, tensors, leaves)),
+        lambda *leaves: _costs.walk(tree, blocks, _tree.joined(leaves, how)),
         tensors,
         wanted,
-        lambda outs: None,
     )
 
 

@@ -95,7 +95,7 @@ def test_no_cache_of_keys_is_used_where_a_derivative_is_taken(name):
         loss = model(**inputs, use_cache=True).loss
         return torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
 
-    functx._transformers._warn_once.cache_clear()
+    functx._apply._warn_once.cache_clear()
     model = functx.apply_remat(hf.build(name), "gradient_checkpointing")
     with pytest.warns(UserWarning, match=r"no cache of keys.*use_cache=False"):
         ours = run(model)
