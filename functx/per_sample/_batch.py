@@ -10,7 +10,7 @@ An iterator of batches in the place of the examples stands for the batch they ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 
 from functx import _tree
 from functx._validate import describe
+from functx._vmap import vmap_by_keys
+from functx.per_sample import _random
 
 InDims = int | tuple[Any, ...] | list[Any] | None
 
@@ -32,7 +34,8 @@ class Batch:
         dims: For each leaf the dimension of the examples, ``None`` where it is shared.
         size: How many examples there are.
         kwargs: Shared keyword arguments.
-        start: The position of the first one in the batch that this is a part of.
+        start: The position of the first example among all of the call.
+        whole: Position and size of the batch that this is a chunk of.
     """
 
     leaves: list[Any]
@@ -40,48 +43,73 @@ class Batch:
     dims: list[int | None]
     size: int
     kwargs: dict[str, Any]
-    start: int = 0
+    start: int
+    whole: tuple[int, int]
 
-    def rows(self, start: int, stop: int) -> Batch:
+    def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
         if (start, stop) == (0, self.size):
             return self
-        leaves = [
-            leaf if dim is None else leaf.narrow(dim, start, stop - start)
-            for leaf, dim in zip(self.leaves, self.dims)
-        ]
-        return replace(self, leaves=leaves, size=stop - start, start=start)
+        leaves = self._each(lambda leaf, dim: leaf.narrow(dim, start, stop - start))
+        return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 
     def take(self, index: torch.Tensor) -> Batch:
         """The examples that an index names, as copies."""
-        leaves = [
-            leaf if dim is None else leaf.index_select(dim, index.to(leaf.device))
-            for leaf, dim in zip(self.leaves, self.dims)
-        ]
-        return replace(self, leaves=leaves, size=len(index))
+        leaves = self._each(lambda leaf, dim: leaf.index_select(dim, index.to(leaf.device)))
+        return replace(self, leaves=leaves, size=len(index), start=0, whole=(0, len(index)))
 
-    def one(self, row: int) -> tuple[Any, ...]:
-        """The arguments of a single example."""
-        leaves = (
-            leaf if dim is None else leaf.select(dim, row)
-            for leaf, dim in zip(self.leaves, self.dims)
+    def zeros(self) -> Batch:
+        """One example of zeros, like those that are missing."""
+        leaves = self._each(
+            lambda leaf, dim: leaf.new_zeros(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
         )
-        return _tree.unflatten(self.spec, leaves)
+        return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1))
+
+    def _each(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> list[Any]:
+        return [
+            leaf if dim is None else change(leaf, dim) for leaf, dim in zip(self.leaves, self.dims)
+        ]
 
     def args(self) -> tuple[Any, ...]:
         """The arguments, all examples together."""
         return _tree.unflatten(self.spec, self.leaves)
 
+    def dims_of(self, positions: Sequence[int]) -> list[int | None]:
+        """The dimension of the examples, of the leaves of some arguments."""
+        dims = _tree.unflatten(self.spec, self.dims)
+        return [dim for position in positions for dim in _tree.leaves(dims[position])]
+
+    def map(self, func: Callable[..., Any], randomness: str) -> Any:
+        """``func`` of each example, by ``vmap``: leaves of shape ``(c, ...)``."""
+        mapped = [number for number, dim in enumerate(self.dims) if dim is not None]
+
+        def example(*rows: torch.Tensor) -> Any:
+            leaves = list(self.leaves)
+            for number, row in zip(mapped, rows):
+                leaves[number] = row
+            return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
+
+        in_dims = tuple(self.dims[number] for number in mapped)
+        rows = [self.leaves[number] for number in mapped]
+        return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+
+    def alone(self, func: Callable[..., Any], randomness: str) -> Any:
+        """``func`` of the first example, as it is, without that dimension."""
+        leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
+        # Only the first example of a call pays for looking at every operation.
+        with _random.allowed(randomness, first=self.start == 0):
+            return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
+
     def signature(self) -> tuple[Any, ...]:
         """What two batches share that differ in values and in the number of examples only."""
-        return tuple(
-            (leaf.shape[:dim] + leaf.shape[dim + 1 :], leaf.dtype, leaf.device, dim)
-            if isinstance(leaf, torch.Tensor) and dim is not None
-            else (leaf.shape, leaf.dtype, leaf.device)
-            if isinstance(leaf, torch.Tensor)
-            else type(leaf)
-            for leaf, dim in zip(self.leaves, self.dims)
-        )
+
+        def of(leaf: Any, dim: int | None) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return type(leaf)
+            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
+            return shape, leaf.dtype, leaf.device, dim
+
+        return tuple(map(of, self.leaves, self.dims))
 
 
 def batch_of(
@@ -131,7 +159,8 @@ def batch_of(
             f"{api}: expected all tensors to have the same number of examples, got sizes "
             f"{sorted(sizes)}; give in_dims, with None for what all examples share"
         )
-    return Batch(leaves, spec, dims, sizes.pop(), kwargs)
+    size = sizes.pop()
+    return Batch(leaves, spec, dims, size, kwargs, 0, (0, size))
 
 
 def _flat_dims(
@@ -187,29 +216,19 @@ def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
         return None
     if not isinstance(args[-1], (Iterator, torch.utils.data.DataLoader)):
         return None
-    return _each(args[:-1], iter(args[-1]))
+    return (
+        (*args[:-1], *(batch if isinstance(batch, (tuple, list)) else (batch,)))
+        for batch in args[-1]
+    )
 
 
-def joined(
-    args: tuple[Any, ...], batch_of_args: Callable[[tuple[Any, ...]], Batch]
-) -> tuple[Any, ...]:
-    """The arguments with one batch in the place of an iterator of batches, if there is one."""
-    batches = split_batches(args)
-    if batches is None:
-        return args
-    parts = [batch_of_args(one) for one in batches]
-    if not parts:
-        return (*args[:-1], iter(()))
+def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
+    """The arguments of several batches in one."""
     leaves = [
         own[0] if dim is None else torch.cat(own, dim)
-        for dim, *own in zip(parts[0].dims, *(part.leaves for part in parts), strict=True)
+        for dim, *own in zip(batches[0].dims, *(batch.leaves for batch in batches), strict=True)
     ]
-    return _tree.unflatten(parts[0].spec, leaves)
-
-
-def _each(head: tuple[Any, ...], batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
-    for batch in batches:
-        yield (*head, *batch) if isinstance(batch, (tuple, list)) else (*head, batch)
+    return _tree.unflatten(batches[0].spec, leaves)
 
 
 def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:

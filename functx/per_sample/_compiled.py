@@ -1,4 +1,4 @@
-"""The gradients of a chunk by `functx.jit`, for those who ask for it.
+"""The gradients of a chunk by `functx.jit`.
 
 A chunk of few examples is small work for each operation, and what Python and the transforms add is
 paid for every chunk. Compiled, a chunk is one graph: what is elementwise is fused, and nothing is
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from functx import _torch, _transforms, _tree
 from functx._errors import TracingError
 from functx._jit import jit
 from functx.per_sample._batch import Batch
-from functx.per_sample._failure import outside
+from functx.per_sample._chunks import outside
 
 # Examples of so many shapes are compiled for; after that it takes longer than it spares.
 _SHAPES = 8
@@ -28,13 +29,14 @@ class Compiled:
     """Runs one loss over chunks of one size, compiled.
 
     Args:
-        compiler: what compiles a function.
+        options: of `functx.jit`.
         chunk_size: of the chunks; that of the first one if ``None``.
         api: the name for messages.
     """
 
-    def __init__(self, compiler: Callable[..., Any], chunk_size: int | None, api: str) -> None:
-        self._compiler, self._chunk_size, self._api = compiler, chunk_size, api
+    def __init__(self, options: Mapping[str, Any], chunk_size: int | None, api: str) -> None:
+        self._compiler: Callable[..., Any] = jit(**options)
+        self._chunk_size, self._api = chunk_size, api
         self._sizes: dict[Any, int] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._gave_up = self._warned = False
@@ -68,7 +70,7 @@ class Compiled:
             if key not in self._functions:
                 self._functions[key] = self._compiler(_gradients_of(loss, batch))
             try:
-                gradients, (value, aux) = self._functions[key](batch.args(), batch.kwargs)
+                gradients, (value, aux) = self._functions[key](batch.leaves, batch.kwargs)
             except TracingError as error:
                 self._gave_up = True
                 self._warn(str(error))
@@ -86,20 +88,12 @@ class Compiled:
 
 
 def _gradients_of(loss: Any, batch: Batch) -> Callable[..., Any]:
-    """A function of positional and keyword arguments of a chunk."""
-    func, positions, has_aux = loss.func, loss.positions, loss.has_aux
-    randomness = loss.randomness
-    in_dims = tuple(
-        dims if any(dim is not None for dim in _tree.leaves(dims)) else None
-        for dims in _tree.unflatten(batch.spec, batch.dims)
-    )
+    """A function of the leaves of a chunk and its keyword arguments."""
+    each = _transforms.grad_and_value(loss.func, loss.positions, loss.has_aux)
+    form, randomness, has_aux = replace(batch, leaves=[], kwargs={}), loss.randomness, loss.has_aux
 
-    def gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def of_one(*own: Any) -> Any:
-            return func(*own, **kwargs)
-
-        each = _transforms.grad_and_value(of_one, positions, has_aux)
-        found, value = _transforms.vmap(each, in_dims, randomness=randomness)(*args)
+    def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
+        found, value = replace(form, leaves=leaves, kwargs=kwargs).map(each, randomness)
         return found, value if has_aux else (value, None)
 
     return gradients
@@ -125,4 +119,4 @@ def compiled_by(
             f"{api}: no size of chunks is chosen for compiled code; give chunk_size with compile, "
             "instead of memory_budget"
         )
-    return Compiled(jit(**({} if compile is True else compile)), chunk_size, api)
+    return Compiled({} if compile is True else compile, chunk_size, api)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from functx import _tree, _validate
+from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample import _parallel
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
-from functx.per_sample._chunks import Chunking
+from functx.per_sample._call import Func, PerSample
 from functx.per_sample._compiled import compiled_by
-from functx.per_sample._extras import returned
-from functx.per_sample._groups import Groups, Scaling, groups_of, scaling_of
+from functx.per_sample._groups import Scaling, check_scaling, groups_of, thresholds_of
 from functx.per_sample._jobs import ClippedSum, Gradients, Leaves, Norms
 from functx.per_sample._pull import Loss
 
@@ -89,15 +86,17 @@ def grads(
                 [0., 2.],
                 [0., 0.]])
     """
-    api = "per_sample.grads"
+    over = PerSample.of(
+        "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
+    )
 
-    def make(loss: Loss, leaves: Leaves, groups: Groups) -> Gradients:
+    def job(loss: Loss, leaves: Leaves) -> Gradients:
+        groups = groups_of(leaves.argument, None, None, over.api)
         return Gradients(
             loss, leaves, groups, return_values=return_values, return_norms=return_norms
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
-    return _transform(api, func, argnums, *options, None, make, return_values or return_norms)
+    return _differentiated(over, has_aux, compile, job, return_values or return_norms)
 
 
 def norms(
@@ -149,23 +148,21 @@ def norms(
         >>> functx.per_sample.norms(loss)(torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([5., 1.])
     """
-    api = "per_sample.norms"
+    over = PerSample.of(
+        "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
+    )
 
-    def make(loss: Loss, leaves: Leaves, grouped: Groups) -> Norms:
+    def job(loss: Loss, leaves: Leaves) -> Norms:
         return Norms(
             loss,
             leaves,
-            grouped,
+            groups_of(leaves.argument, groups, None, over.api),
             accumulation_dtype=accumulation_dtype,
             return_values=return_values,
             return_norms=True,
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
-    return _transform(
-        api, func, argnums, *options, lambda tree: groups_of(tree, groups, None, api), make,
-        return_values,
-    )  # fmt: skip
+    return _differentiated(over, has_aux, compile, job, return_values)
 
 
 def clipped_sum(
@@ -212,7 +209,9 @@ def clipped_sum(
             is of the leaf's dtype.
         passes: 1 keeps the gradients of a chunk until their norms are known, 2 drops them, and then
             differentiates the weighted sum of the losses. By default 2 where gradients are large
-            against activations, which is measured.
+            against activations, which is measured. Always 1 where losses can't run again: with
+            random numbers, inside of transforms, for parameters of each example or sums of another
+            dtype than the leaf's, and for one example at a time.
         chunk_size: As for `grads`.
         memory_budget: As for `grads`.
         randomness: As for `grads`.
@@ -239,72 +238,59 @@ def clipped_sum(
         >>> total, extras.norms
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
-    api = "per_sample.clipped_sum"
-    scale = scaling_of(scaling, max_norm, api)
+    over = PerSample.of(
+        "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, memory_budget, randomness
+    )
+    scale = check_scaling(scaling, max_norm, over.api)
     if passes not in (None, 1, 2):
-        raise ValueError(f"{api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}")
+        raise ValueError(
+            f"{over.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
+        )
 
-    def make(loss: Loss, leaves: Leaves, grouped: Groups) -> ClippedSum:
+    def job(loss: Loss, leaves: Leaves) -> ClippedSum:
+        found = groups_of(leaves.argument, groups, max_norm, over.api)
         return ClippedSum(
             loss,
             leaves,
-            grouped,
+            found,
             scaling=scale,
-            thresholds=grouped.thresholds(max_norm, api),
+            thresholds=thresholds_of(found, max_norm, over.api),
             accumulation_dtype=accumulation_dtype,
             passes=passes,
             return_values=return_values,
             return_norms=return_norms,
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
-    return _transform(
-        api, func, argnums, *options, lambda tree: groups_of(tree, groups, max_norm, api), make,
-        return_values or return_norms, lambda total: _parallel.all_reduced(total, process_group),
-    )  # fmt: skip
+    def reduced(total: Any) -> Any:
+        return _parallel.all_reduced(total, process_group)
+
+    return _differentiated(over, has_aux, compile, job, return_values or return_norms, reduced)
 
 
-def _transform(
-    api: str,
-    func: Func,
-    argnums: Argnums,
-    in_dims: InDims,
+def _differentiated(
+    over: PerSample,
     has_aux: bool,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    randomness: str,
     compile: bool | Mapping[str, Any],
-    group: Callable[[Any], Groups] | None,
-    make: Callable[[Loss, Leaves, Groups], Any],
+    job: Callable[[Loss, Leaves], Any],
     extras_wanted: bool,
     finish: Callable[[Any], Any] = lambda result: result,
 ) -> Callable[..., Any]:
     """A function that runs a job over the examples it is given."""
-    loss_of_one, module = check_func(func, api)
-    _validate.check_argnums(argnums, api)
-    in_dims = dims_of(module, in_dims, argnums, api)
-    shared = (argnums,) if isinstance(argnums, int) else argnums
-    chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(loss_of_one, in_dims, shared, chunking, api, module is not None)
-
+    chunking, api = over.chunking, over.api
+    compiled = compiled_by(compile, chunking.chunk_size, chunking.memory_budget, api)
     hints: dict[Any, bool] = {}
-    compiled = compiled_by(compile, chunk_size, memory_budget, api)
 
     def make_job(batch: Batch) -> Any:
         args = batch.args()
-        positions = _validate.resolve_argnums(argnums, len(args), api)
+        positions = over.positions(args)
         _validate.check_inputs(args, positions, api)
-        loss = Loss(loss_of_one, positions, has_aux, randomness, api, hints, compiled)
-        leaves = Leaves(loss, batch, single=isinstance(argnums, int))
-        chosen = tuple(args[position] for position in positions)
-        tree = chosen[0] if isinstance(argnums, int) else chosen
-        everything = Groups([0] * len(_tree.leaves(tree)), 1, lambda one: one[0])
-        return make(loss, leaves, everything if group is None else group(tree))
+        loss = Loss(over.func, positions, has_aux, chunking.randomness, api, hints, compiled)
+        return job(loss, Leaves(batch, positions, single=isinstance(over.argnums, int)))
 
-    @functools.wraps(loss_of_one, updated=())
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        with module_arguments(module, args) as arguments:
-            result, extras = call.run(make_job, arguments, kwargs)
-            return returned(finish(result), has_aux, extras_wanted, extras)
+    def returned(found: tuple[Any, Any]) -> Any:
+        result, extras = finish(found[0]), found[1]
+        if extras_wanted:
+            return result, extras
+        return (result, extras.aux) if has_aux else result
 
-    return transformed
+    return over.over_batch(make_job, returned)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from functx import _tree, _validate
+from functx import _tree
 from functx._transforms import jacrev
 from functx._validate import Argnums
-from functx.per_sample._batch import Batch, InDims, batch_of, joined
-from functx.per_sample._call import Call, Func, check_func, dims_of, invented, module_arguments
-from functx.per_sample._chunks import Chunking
+from functx.per_sample._batch import Batch, InDims, joined, split_batches
+from functx.per_sample._call import Func, PerSample
 from functx.per_sample._reduce import mapped
 from functx.per_sample._stack import Stack
 
@@ -70,17 +69,14 @@ def gram(
                 [1., 5.]])
     """
     api = "per_sample.gram"
-    of_one, module = check_func(func, api, outputs=True)
-    _validate.check_argnums(argnums, api)
+    over = PerSample.of(
+        api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
+    )
     if outputs not in ("full", "diagonal", "trace"):
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
-    dims = dims_of(module, in_dims, argnums, api)
-    shared = (argnums,) if isinstance(argnums, int) else argnums
-    chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(of_one, dims, shared, chunking, api, module is not None)
 
     def with_output(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        output = of_one(*args, **kwargs)
+        output = over.func(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise TypeError(
                 f"{api}: expected a function that returns a tensor, got {type(output).__name__}"
@@ -94,34 +90,30 @@ def gram(
         found, output = mapped(jacobian, batch, randomness)
         return [leaf.reshape(*output.shape, -1) for leaf in _tree.leaves(found)]
 
-    @functools.wraps(of_one, updated=())
+    @functools.wraps(over.func, updated=())
     def products(*args: Any, others: Any = None, **kwargs: Any) -> torch.Tensor:
-        with module_arguments(module, args) as args:
-            shown = {key: arg for key, arg in kwargs.items() if key != "is_padding_example"}
-            args = joined(args, lambda one: batch_of(one, shown, dims, positions(one), api))
-            right = None
+        shown = {key: arg for key, arg in kwargs.items() if key != "is_padding_example"}
+        with over.arguments(args) as args:
+            if batches := [over.batch(one, shown) for one in split_batches(args) or ()]:
+                args = joined(batches)
+            right: Batch | None = None
             if others is not None:
-                mixed = _with_others(args, positions(args), others, api)
-                right = batch_of(mixed, shown, dims, positions(args), api)
-            return call.run(lambda batch: _Matrix(batch, right, leaves, outputs, api), args, kwargs)
-
-    def positions(args: tuple[Any, ...]) -> tuple[int, ...]:
-        return _validate.resolve_argnums(argnums, len(args), api)
+                rest = list(others) if isinstance(others, (tuple, list)) else [others]
+                positions = over.positions(args)
+                if len(rest) != len(args) - len(positions):
+                    raise ValueError(
+                        f"{api}: others needs an entry for each of the "
+                        f"{len(args) - len(positions)} arguments that are not differentiated, got "
+                        f"{len(rest)}"
+                    )
+                mixed = [arg if at in positions else rest.pop(0) for at, arg in enumerate(args)]
+                right = over.batch(tuple(mixed), shown)
+            matrix: torch.Tensor = over.run(
+                lambda left: _Matrix(left, right, leaves, outputs, api), args, kwargs
+            )
+            return matrix
 
     return products
-
-
-def _with_others(
-    args: tuple[Any, ...], positions: tuple[int, ...], others: Any, api: str
-) -> tuple[Any, ...]:
-    """The arguments with other examples."""
-    rest = list(others) if isinstance(others, (tuple, list)) else [others]
-    if len(rest) != len(args) - len(positions):
-        raise ValueError(
-            f"{api}: others needs an entry for each of the {len(args) - len(positions)} arguments "
-            f"that are not differentiated, got {len(rest)}"
-        )
-    return tuple(arg if at in positions else rest.pop(0) for at, arg in enumerate(args))
 
 
 class _Matrix:
@@ -135,9 +127,6 @@ class _Matrix:
         api: The name for error messages.
     """
 
-    committing = False
-    ran_out = False
-
     def __init__(
         self,
         left: Batch,
@@ -147,31 +136,25 @@ class _Matrix:
         api: str,
     ) -> None:
         self._mirror = right is None
-        self._right = right = left if right is None else right
-        if not right.size:
-            self._right = invented(right)
+        right = left if right is None else right
+        self._right = right if right.size else right.zeros()
         self._jacobians, self._outputs, self._api = jacobians, outputs, api
         self._rows = Stack()
-        self._reserved = 0
-
-    def reserve(self, size: int) -> None:
-        self._rows.reserve(size)
-        self._reserved = size
 
     def run(self, batch: Batch) -> None:
         own, first, size = self._jacobians(batch), 0, self._right.size
         blocks: list[torch.Tensor] = []
         # While memory is measured there are other rows.
-        mirror = self._mirror and self._reserved in (0, size) and batch.start + batch.size <= size
-        if mirror:
+        mirror = self._mirror and batch.whole == (0, size)
+        if mirror and batch.start:
             first = batch.start
-            columns = slice(first, first + batch.size)
-            blocks += [_mirrored(rows[:, columns], self._outputs) for rows in self._rows.so_far()]
+            above = self._rows.before(batch)[:, first : first + batch.size]
+            blocks.append(_mirrored(above, self._outputs))
         for start in range(first, size, batch.size):
-            same = mirror and start == first
-            other = self._right.rows(start, min(start + batch.size, size))
+            other = self._right.chunk(start, min(start + batch.size, size))
+            same = mirror and start == batch.start
             blocks.append(_products(own, own if same else self._jacobians(other), self._outputs))
-        self._rows.add(torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0])
+        self._rows.put(batch, torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0])
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> torch.Tensor:
         if not size:

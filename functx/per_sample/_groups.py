@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,28 +27,6 @@ class Groups:
     of_leaf: list[int]
     count: int
     pack: Callable[[list[Any]], Any]
-
-    def thresholds(self, max_norm: Any, api: str) -> list[Any]:
-        """One threshold a group, from a number or from what `pack` would make of them."""
-        if max_norm is None or _is_number(max_norm):
-            found = [max_norm] * self.count
-        else:
-            numbers, spec = _tree.flatten(self.pack(list(range(self.count))))
-            try:
-                found = _tree.leaves_as(spec, max_norm)
-            except ValueError:
-                raise ValueError(
-                    f"{api}: max_norm must be a number or have one for each group, as "
-                    f"{self.pack(['...'] * self.count)}; got {describe(max_norm)}"
-                ) from None
-            # Dicts are flattened in another order than groups are numbered in.
-            found = [one for _, one in sorted(zip(numbers, found), key=lambda pair: pair[0])]
-        for threshold in found:
-            if threshold is not None and not _is_number(threshold):
-                raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
-            if isinstance(threshold, (int, float)) and not threshold > 0:
-                raise ValueError(f"{api}: max_norm must be positive, got {threshold}")
-        return found
 
 
 def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Groups:
@@ -85,6 +63,29 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
     return Groups(
         [names.index(label) for label in labels], len(names), lambda each: dict(zip(names, each))
     )
+
+
+def thresholds_of(groups: Groups, max_norm: Any, api: str) -> list[Any]:
+    """One threshold a group, from a number or from what `Groups.pack` would make of them."""
+    if max_norm is None or _is_number(max_norm):
+        found = [max_norm] * groups.count
+    else:
+        numbers, spec = _tree.flatten(groups.pack(list(range(groups.count))))
+        try:
+            given = _tree.leaves_as(spec, max_norm)
+        except ValueError:
+            raise ValueError(
+                f"{api}: max_norm must be a number or have one for each group, as "
+                f"{groups.pack(['...'] * groups.count)}; got {describe(max_norm)}"
+            ) from None
+        # Dicts are flattened in another order than groups are numbered in.
+        found = [one for _, one in sorted(zip(numbers, given), key=lambda pair: pair[0])]
+    for threshold in found:
+        if threshold is not None and not _is_number(threshold):
+            raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
+        if isinstance(threshold, (int, float)) and not threshold > 0:
+            raise ValueError(f"{api}: max_norm must be positive, got {threshold}")
+    return found
 
 
 def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
@@ -140,14 +141,14 @@ def normalize(norm: torch.Tensor, max_norm: Any = None) -> torch.Tensor:
     return (1.0 if max_norm is None else max_norm) / norm.clamp_min(_tiny(norm))
 
 
-def scaling_of(scaling: Any, max_norm: Any, api: str) -> Scaling:
+def check_scaling(scaling: Any, max_norm: Any, api: str) -> Scaling:
     """The function that a name or a function stands for.
 
     Raises:
         ValueError: An unknown name, or no ``max_norm`` where one is needed.
         TypeError: Neither a name nor a function.
     """
-    named: Mapping[str, Scaling] = {
+    named: dict[str, Scaling] = {
         "clip": clip,
         "automatic": automatic(),
         "normalize": normalize,

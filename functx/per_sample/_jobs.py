@@ -4,104 +4,100 @@ NOTE [one pass or two]
 The factor of an example is known when all its gradients have been normed. Until then they are
 either kept (one pass), or dropped (two passes); the second pass is an ordinary backward pass of the
 weighted losses (`_second`). Kept, the gradients of a chunk exist together; dropped, those of one
-leaf at a time. Where losses can't run again, they are pulled back twice, and the second time each
-gradient goes straight into the sum. Gradients known by factors are kept in any case.
+leaf at a time. Gradients known by factors are kept in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from functx import _tree
 from functx.per_sample import _second
 from functx.per_sample._batch import Batch
-from functx.per_sample._extras import Extras
-from functx.per_sample._factors import Factored, squared_norms_of
+from functx.per_sample._chunks import Commit, Halved, in_chunks, is_out_of_memory
 from functx.per_sample._groups import Groups, Scaling, factors
 from functx.per_sample._pull import Loss, pull
-from functx.per_sample._rows import norm_dtype, squared_norms
 from functx.per_sample._stack import Stack
-from functx.per_sample._sums import SMALL, Sums, packed
+from functx.per_sample._sums import Factored, Rows, WeightedSum, norm_dtype, squared_norms
+
+
+class Extras(NamedTuple):
+    """What was asked for besides the result; ``None`` for the rest.
+
+    Attributes:
+        values: The losses, of shape ``(B,)``.
+        norms: The norms of the gradients, of shape ``(B,)``; with groups a pytree of such.
+        aux: The auxiliary outputs, a pytree of tensors of shape ``(B, ...)``.
+    """
+
+    values: torch.Tensor | None = None
+    norms: Any = None
+    aux: Any = None
 
 
 class Leaves:
-    """The leaves that are differentiated: how many, and of what shape and dtype for one example.
+    """The leaves that are differentiated: of what shape and dtype for one example.
 
     Args:
-        loss: Says which arguments they are in.
         batch: The arguments.
+        positions: Of the differentiated ones.
         single: Whether the user thinks of one argument, not of a tuple.
     """
 
-    def __init__(self, loss: Loss, batch: Batch, single: bool) -> None:
+    def __init__(self, batch: Batch, positions: Sequence[int], single: bool) -> None:
         args = batch.args()
-        dims = _tree.unflatten(batch.spec, batch.dims)
-        chosen = tuple(args[position] for position in loss.positions)
-        found, self._spec = _tree.flatten(chosen)
-        mapped = _tree.leaves(tuple(dims[position] for position in loss.positions))
+        chosen = tuple(args[position] for position in positions)
+        self.argument: Any = chosen[0] if single else chosen
+        found, self._spec = _tree.flatten(self.argument)
         self.shapes = [
             leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            for leaf, dim in zip(found, mapped)
+            for leaf, dim in zip(found, batch.dims_of(positions))
         ]
         self.dtypes = [leaf.dtype for leaf in found]
         self.devices = [leaf.device for leaf in found]
-        self._single = single
 
     def tree(self, values: Sequence[Any]) -> Any:
         """One value a leaf, as the pytree that users see."""
-        tree = _tree.unflatten(self._spec, values)
-        return tree[0] if self._single else tree
+        return _tree.unflatten(self._spec, values)
 
 
-class _Chunk:
-    """The receiver of one chunk's gradients: sums up squared norms."""
+class _Arrivals:
+    """The gradients of one chunk as they arrive: norms, and those that are kept.
 
-    factors = True
-    committing = False
-    keeps = False
+    Args:
+        job: Whose.
+        size: How many examples there are.
+        keeps: Which gradients.
+        factors: Whether some may be known by their factors.
+    """
 
-    def __init__(self, job: _Job, size: int) -> None:
-        self._job, self._size = job, size
-        self.restart()
+    def __init__(
+        self, job: _Job, size: int, keeps: Literal["all", "factored", "none"], factors: bool = True
+    ) -> None:
+        self._job, self._size, self._keeps, self.factors = job, size, keeps, factors
+        self._squares: list[torch.Tensor | None] = [None] * job.groups.count
+        self.kept: dict[int, Rows] = {}
+        self.dropped: list[int] = []
 
-    def restart(self) -> None:
-        self._squares: list[torch.Tensor | None] = [None] * self._job.groups.count
-        self._small: list[Any] = [None] * len(self._job.leaves.shapes)
-
-    def may_ask_again(self) -> bool:
-        return False
-
-    def again(self) -> Sequence[int]:
-        return ()
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
-            self._add(leaf, rows)
+    def gradient(self, leaf: int, rows: Rows) -> None:
+        """Take the gradients by one leaf."""
+        if self._job.normed:
+            group = self._job.groups.of_leaf[leaf]
+            square, before = squared_norms(rows, self._job.norm_dtype), self._squares[group]
+            self._squares[group] = square if before is None else before + square
+        if self._keeps == "all" or (self._keeps == "factored" and isinstance(rows, Factored)):
+            self.kept[leaf] = rows
         else:
-            self._small[leaf] = rows
-
-    def _add(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        group = self._job.groups.of_leaf[leaf]
-        if isinstance(rows, Factored):
-            square = squared_norms_of(rows.terms, self._job.norm_dtype)
-        else:
-            square = squared_norms(rows, self._job.norm_dtype)
-        before = self._squares[group]
-        self._squares[group] = square if before is None else before + square
+            self.dropped.append(leaf)
 
     def norms(self) -> list[torch.Tensor]:
         """One tensor of shape ``(c,)`` a group."""
-        for leaves, rows in packed(self._small, self._job.groups.of_leaf).items():
-            self._add(leaves[0], rows)
-        self._small = [None] * len(self._job.leaves.shapes)
-        device = self._job.leaves.devices[0]
+        dtype, device = self._job.norm_dtype, self._job.leaves.devices[0]
         return [
-            torch.zeros(self._size, dtype=self._job.norm_dtype, device=device)
-            if square is None
-            else square.sqrt()
+            torch.zeros(self._size, dtype=dtype, device=device) if square is None else square.sqrt()
             for square in self._squares
         ]
 
@@ -109,54 +105,31 @@ class _Chunk:
 class _Job:
     """What the jobs share: values, norms and auxiliary outputs of all chunks."""
 
-    committing = False
-    ran_out = False
-
     def __init__(
         self,
         loss: Loss,
         leaves: Leaves,
         groups: Groups,
         *,
+        return_values: bool,
+        return_norms: bool,
         accumulation_dtype: torch.dtype | None = None,
-        return_values: bool = False,
-        return_norms: bool = False,
     ) -> None:
         self.loss, self.leaves, self.groups = loss, leaves, groups
-        dtypes = [norm_dtype(dtype, accumulation_dtype) for dtype in leaves.dtypes]
-        self.norm_dtype = dtypes[0]
-        for dtype in dtypes:
-            self.norm_dtype = torch.promote_types(self.norm_dtype, dtype)
-        self._stacks: dict[str, Stack] = {}
-        if return_values:
-            self._stacks["values"] = Stack()
-        if return_norms:
-            self._stacks["norms"] = Stack()
-        if loss.has_aux:
-            self._stacks["aux"] = Stack()
+        self.normed = True
+        self.norm_dtype = norm_dtype(leaves.dtypes[0], accumulation_dtype)
+        for dtype in leaves.dtypes:
+            wanted = norm_dtype(dtype, accumulation_dtype)
+            self.norm_dtype = torch.promote_types(self.norm_dtype, wanted)
+        asked = {"values": return_values, "norms": return_norms, "aux": loss.has_aux}
+        self._names = [name for name, is_asked in asked.items() if is_asked]
+        self._stack = Stack()
 
-    def reserve(self, size: int) -> None:
-        """So many examples will come, in several chunks."""
-        for stack in self._stacks.values():
-            stack.reserve(size)
-
-    def _note(self, **found: Any) -> None:
-        self._noting(**found)()
-
-    def _noting(self, **found: Any) -> Callable[[], None]:
-        """As `Stack.adding`, for all of them."""
-        counting = [
-            self._stacks[name].adding(rows) for name, rows in found.items() if name in self._stacks
-        ]
-
-        def count() -> None:
-            for one in counting:
-                one()
-
-        return count
+    def _put(self, batch: Batch, **found: Any) -> None:
+        self._stack.put(batch, {name: found[name] for name in self._names})
 
     def _close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
-        found = {name: stack.close(kept, size, empty) for name, stack in self._stacks.items()}
+        found: dict[str, Any] = self._stack.close(kept, size, empty)
         if "norms" in found:
             found["norms"] = self.groups.pack(found["norms"])
         return found
@@ -167,20 +140,22 @@ class Gradients(_Job):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._stacks["gradients"] = Stack()
+        self.normed = "norms" in self._names
+        self._names.append("gradients")
 
     def run(self, batch: Batch) -> None:
-        """Take in one chunk."""
-        chunk = _KeepingChunk(self, batch.size, factors=False)
-        values, aux = pull(self.loss, batch, chunk)
+        """Compute one chunk."""
+        values, aux, found = pull(
+            self.loss, batch, lambda: _Arrivals(self, batch.size, "all", factors=False)
+        )
+        like = zip(self.leaves.shapes, self.leaves.dtypes, self.leaves.devices)
         rows = [
-            torch.zeros(batch.size, *shape, dtype=dtype, device=device) if kept is None else kept
-            for kept, shape, dtype, device in zip(
-                chunk.kept, self.leaves.shapes, self.leaves.dtypes, self.leaves.devices
-            )
+            found.kept[leaf]
+            if leaf in found.kept
+            else torch.zeros(batch.size, *shape, dtype=dtype, device=device)
+            for leaf, (shape, dtype, device) in enumerate(like)
         ]
-        norms = chunk.blocks()[1] if "norms" in self._stacks else None
-        self._note(values=values, norms=norms, aux=aux, gradients=rows)
+        self._put(batch, values=values, norms=found.norms(), aux=aux, gradients=rows)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The gradients, and what else was asked for."""
@@ -192,15 +167,14 @@ class Norms(_Job):
     """Norms alone: no gradient outlives its norm."""
 
     def run(self, batch: Batch) -> None:
-        """Take in one chunk."""
-        chunk = _Chunk(self, batch.size)
-        values, aux = pull(self.loss, batch, chunk)
-        self._note(values=values, norms=chunk.norms(), aux=aux)
+        """Compute one chunk."""
+        values, aux, found = pull(self.loss, batch, lambda: _Arrivals(self, batch.size, "none"))
+        self._put(batch, values=values, norms=found.norms(), aux=aux)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The norms, and what else was asked for."""
         found = self._close(kept, size, empty)
-        return found["norms"], Extras(**{**found, "norms": None})
+        return found.pop("norms"), Extras(**found)
 
 
 class ClippedSum(_Job):
@@ -217,41 +191,63 @@ class ClippedSum(_Job):
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
         self._scaling, self._thresholds, self._passes = scaling, thresholds, passes
-        self._wanted_dtype = accumulation_dtype
-        dtypes = [_sum_dtype(dtype, accumulation_dtype) for dtype in self.leaves.dtypes]
-        self.sums = Sums(self.leaves.shapes, dtypes, self.leaves.devices)
+        dtypes = self.leaves.dtypes
+        self._dtypes = [_as_wanted(dtype, accumulation_dtype) for dtype in dtypes]
+        # Short ones are added up in float32 unless something else is asked for.
+        short = (torch.float16, torch.bfloat16) if accumulation_dtype is None else ()
+        sums = [torch.float32 if dtype in short else dtype for dtype in self._dtypes]
+        self._exact = sums == dtypes
+        self._sums = list(map(WeightedSum, self.leaves.shapes, sums, self.leaves.devices))
 
-    def run(self, batch: Batch) -> None:
-        """Take in one chunk."""
-        self.committing = False
-        if self._twice(batch):
-            note = self._run_reweighted(batch)
-        elif self._passes == 2:
-            twice = _TwiceChunk(self, batch.size)
-            values, aux = pull(self.loss, batch, twice)
-            note = self._noting(values=values, norms=twice.found, aux=aux)
-        else:
-            chunk = _KeepingChunk(self, batch.size, factors=True)
-            values, aux = pull(self.loss, batch, chunk)
-            blocks, norms = chunk.blocks()
-            chunk.kept.clear()
-            weights = self.weights(norms)
-            note = self._noting(values=values, norms=norms, aux=aux)
-            self.committing = True
-            for leaves in list(blocks):
-                weight = weights[self.groups.of_leaf[leaves[0]]]
-                self.sums.add(leaves, blocks.pop(leaves), weight)
-        note()
-        self.committing = False
-        self.ran_out, self.sums.ran_out = self.sums.ran_out, False
+    def run(self, batch: Batch) -> Commit:
+        """Compute one chunk."""
+        keeps: Literal["all", "factored"] = "factored" if self._twice(batch) else "all"
+        values, aux, found = pull(self.loss, batch, lambda: _Arrivals(self, batch.size, keeps))
+        norms, of_leaf = found.norms(), self.groups.of_leaf
+        weights = [
+            factors(self._scaling, norm, threshold, self.loss.api)
+            for norm, threshold in zip(norms, self._thresholds)
+        ]
+        totals: dict[int, torch.Tensor] = {}
+        if found.dropped:
+            groups = [
+                of_leaf[leaf] if leaf in found.dropped else -1 for leaf in range(len(of_leaf))
+            ]
+            totals = _second.add_up(self.loss, batch, values, weights, groups)
+        self._put(batch, values=values, norms=norms, aux=aux)
+
+        def commit(halved: Halved) -> None:
+            size, kept = batch.size, found.kept
+            try:
+                for leaf in list(kept):
+                    self._add(leaf, kept.pop(leaf), weights[of_leaf[leaf]], halved)
+                for leaf in list(totals):
+                    total = totals.pop(leaf)
+                    self._add(leaf, total.unsqueeze(0), total.new_ones(1), halved)
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error):
+                    error.add_note(
+                        f"{self.loss.api}: memory ran out while a chunk of {size} was being added "
+                        "to the result, which can't be undone; call again with a smaller chunk_size"
+                    )
+                raise
+
+        return commit
+
+    def _add(self, leaf: int, rows: Rows, weights: torch.Tensor, halved: Halved) -> None:
+        def add(start: int, stop: int) -> None:
+            self._sums[leaf].add(rows, weights, start, stop)
+
+        in_chunks(add, len(weights), len(weights), halved)
 
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""
-        exact = all(_sum_dtype(dtype, self._wanted_dtype) == dtype for dtype in self.leaves.dtypes)
-        if self._passes == 1 or batch.size == 1 or not exact:
+        if self._passes == 1 or batch.size == 1 or not self._exact:
+            return False
+        if not _second.possible(self.loss, batch):
             return False
         if self._passes == 2:
-            return _second.possible(self.loss, batch)
+            return True
         key = ("passes", batch.size, batch.signature())
         if key not in self.loss.hints:
             sizes = zip(self.leaves.shapes, self.leaves.dtypes)
@@ -259,125 +255,12 @@ class ClippedSum(_Job):
             self.loss.hints[key] = _second.worth(self.loss, batch, gradients)
         return self.loss.hints[key]
 
-    def _run_reweighted(self, batch: Batch) -> Callable[[], None]:
-        chunk = _FactorsChunk(self, batch.size)
-        values, aux = pull(self.loss, batch, chunk)
-        norms = chunk.norms()
-        weights = self.weights(norms)
-        note = self._noting(values=values, norms=norms, aux=aux)
-        self.committing = True
-        for leaf in list(chunk.kept):
-            group = self.groups.of_leaf[leaf]
-            self.sums.add((leaf,), chunk.kept.pop(leaf), weights[group])
-        asked = [
-            group if leaf in chunk.dropped else -1 for leaf, group in enumerate(self.groups.of_leaf)
-        ]
-
-        def second(start: int, stop: int) -> dict[int, torch.Tensor]:
-            some = [weight[start:stop] for weight in weights]
-            rows = batch.rows(start, stop)
-            return _second.add_up(self.loss, rows, values[start:stop], some, asked)
-
-        if chunk.dropped:
-            self.sums.in_halves(second, batch.size, self.sums.add_sums)
-        return note
-
-    def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The factors of the examples, one tensor of shape ``(c,)`` a group."""
-        return [
-            factors(self._scaling, norm, threshold, self.loss.api)
-            for norm, threshold in zip(norms, self._thresholds)
-        ]
-
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The sum, and what else was asked for."""
-        wanted = [_as_wanted(dtype, self._wanted_dtype) for dtype in self.leaves.dtypes]
-        totals = self.sums.totals(wanted)
+        totals = [self._sums.pop(0).total().to(dtype) for dtype in self._dtypes]
         if empty:
             totals = [torch.zeros_like(total) for total in totals]
         return self.leaves.tree(totals), Extras(**self._close(kept, size, empty))
-
-
-class _KeepingChunk(_Chunk):
-    """Keeps the gradients of a chunk, all together; those that are products by their factors."""
-
-    keeps = True
-
-    def __init__(self, job: _Job, size: int, *, factors: bool) -> None:
-        self.factors = factors
-        super().__init__(job, size)
-
-    def restart(self) -> None:
-        super().restart()
-        self.kept: list[Any] = [None] * len(self._job.leaves.shapes)
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        self.kept[leaf] = rows
-
-    def blocks(self) -> tuple[dict[tuple[int, ...], Any], list[torch.Tensor]]:
-        """The gradients as `packed` puts them together, and the norms."""
-        blocks = packed(self.kept, self._job.groups.of_leaf)
-        for leaves, rows in blocks.items():
-            self._add(leaves[0], rows)
-        return blocks, self.norms()
-
-
-class _FactorsChunk(_Chunk):
-    """Norms; of the gradients the factors, and which ones have none."""
-
-    def restart(self) -> None:
-        super().restart()
-        self.kept: dict[int, Factored] = {}
-        self.dropped: set[int] = set()
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        super().gradient(leaf, rows)
-        if isinstance(rows, Factored):
-            self.kept[leaf] = rows
-        else:
-            self.dropped.add(leaf)
-
-
-class _TwiceChunk(_Chunk):
-    """Norms first; the second time each gradient goes into the sum and nowhere else.
-
-    For losses that can't be run again: the second pass uses the tape of the first.
-
-    Factors are kept: they are small.
-    """
-
-    _job: ClippedSum
-
-    def restart(self) -> None:
-        super().restart()
-        self._seen: list[int] = []
-        self._kept: dict[int, Factored] = {}
-        self._weights: list[torch.Tensor] | None = None
-
-    def may_ask_again(self) -> bool:
-        return True
-
-    def again(self) -> Sequence[int]:
-        self.found = self.norms()
-        self._weights = self._job.weights(self.found)
-        self._job.committing = self.committing = True
-        for leaf in list(self._kept):
-            self._sum(leaf, self._kept.pop(leaf))
-        return self._seen
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        if self._weights is not None:
-            self._sum(leaf, rows)
-            return
-        super().gradient(leaf, rows)
-        if isinstance(rows, Factored):
-            self._kept[leaf] = rows
-        else:
-            self._seen.append(leaf)
-
-    def _sum(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        assert self._weights is not None
-        self._job.sums.add((leaf,), rows, self._weights[self._job.groups.of_leaf[leaf]])
 
 
 def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -385,10 +268,3 @@ def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     if wanted is None:
         return dtype
     return wanted.to_complex() if dtype.is_complex else wanted
-
-
-def _sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype to add up in: short ones in float32 unless something else is asked for."""
-    if wanted is None and dtype in (torch.float16, torch.bfloat16):
-        return torch.float32
-    return _as_wanted(dtype, wanted)

@@ -64,7 +64,10 @@ def functional(
     def loss(params: Params, inputs: Any, *targets: Any) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             check_module(module)
-        inputs, targets = _tree.map_(_batch_of_one, (inputs, targets))
+        inputs, targets = _tree.map_(
+            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf,
+            (inputs, targets),
+        )
         if isinstance(inputs, Mapping):
             output = functional_call(module, params, (), dict(inputs))
         elif isinstance(inputs, (tuple, list)):
@@ -87,11 +90,7 @@ def outputs_of(
 
     Of what is returned for a batch of one, that dimension is taken off.
     """
-
-    def unchanged(output: Any, *targets: Any) -> Any:
-        return output
-
-    of_batch, _ = functional(module, unchanged if criterion is None else criterion)
+    of_batch, _ = functional(module, criterion or (lambda output, *targets: output))
 
     def outputs(params: Params, inputs: Any, *targets: Any) -> Any:
         return _tree.map_(_only_row, of_batch(params, inputs, *targets))
@@ -137,10 +136,6 @@ def check_module(module: nn.Module) -> None:
                 "it in evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
                 "InstanceNorm instead"
             )
-
-
-def _batch_of_one(leaf: Any) -> Any:
-    return leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _only_row(leaf: Any) -> Any:

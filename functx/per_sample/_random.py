@@ -22,14 +22,6 @@ _FORBIDDEN = (
 State = tuple[torch.Tensor, list[torch.Tensor]]
 
 
-def check(randomness: str, api: str) -> None:
-    """Raises ``RuntimeError`` unless ``randomness`` is one of the three words."""
-    if randomness not in ("error", "different", "same"):
-        raise RuntimeError(
-            f"{api}: randomness must be 'error', 'different' or 'same', got {randomness!r}"
-        )
-
-
 def state() -> State:
     """The states of torch's default generators, of those devices that are in use."""
     on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -63,8 +55,7 @@ def allowed(randomness: str, first: bool) -> Iterator[None]:
 
     Args:
         randomness: The mode.
-        first: Look at every operation, for generators that are handed over: only the first
-            example of a call pays for that.
+        first: Look at every operation too, for generators that are handed over.
     """
     if randomness != "error":
         yield
@@ -73,7 +64,6 @@ def allowed(randomness: str, first: bool) -> Iterator[None]:
     with _NoGenerators() if first else nullcontext():
         yield
     after = state()
-    same = torch.equal(before[0], after[0]) and all(map(torch.equal, before[1], after[1]))
-    if not same:
+    if not all(map(torch.equal, (before[0], *before[1]), (after[0], *after[1]))):
         restore(before)
         raise RuntimeError(_FORBIDDEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,8 @@ import torch
 from functx import _torch, _tree, _validate
 from functx._transforms import jacfwd, jacrev
 from functx._validate import Argnums
-from functx._vmap import vmap_by_keys as vmap
-from functx.per_sample import _random
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
-from functx.per_sample._chunks import Chunking
+from functx.per_sample._call import Func, PerSample
 from functx.per_sample._stack import Stack
 
 Reduce = Callable[[Any], Any]
@@ -68,7 +64,7 @@ def map_reduce(
         tensor([ 5., 10.])
     """
     api = "per_sample.map_reduce"
-    _validate.check_callable(func, api)
+    _validate.check_callable(func, api)  # a module, or a pair, is no function of one example
     if isinstance(reduce, str):
         if reduce not in ("sum", "mean", "min", "max"):
             raise ValueError(
@@ -80,17 +76,12 @@ def map_reduce(
         _validate.check_callable(reduce, api)
     if combine is not None:
         _validate.check_callable(combine, api)
-    call = Call(func, in_dims, (), Chunking(chunk_size, memory_budget, randomness, api), api)
+    over = PerSample.of(api, func, (), in_dims, chunk_size, memory_budget, randomness)
 
-    @functools.wraps(func, updated=())
-    def reduced(*args: Any, **kwargs: Any) -> Any:
-        return call.run(
-            lambda batch: _Reduction(func, reduce, combine, accumulation_dtype, randomness, api),
-            args,
-            kwargs,
-        )
+    def make_job(batch: Batch) -> _Reduction:
+        return _Reduction(func, reduce, combine, accumulation_dtype, randomness, api)
 
-    return reduced
+    return over.over_batch(make_job)
 
 
 def jacobian(
@@ -142,39 +133,19 @@ def jacobian(
     api = "per_sample.jacobian"
     if mode not in ("reverse", "forward"):
         raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
-    of_module, module = check_func(func, api, outputs=True)
-    _validate.check_argnums(argnums, api)
-    in_dims = dims_of(module, in_dims, argnums, api)
+    over = PerSample.of(
+        api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
+    )
     transform: Any = jacrev if mode == "reverse" else jacfwd
-    of_one = transform(of_module, argnums, has_aux=has_aux)
-    shared = (argnums,) if isinstance(argnums, int) else argnums
-    chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(of_module, in_dims, shared, chunking, api, module is not None)
-
-    @functools.wraps(of_module, updated=())
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        with module_arguments(module, args) as arguments:
-            return call.run(lambda batch: _Mapping(of_one, randomness), arguments, kwargs)
-
-    return transformed
+    of_one = transform(over.func, argnums, has_aux=has_aux)
+    return over.over_batch(lambda batch: _Mapping(of_one, randomness))
 
 
 def mapped(func: Callable[..., Any], batch: Batch, randomness: str) -> Any:
-    """``func`` of each example of a chunk, leaves of shape ``(c, ...)``."""
-    numbers = [number for number, dim in enumerate(batch.dims) if dim is not None]
-
-    def example(*rows: torch.Tensor) -> Any:
-        leaves = list(batch.leaves)
-        for number, row in zip(numbers, rows):
-            leaves[number] = row
-        return func(*_tree.unflatten(batch.spec, leaves), **batch.kwargs)
-
-    if batch.size == 1 and not _torch.transforming():
-        with _random.allowed(randomness, first=batch.start == 0):
-            result = func(*batch.one(0), **batch.kwargs)
-        return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
-    return vmap(example, in_dims=tuple(batch.dims[number] for number in numbers),
-                randomness=randomness)(*(batch.leaves[number] for number in numbers))  # fmt: skip
+    """``func`` of each example of a chunk, leaves of shape ``(c, ...)``; of one as it is."""
+    if batch.size > 1 or _torch.transforming():
+        return batch.map(func, randomness)
+    return _tree.map_(lambda leaf: leaf.unsqueeze(0), batch.alone(func, randomness))
 
 
 @dataclass
@@ -183,15 +154,10 @@ class _Mapping:
 
     func: Callable[..., Any]
     randomness: str
-    committing: bool = False
-    ran_out: bool = False
     stack: Stack = field(default_factory=Stack)
 
-    def reserve(self, size: int) -> None:
-        self.stack.reserve(size)
-
     def run(self, batch: Batch) -> None:
-        self.stack.add(mapped(self.func, batch, self.randomness))
+        self.stack.put(batch, mapped(self.func, batch, self.randomness))
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         return self.stack.close(kept, size, empty)
@@ -207,13 +173,8 @@ class _Reduction:
     dtype: torch.dtype | None
     randomness: str
     api: str
-    committing: bool = False
-    ran_out: bool = False
     total: Any = None
     count: int = 0
-
-    def reserve(self, size: int) -> None:
-        """Nothing to reserve: what there is does not grow."""
 
     def run(self, batch: Batch) -> None:
         rows = mapped(self.func, batch, self.randomness)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from functx import _torch, _tree, memory
-from functx._pullback import record
-from functx._vmap import vmap_by_keys as vmap
 from functx.per_sample._batch import Batch
 from functx.per_sample._pull import Loss
 
@@ -27,9 +26,27 @@ _SMALL = 2**25  # bytes of gradients about which nobody would measure anything
 
 def possible(loss: Loss, batch: Batch) -> bool:
     """Whether the losses can be run a second time, all examples together."""
-    dims = _tree.unflatten(batch.spec, batch.dims)
-    shared = all(dim is None for position in loss.positions for dim in _tree.leaves(dims[position]))
+    shared = all(dim is None for dim in batch.dims_of(loss.positions))
     return shared and loss.randomness == "error" and not _torch.transforming()
+
+
+def worth(loss: Loss, batch: Batch, gradients: int) -> bool:
+    """Whether two passes are the better way.
+
+    Args:
+        loss: The loss of one example.
+        batch: The examples.
+        gradients: Bytes of the gradients of one example, of all leaves.
+    """
+    if batch.size * gradients < _SMALL:
+        return False
+    held: list[Any] = []
+
+    def kept(size: int) -> int:
+        few = batch.chunk(0, size)
+        return memory.profile(lambda: held.append(_recorded(loss, few))).kept
+
+    return gradients > _WORTH * (kept(2) - kept(1))
 
 
 def add_up(
@@ -60,62 +77,26 @@ def add_up(
         )
     asked = sorted(set(of_leaf) - {-1})
     for group in asked:
-        cotangent = weights[group].to(again.dtype)
         # Of the others no gradient is computed.
         receivers = {
             leaf: functools.partial(found.__setitem__, leaf)
             for leaf, own in enumerate(of_leaf)
             if own == group
         }
-        pullback.feed(cotangent, receivers, group != asked[-1])
+        pullback.feed(weights[group].to(again.dtype), receivers, group != asked[-1])
     return found
-
-
-def worth(loss: Loss, batch: Batch, gradients: int) -> bool:
-    """Whether two passes are the better way.
-
-    Args:
-        loss: The loss of one example.
-        batch: The examples.
-        gradients: Bytes of the gradients of one example, of all leaves.
-    """
-    if batch.size * gradients < _SMALL or not possible(loss, batch):
-        return False
-    held: list[Any] = []
-
-    def kept(size: int) -> int:
-        few = batch.rows(0, size)
-        return memory.profile(lambda: held.append(_recorded(loss, few))).kept
-
-    return gradients > _WORTH * (kept(2) - kept(1))
 
 
 def _recorded(loss: Loss, batch: Batch) -> tuple[torch.Tensor, Any]:
     """The losses of all examples, and their pullback to the differentiated arguments."""
-    mapped = [number for number, dim in enumerate(batch.dims) if dim is not None]
+
+    def value_of(*args: Any, **kwargs: Any) -> Any:
+        value = loss.func(*args, **kwargs)
+        return value[0] if loss.has_aux else value
 
     def values_of(*args: Any) -> torch.Tensor:
-        leaves, _ = _tree.flatten(args)
+        found: torch.Tensor = replace(batch, leaves=_tree.leaves(args)).map(value_of, "error")
+        return found
 
-        def example(*rows: torch.Tensor) -> Any:
-            own = list(leaves)
-            for number, row in zip(mapped, rows):
-                own[number] = row
-            value = loss.func(*_tree.unflatten(batch.spec, own), **batch.kwargs)
-            return value[0] if loss.has_aux else value
-
-        in_dims = tuple(batch.dims[number] for number in mapped)
-        rows = tuple(leaves[number] for number in mapped)
-        return vmap(example, in_dims=in_dims, randomness=loss.randomness)(*rows)
-
-    value, _, pullback = record(
-        values_of,
-        batch.args(),
-        {},
-        loss.positions,
-        has_aux=False,
-        check_output=lambda output: None,
-        api=loss.api,
-        once=True,
-    )
+    value, _, pullback = loss.record(values_of, batch.args(), {}, has_aux=False, scalar=False)
     return value, pullback

@@ -2,67 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from functx import _torch, _tree
+from functx import _tree
+from functx.per_sample._batch import Batch
+from functx.per_sample._sums import followed
 
 
 class Stack:
     """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
 
     Rows are copied to their place at once, so that chunks and result are not alive together; unless
-    something differentiates or traces the result, which could not follow the copies.
+    something differentiates or traces the result, which could not follow the copies. The place
+    follows from the chunk alone: a chunk that is put twice is there once.
     """
 
     def __init__(self) -> None:
-        self._parts: list[list[torch.Tensor]] = []
+        self._parts: dict[int, list[torch.Tensor]] = {}  # by the position of their first example
+        self._reserved: set[int] = set()  # positions of parts with a place for a whole batch
         self._spec: _tree.TreeSpec = None
-        self._reserved = self._filled = 0
 
-    def reserve(self, size: int) -> None:
-        """So many rows will come in several chunks, from those on that have come."""
-        self._reserved = size
+    def put(self, batch: Batch, tree: Any) -> None:
+        """Put the rows of a chunk in their place."""
+        leaves, self._spec = _tree.flatten(tree)
+        begin, size = batch.whole
+        if begin not in self._reserved:
+            if batch.start > begin or batch.size == size or followed(leaves):
+                self._parts[batch.start] = leaves
+                return
+            self._parts[begin] = [part.new_empty(size, *part.shape[1:]) for part in leaves]
+            self._reserved.add(begin)
+        first = batch.start - begin
+        for whole, part in zip(self._parts[begin], leaves):
+            whole[first : first + batch.size] = part
 
-    def add(self, tree: Any) -> None:
-        """Add the rows of a chunk."""
-        self.adding(tree)()
-
-    def adding(self, tree: Any) -> Callable[[], None]:
-        """Put the rows of a chunk in their place; they count when what is returned is called."""
-        leaves, spec = _tree.flatten(tree)
-        rows = len(leaves[0]) if leaves else 0
-        begun: list[list[torch.Tensor]] = []
-        filled = self._filled
-        if filled:
-            for whole, part in zip(self._parts[-1], leaves):
-                whole[filled : filled + rows] = part
-            filled += rows
-        elif rows < self._reserved and leaves and not followed(leaves):
-            begun = [[part.new_empty(self._reserved, *part.shape[1:]) for part in leaves]]
-            for whole, part in zip(begun[0], leaves):
-                whole[:rows] = part
-            filled = rows
-        elif leaves:
-            begun = [leaves]
-
-        def count() -> None:
-            self._spec = spec
-            self._parts += begun
-            self._filled = filled
-            if leaves and filled == self._reserved:
-                self._filled = self._reserved = 0
-
-        return count
-
-    def so_far(self) -> list[torch.Tensor]:
-        """The rows that have come, of the only leaf."""
-        found = [leaf for (leaf,) in self._parts]
-        if self._filled:
-            found[-1] = found[-1][: self._filled]
-        return found
+    def before(self, batch: Batch) -> torch.Tensor:
+        """The rows of the only leaf that come before those of a chunk."""
+        found = [self._parts[start][0] for start in sorted(self._parts) if start < batch.start]
+        return (torch.cat(found) if len(found) > 1 else found[0])[: batch.start]
 
     def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         """All rows; the arguments are those of ``Job.result``.
@@ -70,9 +49,9 @@ class Stack:
         Returns:
             The pytree, with zeros where an example does not count.
         """
-        columns = list(zip(*self._parts))
+        columns = list(zip(*(self._parts[start] for start in sorted(self._parts))))
+        self._parts = {}
         whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
-        self._parts = []
         if empty:
             whole = [leaf[:0] for leaf in whole]
         if kept is not None:
@@ -81,8 +60,3 @@ class Stack:
                 for leaf in whole
             ]
         return _tree.unflatten(self._spec, whole)
-
-
-def followed(leaves: list[torch.Tensor]) -> bool:
-    """Whether something differentiates or traces what is made of tensors."""
-    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)

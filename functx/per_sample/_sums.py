@@ -1,203 +1,233 @@
-"""Norms of rows and weighted sums of rows, without a copy of rows that are long.
+"""Norms and weighted sums of per-example gradients, whole or known by their factors.
 
-Rows are gradients of ``c`` examples by one leaf, ``(c, *leaf.shape)``, in whatever order of
-dimensions the backward pass left them in memory. A product of matrices wants them flat: flattened
-in the order of the memory, they need not be copied, and the sum is kept in that order too.
+The gradients of ``c`` examples by one leaf are rows, of shape ``(c, *leaf.shape)``. The backward
+pass leaves the dimensions of a row in any order in memory. A product of matrices wants rows flat:
+flattened in the order of the memory, they need not be copied.
+
+NOTE [factors]
+The gradient of a weight that is used in a product ``a @ w`` is ``aᵀ b`` for each example: ``a`` is
+the input of the product, of shape ``(T, m)``, and ``b`` the cotangent of its output, ``(T, n)``.
+Where ``T`` is small against ``m`` and ``n``, the factors have far fewer numbers:
+
+- the squared norm is the sum over ``t`` and ``s`` of ``(a_t · a_s) (b_t · b_s)``, for ``T = 1``
+  simply ``|a|² |b|²`` (Goodfellow, Efficient per-example gradient computations, 2015);
+- the weighted sum over examples is one product of matrices, that of an ordinary backward pass
+  (book-keeping: Bu et al., Differentially private optimization at small cost, 2023).
+
+An embedding's gradient is the product with a one-hot ``a``, given by its indices. A weight used
+several times has several pairs, and its norm takes the products of every two.
+
+NOTE [cancellation]
+The sum over ``t`` and ``s`` has terms of both signs, where the sum of squares has not: rounded, it
+loses what they cancel. With more than one ``t`` it is taken in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from functx import _torch
-from functx.per_sample._factors import Factor, Factored, product, weighted
-from functx.per_sample._failure import in_halves
-from functx.per_sample._rows import flat_rows, memory_order
 
-# Leaves of fewer numbers go together: below it the call of an operation costs more than a copy.
-SMALL = 1024
+# Factors are kept where they are this many times smaller than the product.
+_WORTH = 4
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One side of a product.
+
+    Attributes:
+        values: Of shape ``(c, T, size)``; of a one-hot factor the indices, ``(c, T)``.
+        size: Rows or columns of the product.
+    """
+
+    values: torch.Tensor
+    size: int
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether `values` are indices."""
+        return not self.values.is_floating_point()
+
+
+Term = tuple[Factor, Factor]
+
+
+@dataclass(frozen=True)
+class Factored:
+    """Rows that are not computed: sums of products, ``(c, *shape)``, by their factors."""
+
+    terms: Sequence[Term]
+    shape: torch.Size
+
 
 Rows = torch.Tensor | Factored
 
 
-def packed(kept: Sequence[Rows | None], groups: Sequence[int]) -> dict[tuple[int, ...], Rows]:
-    """Rows by the leaves they are of, those of small leaves side by side.
-
-    Args:
-        kept: The rows of each leaf; ``None`` if there are none.
-        groups: The group of each leaf; only leaves of one go together.
-    """
-    blocks: dict[tuple[int, ...], Rows] = {}
-    small: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
-    for leaf, rows in enumerate(kept):
-        if rows is None:
-            continue
-        if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
-            blocks[(leaf,)] = rows
-        else:
-            small.setdefault((groups[leaf], rows.dtype, rows.device), {})[leaf] = rows
-    for together in small.values():
-        parts = [rows.reshape(len(rows), rows.shape[1:].numel()) for rows in together.values()]
-        alone = next(iter(together.values()))
-        blocks[tuple(together)] = torch.cat(parts, 1) if len(parts) > 1 else alone
-    return blocks
+def worth(inner: int, rows: int, columns: int) -> bool:
+    """Whether to keep factors ``(inner, rows)`` and ``(inner, columns)`` instead of the product."""
+    return _WORTH * inner * (rows + columns) < rows * columns
 
 
-class Sums:
-    """Weighted sums of the rows of all leaves.
+def product(terms: Sequence[Term]) -> torch.Tensor:
+    """What the factors stand for, of shape ``(c, m, n)``."""
+    total = _product(*terms[0])
+    for term in terms[1:]:
+        total = total + _product(*term)
+    return total
 
-    Args:
-        shapes: Of the leaves.
-        dtypes: To add up in.
-        devices: Of the leaves.
 
-    Attributes:
-        ran_out: Whether memory ran out, and rows were added part by part.
-    """
+def _product(left: Factor, right: Factor) -> torch.Tensor:
+    if right.one_hot:
+        return _product(right, left).mT
+    if not left.one_hot:
+        return left.values.mT @ right.values
+    rows = right.values.new_zeros(len(right.values), left.size, right.size)
+    index = left.values[:, :, None].expand(-1, -1, right.size)
+    return rows.scatter_add_(1, index, right.values)
 
-    def __init__(
-        self,
-        shapes: Sequence[torch.Size],
-        dtypes: Sequence[torch.dtype],
-        devices: Sequence[torch.device],
-    ) -> None:
-        self._shapes, self._dtypes, self._devices = shapes, dtypes, devices
-        self._sums: dict[tuple[int, ...], WeightedSum] = {}
-        self.ran_out = False
 
-    def add(self, leaves: tuple[int, ...], rows: Rows, weights: torch.Tensor) -> None:
-        """Add rows that `packed` put together, weighted by numbers of shape ``(c,)``."""
-        if leaves not in self._sums:
-            first = leaves[0]
-            count = sum(self._shapes[leaf].numel() for leaf in leaves)
-            shape = self._shapes[first] if len(leaves) == 1 else torch.Size([count])
-            self._sums[leaves] = WeightedSum(shape, self._dtypes[first], self._devices[first])
-        total = self._sums[leaves]
-        if isinstance(rows, Factored) and weights.requires_grad:
-            rows = product(rows.terms).reshape(-1, *rows.shape)
-        if not isinstance(rows, Factored):
-            dense = rows
-            self.in_halves(lambda a, b: total.add(dense[a:b], weights[a:b]), len(weights))
-            return
-        for left, right in rows.terms:
+def norm_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The real dtype in which a norm of ``dtype`` numbers is accumulated, float32 at least."""
+    least = torch.promote_types(dtype.to_real() if dtype.is_complex else dtype, torch.float32)
+    return least if wanted is None else torch.promote_types(least, wanted)
 
-            def add(a: int, b: int, left: Factor = left, right: Factor = right) -> None:
-                matrix = total.matrix(left.size, right.size)
-                weighted([(left.part(a, b), right.part(a, b))], weights[a:b], matrix)
 
-            self.in_halves(add, len(weights))
+def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """The squared norm of each row, of shape ``(c,)``."""
+    if isinstance(rows, Factored):
+        return _squared_norms_of_terms(rows.terms, dtype)
+    if rows.shape[1:].numel() == 0:
+        return rows.new_zeros(len(rows), dtype=dtype)
+    flat = _flat(rows, _memory_order(rows[0]))
+    # In blocks: the kernel adds a row up in sequence, which loses digits over a million numbers.
+    blocks = flat.view(len(flat), math.gcd(flat.shape[1], 64), -1)
+    kind = dtype.to_complex() if flat.is_complex() else dtype
+    return torch.linalg.vector_norm(blocks, dim=2, dtype=kind).square().sum(1)
 
-    def in_halves(self, run: Callable[[int, int], Any], size: int, *take: Any) -> None:
-        """As `_failure.in_halves`; it is noted whether memory ran out."""
-        self.ran_out = in_halves(run, size, *take) or self.ran_out
 
-    def add_sum(self, leaf: int, total: torch.Tensor) -> None:
-        """Add a sum over examples, of the shape of its leaf; kept as it is where it is the first.
-
-        Args:
-            leaf: Its number.
-            total: Somebody else may hold it: it is not written to.
-        """
-        if (leaf,) in self._sums:
-            self.add((leaf,), total.unsqueeze(0), total.new_ones(1))
-            return
-        shape, dtype, device = self._shapes[leaf], self._dtypes[leaf], self._devices[leaf]
-        self._sums[(leaf,)] = WeightedSum(shape, dtype, device, first=total)
-
-    def add_sums(self, found: dict[int, torch.Tensor]) -> None:
-        """As `add_sum`, of several leaves."""
-        for leaf, total in found.items():
-            self.add_sum(leaf, total)
-
-    def totals(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """The sums, one a leaf, of some dtypes; zeros if nothing was added."""
-        found: dict[int, torch.Tensor] = {}
-        for leaves, one in self._sums.items():
-            sizes = [self._shapes[leaf].numel() for leaf in leaves]
-            total = one.total(self._dtypes[leaves[0]])
-            parts = [total] if len(leaves) == 1 else total.split(sizes)
-            for leaf, part in zip(leaves, parts):
-                part = part.reshape(self._shapes[leaf])
-                found[leaf] = found[leaf] + part if leaf in found else part
-        self._sums = {}
-        return [
-            found.pop(leaf).to(dtype)
-            if leaf in found
-            else torch.zeros(self._shapes[leaf], dtype=dtype, device=self._devices[leaf])
-            for leaf, dtype in enumerate(dtypes)
+def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
+    if len(terms) == 1 and terms[0][0].values.shape[1] == 1:
+        squares = [
+            factor.values.new_ones(len(factor.values), dtype=dtype)
+            if factor.one_hot
+            else squared_norms(factor.values, dtype)
+            for factor in terms[0]
         ]
+        return squares[0] * squares[1]
+    total = torch.zeros((), dtype=torch.float64, device=terms[0][0].values.device)
+    for number, (left, right) in enumerate(terms):
+        for other, (left2, right2) in enumerate(terms[: number + 1]):
+            both = (_gram(left, left2) * _gram(right, right2)).sum((1, 2))
+            total = total + (both if other == number else 2 * both)
+    return total.clamp_min(0).to(dtype)
+
+
+def _gram(one: Factor, other: Factor) -> torch.Tensor:
+    """Products of the rows of two factors, of shape ``(c, T1, T2)``, see NOTE [cancellation]."""
+    if one.one_hot and other.one_hot:
+        return (one.values[:, :, None] == other.values[:, None, :]).double()
+    if one.one_hot:
+        return _gram(other, one).mT
+    if other.one_hot:
+        index = other.values[:, None, :].expand(-1, one.values.shape[1], -1)
+        return one.values.gather(2, index).double()
+    return one.values.double() @ other.values.double().mT
 
 
 class WeightedSum:
-    """The sum of weighted rows, of shape ``leaf.shape``.
+    """The sum of weighted rows of one leaf.
 
     Args:
         shape: Of the leaf.
         dtype: To add up in.
         device: Of the leaf.
-        first: What to begin with, which is not written to.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        first: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._order: list[int] | None = None  # of the dimensions in memory
-        self._sum: torch.Tensor | None = None  # in that order
-        self._first = first
+        self._total: torch.Tensor | None = None
 
-    def _begin(self) -> None:
-        """Something is added to what came first."""
-        if self._first is not None:
-            self._order = list(range(len(self._shape)))
-            self._sum = self._first.to(self._dtype, copy=True).contiguous()
-            self._first = None
+    def add(self, rows: Rows, weights: torch.Tensor, start: int = 0, stop: int = -1) -> None:
+        """Add rows, weighted by numbers of shape ``(c,)``; those from ``start`` to ``stop`` only.
 
-    def add(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
-        """Adds the rows, weighted by numbers of shape ``(c,)``."""
-        self._begin()
-        if self._order is None:
-            self._order = memory_order(rows)
-        flat = flat_rows(rows, self._order).to(self._dtype)
-        weights = weights.to(self._dtype)
-        if self._sum is None:
-            shape = [self._shape[dim] for dim in self._order]
-            if _torch.transforming() or flat.requires_grad or weights.requires_grad:
-                self._sum = (weights @ flat).view(shape)
+        Either all of them are added, or, where memory runs out, none.
+        """
+        part = slice(start, len(weights) if stop < 0 else stop)
+        weights = weights[part].to(self._dtype)
+        if isinstance(rows, Factored):
+            terms = [
+                (Factor(left.values[part], left.size), Factor(right.values[part], right.size))
+                for left, right in rows.terms
+            ]
+            if not weights.requires_grad:
+                self._add_terms(terms, weights)
                 return
-            self._sum = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        total = self._sum.view(-1)
-        if _torch.transforming() or any(t.requires_grad for t in (total, flat, weights)):
-            self._sum = (total + weights @ flat).view_as(self._sum)
-        elif len(flat) == 1:
-            total.addcmul_(flat[0], weights)
+            rows = product(terms).reshape(-1, *self._shape)
         else:
-            total.addmv_(flat.t(), weights)
+            rows = rows[part]
+        total = self._total
+        order = _memory_order(rows[0] if total is None else total)
+        flat = _flat(rows, order).to(self._dtype)
+        if total is not None and not followed([total, flat, weights]):
+            total.permute(order).view(-1).addmv_(flat.t(), weights)
+            return
+        added = (weights @ flat).view([self._shape[dim] for dim in order])
+        added = added.permute([order.index(dim) for dim in range(len(order))])
+        self._total = added if total is None else total + added
 
-    def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """The sum as a matrix, its dimensions in order, to add to in place."""
-        self._begin()
-        if self._sum is None or self._order is None:
-            self._order = list(range(len(self._shape)))
-            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        if self._order != sorted(self._order):
-            # Both kinds of gradients came, in different orders of dimensions.
-            self._sum = self.total(self._dtype)
-            self._order = list(range(len(self._shape)))
-        return self._sum.view(rows, columns)
+    def _add_terms(self, terms: Sequence[Term], weights: torch.Tensor) -> None:
+        scaled = [_scaled(*term, weights) for term in terms]
+        left, right = terms[0]
+        total = self.total().view(left.size, right.size)
+        # From here on nothing is allocated.
+        for one, other in scaled:
+            if one.one_hot:
+                total.index_add_(0, one.values.flatten(), other.values.flatten(0, 1))
+            elif other.one_hot:
+                total.t().index_add_(0, other.values.flatten(), one.values.flatten(0, 1))
+            else:
+                total.addmm_(one.values.flatten(0, 1).t(), other.values.flatten(0, 1))
+        self._total = total.view(self._shape)
 
-    def total(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum, in the leaf's order of dimensions; zeros if nothing was added."""
-        if self._first is not None:
-            return self._first.to(dtype)
-        if self._sum is None or self._order is None:
-            return torch.zeros(self._shape, dtype=dtype, device=self._device)
-        back = [self._order.index(dim) for dim in range(len(self._order))]
-        return self._sum.permute(back).contiguous().to(dtype)
+    def total(self) -> torch.Tensor:
+        """The sum, contiguous; zeros if nothing was added."""
+        if self._total is None:
+            return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._total.contiguous()
+
+
+def _scaled(left: Factor, right: Factor, weights: torch.Tensor) -> Term:
+    """The factors in the dtype of the weights, and one of them times these, the smaller one."""
+
+    def values(factor: Factor, scale: bool) -> torch.Tensor:
+        if factor.one_hot:
+            return factor.values
+        found = factor.values.to(weights.dtype)
+        return (found * weights.view(-1, 1, 1) if scale else found).contiguous()
+
+    of_left = right.one_hot or (not left.one_hot and left.size < right.size)
+    return (
+        Factor(values(left, of_left), left.size),
+        Factor(values(right, not of_left), right.size),
+    )
+
+
+def _memory_order(row: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, outermost in memory first."""
+    strides = row.stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _flat(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Rows as a matrix, their dimensions in a given order."""
+    return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), rows.shape[1:].numel())
+
+
+def followed(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether something differentiates or traces what is made of tensors."""
+    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
