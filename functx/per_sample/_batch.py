@@ -34,6 +34,7 @@ class Batch:
         dims: For each leaf the dimension of the examples, ``None`` where it is shared.
         size: How many examples there are.
         kwargs: Shared keyword arguments.
+        positions: Of the differentiated arguments.
         start: The position of the first example among all of the call.
         whole: Position and size of the batch that this is a chunk of.
     """
@@ -43,6 +44,7 @@ class Batch:
     dims: list[int | None]
     size: int
     kwargs: dict[str, Any]
+    positions: tuple[int, ...]
     start: int
     whole: tuple[int, int]
 
@@ -74,10 +76,14 @@ class Batch:
         """The arguments, all examples together."""
         return _tree.unflatten(self.spec, self.leaves)
 
-    def dims_of(self, positions: Sequence[int]) -> list[int | None]:
-        """The dimension of the examples, of the leaves of some arguments."""
-        dims = _tree.unflatten(self.spec, self.dims)
-        return [dim for position in positions for dim in _tree.leaves(dims[position])]
+    def differentiated(self) -> list[tuple[Any, int | None]]:
+        """The leaves of the differentiated arguments, each with its dimension of the examples."""
+        args, dims = self.args(), _tree.unflatten(self.spec, self.dims)
+        return [
+            pair
+            for position in self.positions
+            for pair in zip(_tree.leaves(args[position]), _tree.leaves(dims[position]))
+        ]
 
     def map(self, func: Callable[..., Any], randomness: str) -> Any:
         """``func`` of each example, by ``vmap``: leaves of shape ``(c, ...)``."""
@@ -116,17 +122,10 @@ def batch_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     in_dims: InDims,
-    shared: tuple[int, ...],
+    positions: tuple[int, ...],
     api: str,
 ) -> Batch:
     """The arguments of one call, with the examples found in them.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments, shared by all examples.
-        in_dims: Where the examples are, see above.
-        shared: Positions that are shared if ``in_dims`` is ``None``.
-        api: The name for error messages.
 
     Raises:
         ValueError: ``in_dims`` does not fit the arguments, or nothing is mapped, or the sizes
@@ -134,7 +133,7 @@ def batch_of(
     """
     leaves, spec = _tree.flatten(args)
     dims: list[int | None] = []
-    for leaf, dim in zip(leaves, _flat_dims(args, in_dims, shared, api)):
+    for leaf, dim in zip(leaves, _flat_dims(args, in_dims, positions, api)):
         if dim is not None:
             if not isinstance(leaf, torch.Tensor):
                 raise ValueError(
@@ -160,7 +159,7 @@ def batch_of(
             f"{sorted(sizes)}; give in_dims, with None for what all examples share"
         )
     size = sizes.pop()
-    return Batch(leaves, spec, dims, size, kwargs, 0, (0, size))
+    return Batch(leaves, spec, dims, size, kwargs, positions, 0, (0, size))
 
 
 def _flat_dims(

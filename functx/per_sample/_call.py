@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class PerSample:
         in_dims: Where the examples are; ``None`` for all but the differentiated arguments.
         chunking: How to cut batches.
         api: The name for error messages.
+        has_aux: Whether `func` returns ``(value, aux)``.
+        compiled: Runs chunks compiled, if that was asked for.
+        hints: By signatures of batches, what was measured: whether factors are worth looking for,
+            and whether two passes are the better way.
     """
 
     func: Callable[..., Any]
@@ -44,6 +48,9 @@ class PerSample:
     in_dims: InDims
     chunking: Chunking
     api: str
+    has_aux: bool = False
+    compiled: Any = None
+    hints: dict[Any, bool] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -58,18 +65,7 @@ class PerSample:
         *,
         outputs: bool = False,
     ) -> PerSample:
-        """Checks what the user handed over.
-
-        Args:
-            api: The name for error messages.
-            func: A function, or a pair of module and criterion.
-            argnums: As for `grads`.
-            in_dims: As for `grads`; of a module, without the parameters.
-            chunk_size: As for `grads`.
-            memory_budget: As for `grads`.
-            randomness: As for `grads`.
-            outputs: Whether any tensors may be returned, and a module does without a criterion.
-        """
+        """Checks what the user handed over; with ``outputs`` a module needs no criterion."""
         module: Any = None
         if isinstance(func, (tuple, list)) and len(func) == 2:
             module, _ = func
@@ -128,6 +124,12 @@ class PerSample:
     def positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The positions of the differentiated arguments."""
         return _validate.resolve_argnums(self.argnums, len(args), self.api)
+
+    def differentiated(self, batch: Batch) -> Any:
+        """The differentiated argument, or the tuple of them."""
+        args = batch.args()
+        chosen = tuple(args[position] for position in batch.positions)
+        return chosen[0] if isinstance(self.argnums, int) else chosen
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments, with the examples found in them."""

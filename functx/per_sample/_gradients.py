@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from functx._validate import Argnums
 from functx.per_sample import _parallel
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._call import Func, PerSample
-from functx.per_sample._compiled import compiled_by
 from functx.per_sample._groups import Scaling, check_scaling, groups_of, thresholds_of
-from functx.per_sample._jobs import ClippedSum, Gradients, Leaves, Norms
-from functx.per_sample._pull import Loss
+from functx.per_sample._jobs import ClippedSum, Gradients, Norms
+from functx.per_sample._pull import compiled_by
 
 
 def grads(
@@ -90,10 +90,10 @@ def grads(
         "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
 
-    def job(loss: Loss, leaves: Leaves) -> Gradients:
-        groups = groups_of(leaves.argument, None, None, over.api)
+    def job(over: PerSample, batch: Batch) -> Gradients:
+        groups = groups_of(over.differentiated(batch), None, None, over.api)
         return Gradients(
-            loss, leaves, groups, return_values=return_values, return_norms=return_norms
+            over, batch, groups, return_values=return_values, return_norms=return_norms
         )
 
     return _differentiated(over, has_aux, compile, job, return_values or return_norms)
@@ -152,11 +152,11 @@ def norms(
         "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
 
-    def job(loss: Loss, leaves: Leaves) -> Norms:
+    def job(over: PerSample, batch: Batch) -> Norms:
         return Norms(
-            loss,
-            leaves,
-            groups_of(leaves.argument, groups, None, over.api),
+            over,
+            batch,
+            groups_of(over.differentiated(batch), groups, None, over.api),
             accumulation_dtype=accumulation_dtype,
             return_values=return_values,
             return_norms=True,
@@ -247,11 +247,11 @@ def clipped_sum(
             f"{over.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
         )
 
-    def job(loss: Loss, leaves: Leaves) -> ClippedSum:
-        found = groups_of(leaves.argument, groups, max_norm, over.api)
+    def job(over: PerSample, batch: Batch) -> ClippedSum:
+        found = groups_of(over.differentiated(batch), groups, max_norm, over.api)
         return ClippedSum(
-            loss,
-            leaves,
+            over,
+            batch,
             found,
             scaling=scale,
             thresholds=thresholds_of(found, max_norm, over.api),
@@ -271,21 +271,18 @@ def _differentiated(
     over: PerSample,
     has_aux: bool,
     compile: bool | Mapping[str, Any],
-    job: Callable[[Loss, Leaves], Any],
+    job: Callable[[PerSample, Batch], Any],
     extras_wanted: bool,
     finish: Callable[[Any], Any] = lambda result: result,
 ) -> Callable[..., Any]:
     """A function that runs a job over the examples it is given."""
-    chunking, api = over.chunking, over.api
-    compiled = compiled_by(compile, chunking.chunk_size, chunking.memory_budget, api)
-    hints: dict[Any, bool] = {}
+    chunking = over.chunking
+    compiled = compiled_by(compile, chunking.chunk_size, chunking.memory_budget, over.api)
+    over = replace(over, has_aux=has_aux, compiled=compiled)
 
     def make_job(batch: Batch) -> Any:
-        args = batch.args()
-        positions = over.positions(args)
-        _validate.check_inputs(args, positions, api)
-        loss = Loss(over.func, positions, has_aux, chunking.randomness, api, hints, compiled)
-        return job(loss, Leaves(batch, positions, single=isinstance(over.argnums, int)))
+        _validate.check_inputs(batch.args(), batch.positions, over.api)
+        return job(over, batch)
 
     def returned(found: tuple[Any, Any]) -> Any:
         result, extras = finish(found[0]), found[1]

@@ -2,26 +2,35 @@
 
 NOTE [one pass or two]
 The factor of an example is known when all its gradients have been normed. Until then they are
-either kept (one pass), or dropped (two passes); the second pass is an ordinary backward pass of the
-weighted losses (`_second`). Kept, the gradients of a chunk exist together; dropped, those of one
-leaf at a time. Gradients known by factors are kept in any case.
+either kept (one pass), or dropped (two passes). The second pass is an ordinary backward pass of the
+weighted sum of the losses, which takes no gradient of any one example. It needs the losses a second
+time, so they have to be what they were: random numbers are not allowed, and the values are
+compared. Kept, the gradients of a chunk exist together; dropped, those of one leaf at a time.
+Gradients known by factors are kept in any case.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from functx import _tree
-from functx.per_sample import _second
+from functx import _torch, _tree, memory
 from functx.per_sample._batch import Batch
+from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import Commit, Halved, in_chunks, is_out_of_memory
 from functx.per_sample._groups import Groups, Scaling, factors
-from functx.per_sample._pull import Loss, pull
+from functx.per_sample._pull import pull, recorded
 from functx.per_sample._stack import Stack
 from functx.per_sample._sums import Factored, Rows, WeightedSum, norm_dtype, squared_norms
+
+# Two passes where gradients of an example take this many times the bytes of its activations: the
+# second pass, which works on activations, is then next to nothing beside the first.
+_WORTH = 8
+_SMALL = 2**25  # bytes of gradients about which nobody would measure anything
 
 
 class Extras(NamedTuple):
@@ -38,129 +47,111 @@ class Extras(NamedTuple):
     aux: Any = None
 
 
-class Leaves:
-    """The leaves that are differentiated: of what shape and dtype for one example.
-
-    Args:
-        batch: The arguments.
-        positions: Of the differentiated ones.
-        single: Whether the user thinks of one argument, not of a tuple.
-    """
-
-    def __init__(self, batch: Batch, positions: Sequence[int], single: bool) -> None:
-        args = batch.args()
-        chosen = tuple(args[position] for position in positions)
-        self.argument: Any = chosen[0] if single else chosen
-        found, self._spec = _tree.flatten(self.argument)
-        self.shapes = [
-            leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            for leaf, dim in zip(found, batch.dims_of(positions))
-        ]
-        self.dtypes = [leaf.dtype for leaf in found]
-        self.devices = [leaf.device for leaf in found]
-
-    def tree(self, values: Sequence[Any]) -> Any:
-        """One value a leaf, as the pytree that users see."""
-        return _tree.unflatten(self._spec, values)
-
-
 class _Arrivals:
-    """The gradients of one chunk as they arrive: norms, and those that are kept.
+    """The gradients of one chunk as they arrive: norms, and those that are kept."""
 
-    Args:
-        job: Whose.
-        size: How many examples there are.
-        keeps: Which gradients.
-        factors: Whether some may be known by their factors.
-    """
-
-    def __init__(
-        self, job: _Job, size: int, keeps: Literal["all", "factored", "none"], factors: bool = True
-    ) -> None:
-        self._job, self._size, self._keeps, self.factors = job, size, keeps, factors
+    def __init__(self, job: _Job, size: int, keeps: tuple[type, ...]) -> None:
+        self._job, self._size, self._keeps = job, size, keeps
+        self.factors = job.factors
         self._squares: list[torch.Tensor | None] = [None] * job.groups.count
         self.kept: dict[int, Rows] = {}
         self.dropped: list[int] = []
 
     def gradient(self, leaf: int, rows: Rows) -> None:
         """Take the gradients by one leaf."""
-        if self._job.normed:
+        if "norms" in self._job.names or self.factors:
             group = self._job.groups.of_leaf[leaf]
             square, before = squared_norms(rows, self._job.norm_dtype), self._squares[group]
             self._squares[group] = square if before is None else before + square
-        if self._keeps == "all" or (self._keeps == "factored" and isinstance(rows, Factored)):
+        if isinstance(rows, self._keeps):
             self.kept[leaf] = rows
         else:
             self.dropped.append(leaf)
 
     def norms(self) -> list[torch.Tensor]:
         """One tensor of shape ``(c,)`` a group."""
-        dtype, device = self._job.norm_dtype, self._job.leaves.devices[0]
+        job = self._job
         return [
-            torch.zeros(self._size, dtype=dtype, device=device) if square is None else square.sqrt()
-            for square in self._squares
+            job.like[0].new_zeros(self._size, dtype=job.norm_dtype) if one is None else one.sqrt()
+            for one in self._squares
         ]
 
 
 class _Job:
-    """What the jobs share: values, norms and auxiliary outputs of all chunks."""
+    """What the jobs share: values, norms and auxiliary outputs of all chunks.
+
+    Attributes:
+        like: The leaves that are differentiated, for one example: of shape, dtype and device only.
+        names: What is asked for besides the result.
+    """
+
+    factors = True  # whether gradients may be known by factors
 
     def __init__(
         self,
-        loss: Loss,
-        leaves: Leaves,
+        over: PerSample,
+        batch: Batch,
         groups: Groups,
         *,
         return_values: bool,
         return_norms: bool,
         accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        self.loss, self.leaves, self.groups = loss, leaves, groups
-        self.normed = True
-        self.norm_dtype = norm_dtype(leaves.dtypes[0], accumulation_dtype)
-        for dtype in leaves.dtypes:
-            wanted = norm_dtype(dtype, accumulation_dtype)
+        self.over, self.groups = over, groups
+        self.like: list[torch.Tensor] = []
+        self.norm_dtype = torch.float32
+        for leaf, dim in batch.differentiated():
+            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
+            self.like.append(leaf.detach().new_empty(()).expand(shape))
+            wanted = norm_dtype(leaf.dtype, accumulation_dtype)
             self.norm_dtype = torch.promote_types(self.norm_dtype, wanted)
-        asked = {"values": return_values, "norms": return_norms, "aux": loss.has_aux}
-        self._names = [name for name, is_asked in asked.items() if is_asked]
+        _, self._spec = _tree.flatten(over.differentiated(batch))
+        asked = {"values": return_values, "norms": return_norms, "aux": over.has_aux}
+        self.names = [name for name, is_asked in asked.items() if is_asked]
         self._stack = Stack()
 
-    def _put(self, batch: Batch, **found: Any) -> None:
-        self._stack.put(batch, {name: found[name] for name in self._names})
+    def pull(self, batch: Batch, *keeps: type) -> tuple[Any, Any, _Arrivals]:
+        """Values, auxiliary outputs, and gradients, of which those of some types are kept."""
+        return pull(self.over, batch, lambda: _Arrivals(self, batch.size, keeps))
 
-    def _close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
+    def put(self, batch: Batch, **found: Any) -> None:
+        """Put what is asked for in its place."""
+        self._stack.put(batch, {name: found[name] for name in self.names})
+
+    def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
+        """What is asked for, of all examples."""
         found: dict[str, Any] = self._stack.close(kept, size, empty)
         if "norms" in found:
             found["norms"] = self.groups.pack(found["norms"])
         return found
 
+    def tree(self, values: Sequence[Any]) -> Any:
+        """One value a leaf, as the pytree that users see."""
+        return _tree.unflatten(self._spec, values)
+
 
 class Gradients(_Job):
     """All gradients: leaves of shape ``(B, *leaf.shape)``."""
 
+    factors = False
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.normed = "norms" in self._names
-        self._names.append("gradients")
+        self.names.append("gradients")
 
     def run(self, batch: Batch) -> None:
         """Compute one chunk."""
-        values, aux, found = pull(
-            self.loss, batch, lambda: _Arrivals(self, batch.size, "all", factors=False)
-        )
-        like = zip(self.leaves.shapes, self.leaves.dtypes, self.leaves.devices)
+        values, aux, found = self.pull(batch, torch.Tensor)
         rows = [
-            found.kept[leaf]
-            if leaf in found.kept
-            else torch.zeros(batch.size, *shape, dtype=dtype, device=device)
-            for leaf, (shape, dtype, device) in enumerate(like)
+            found.kept[leaf] if leaf in found.kept else like.new_zeros(batch.size, *like.shape)
+            for leaf, like in enumerate(self.like)
         ]
-        self._put(batch, values=values, norms=found.norms(), aux=aux, gradients=rows)
+        self.put(batch, values=values, norms=found.norms(), aux=aux, gradients=rows)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The gradients, and what else was asked for."""
-        found = self._close(kept, size, empty)
-        return self.leaves.tree(found.pop("gradients")), Extras(**found)
+        found = self.close(kept, size, empty)
+        return self.tree(found.pop("gradients")), Extras(**found)
 
 
 class Norms(_Job):
@@ -168,12 +159,12 @@ class Norms(_Job):
 
     def run(self, batch: Batch) -> None:
         """Compute one chunk."""
-        values, aux, found = pull(self.loss, batch, lambda: _Arrivals(self, batch.size, "none"))
-        self._put(batch, values=values, norms=found.norms(), aux=aux)
+        values, aux, found = self.pull(batch)
+        self.put(batch, values=values, norms=found.norms(), aux=aux)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The norms, and what else was asked for."""
-        found = self._close(kept, size, empty)
+        found = self.close(kept, size, empty)
         return found.pop("norms"), Extras(**found)
 
 
@@ -191,44 +182,40 @@ class ClippedSum(_Job):
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
         self._scaling, self._thresholds, self._passes = scaling, thresholds, passes
-        dtypes = self.leaves.dtypes
-        self._dtypes = [_as_wanted(dtype, accumulation_dtype) for dtype in dtypes]
-        # Short ones are added up in float32 unless something else is asked for.
-        short = (torch.float16, torch.bfloat16) if accumulation_dtype is None else ()
-        sums = [torch.float32 if dtype in short else dtype for dtype in self._dtypes]
-        self._exact = sums == dtypes
-        self._sums = list(map(WeightedSum, self.leaves.shapes, sums, self.leaves.devices))
+        self._wanted = accumulation_dtype
+        self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
+
+    def _dtype_of_sum(self, leaf: torch.Tensor) -> torch.dtype:
+        """The dtype to add up in: short ones in float32 unless something else is asked for."""
+        if self._wanted is None:
+            short = leaf.dtype in (torch.float16, torch.bfloat16)
+            return torch.float32 if short else leaf.dtype
+        return self._wanted.to_complex() if leaf.is_complex() else self._wanted
 
     def run(self, batch: Batch) -> Commit:
         """Compute one chunk."""
-        keeps: Literal["all", "factored"] = "factored" if self._twice(batch) else "all"
-        values, aux, found = pull(self.loss, batch, lambda: _Arrivals(self, batch.size, keeps))
+        keeps = (Factored,) if self._twice(batch) else (Factored, torch.Tensor)
+        values, aux, found = self.pull(batch, *keeps)
         norms, of_leaf = found.norms(), self.groups.of_leaf
         weights = [
-            factors(self._scaling, norm, threshold, self.loss.api)
+            factors(self._scaling, norm, threshold, self.over.api)
             for norm, threshold in zip(norms, self._thresholds)
         ]
-        totals: dict[int, torch.Tensor] = {}
-        if found.dropped:
-            groups = [
-                of_leaf[leaf] if leaf in found.dropped else -1 for leaf in range(len(of_leaf))
-            ]
-            totals = _second.add_up(self.loss, batch, values, weights, groups)
-        self._put(batch, values=values, norms=norms, aux=aux)
+        totals = self._second_pass(batch, values, weights, found.dropped) if found.dropped else {}
+        self.put(batch, values=values, norms=norms, aux=aux)
 
         def commit(halved: Halved) -> None:
-            size, kept = batch.size, found.kept
             try:
-                for leaf in list(kept):
-                    self._add(leaf, kept.pop(leaf), weights[of_leaf[leaf]], halved)
+                for leaf in list(found.kept):
+                    self._add(leaf, found.kept.pop(leaf), weights[of_leaf[leaf]], halved)
                 for leaf in list(totals):
                     total = totals.pop(leaf)
                     self._add(leaf, total.unsqueeze(0), total.new_ones(1), halved)
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     error.add_note(
-                        f"{self.loss.api}: memory ran out while a chunk of {size} was being added "
-                        "to the result, which can't be undone; call again with a smaller chunk_size"
+                        f"{self.over.api}: memory ran out while a chunk was being added to the "
+                        "result, which can't be undone; call again with a smaller chunk_size"
                     )
                 raise
 
@@ -242,29 +229,63 @@ class ClippedSum(_Job):
 
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""
-        if self._passes == 1 or batch.size == 1 or not self._exact:
+        may_run_again = self.over.chunking.randomness == "error" and not _torch.transforming()
+        shared = all(dim is None for _, dim in batch.differentiated())
+        exact = all(self._dtype_of_sum(like) == like.dtype for like in self.like)
+        if self._passes == 1 or batch.size == 1 or not (may_run_again and shared and exact):
             return False
-        if not _second.possible(self.loss, batch):
-            return False
-        if self._passes == 2:
-            return True
+        size = sum(like.numel() * like.dtype.itemsize for like in self.like)
+        if self._passes == 2 or batch.size * size < _SMALL:
+            return self._passes == 2
         key = ("passes", batch.size, batch.signature())
-        if key not in self.loss.hints:
-            sizes = zip(self.leaves.shapes, self.leaves.dtypes)
-            gradients = sum(shape.numel() * dtype.itemsize for shape, dtype in sizes)
-            self.loss.hints[key] = _second.worth(self.loss, batch, gradients)
-        return self.loss.hints[key]
+        if key not in self.over.hints:
+            held: list[Any] = []
+            one, two = (
+                memory.profile(lambda few=few: held.append(self._losses(few))).kept
+                for few in (batch.chunk(0, 1), batch.chunk(0, 2))
+            )
+            self.over.hints[key] = size > _WORTH * (two - one)
+        return self.over.hints[key]
+
+    def _second_pass(
+        self, batch: Batch, values: torch.Tensor, weights: list[torch.Tensor], leaves: list[int]
+    ) -> dict[int, torch.Tensor]:
+        """Sums of weighted gradients, of some leaves; of the others no gradient is computed."""
+        found: dict[int, torch.Tensor] = {}
+        again, pullback = self._losses(batch)
+        if not torch.allclose(again, values, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise RuntimeError(
+                f"{self.over.api}: the loss gave other values when it ran a second time: it "
+                "depends on something that changes between calls; use passes=1"
+            )
+        of_leaf = {leaf: self.groups.of_leaf[leaf] for leaf in sorted(leaves)}
+        groups = sorted(set(of_leaf.values()))
+        for group in groups:
+            receivers = {
+                leaf: functools.partial(found.__setitem__, leaf)
+                for leaf, own in of_leaf.items()
+                if own == group
+            }
+            pullback.feed(weights[group].to(again.dtype), receivers, group != groups[-1])
+        return found
+
+    def _losses(self, batch: Batch) -> tuple[torch.Tensor, Any]:
+        """The losses of all examples, and their pullback to the differentiated arguments."""
+
+        def value_of(*args: Any, **kwargs: Any) -> Any:
+            value = self.over.func(*args, **kwargs)
+            return value[0] if self.over.has_aux else value
+
+        def values_of(*args: Any) -> Any:
+            return replace(batch, leaves=_tree.leaves(args)).map(value_of, "error")
+
+        value, _, pullback = recorded(self.over, batch.args(), {}, batch.positions, values_of)
+        return value, pullback
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The sum, and what else was asked for."""
-        totals = [self._sums.pop(0).total().to(dtype) for dtype in self._dtypes]
+        dtypes = [like.dtype if self._wanted is None else None for like in self.like]
+        totals = [total.total().to(dtype) for total, dtype in zip(self._sums, dtypes)]
         if empty:
             totals = [torch.zeros_like(total) for total in totals]
-        return self.leaves.tree(totals), Extras(**self._close(kept, size, empty))
-
-
-def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a sum of ``dtype`` numbers, when ``wanted`` was asked for."""
-    if wanted is None:
-        return dtype
-    return wanted.to_complex() if dtype.is_complex else wanted
+        return self.tree(totals), Extras(**self.close(kept, size, empty))

@@ -12,7 +12,7 @@ one example is a batch of products there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,18 +49,13 @@ class WrittenTo(RuntimeError):
 class _Products:
     """Products of shape ``(c, m, n)``: the factors, or the numbers once they were needed."""
 
-    def __init__(self, terms: Sequence[Term]) -> None:
+    def __init__(self, terms: list[Term]) -> None:
         left, right = terms[0]
         self.terms, self.shape = terms, (len(left.values), left.size, right.size)
         self._dense: torch.Tensor | None = None
 
-    @property
-    def computed(self) -> bool:
-        """Whether the numbers are there, and maybe written to."""
-        return self._dense is not None
-
     def dense(self) -> torch.Tensor:
-        """The numbers, the same memory at each call."""
+        """The numbers, the same memory at each call; after the first the factors are gone."""
         if self._dense is None:
             self._dense = product(self.terms).contiguous()
             self.terms = []
@@ -71,9 +66,11 @@ class _Products:
         size, rows, columns = self.shape
         row, rest = divmod(shadow.storage_offset(), columns)
         is_row = shadow.shape == (size, columns) and shadow.stride() == (rows * columns, 1)
-        if self.computed or not is_row or rest or not all(left.one_hot for left, _ in self.terms):
+        if not self.terms or not is_row or rest or not all(left.one_hot for left, _ in self.terms):
             return False
-        self.terms = [(left, without(left, right, row)) for left, right in self.terms]
+        for number, (left, right) in enumerate(self.terms):
+            values = right.values.masked_fill((left.values == row).unsqueeze(2), 0)
+            self.terms[number] = left, Factor(values, columns)
         return True
 
 
@@ -102,7 +99,7 @@ class Outer(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, terms: Sequence[Term], shape: Sequence[int], like: torch.Tensor) -> Outer:
+    def of(cls, terms: list[Term], shape: Sequence[int], like: torch.Tensor) -> Outer:
         """All of the sum of products, in some shape."""
         products = _Products(terms)
         return cls(products, _layout(products.shape).view(shape), like)
@@ -115,21 +112,17 @@ class Outer(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """The numbers, in memory that all views share."""
-        shadow = self.shadow
-        return self.products.dense().as_strided(
-            shadow.shape, shadow.stride(), shadow.storage_offset()
-        )
+        shadow, numbers = self.shadow, self.products.dense()
+        return numbers.as_strided(shadow.shape, shadow.stride(), shadow.storage_offset())
 
-    def terms(self) -> Sequence[Term] | None:
-        """The factors of what this is, as rows and columns; ``None`` if it is anything else."""
-        if self.products.computed:
-            return None
+    def terms(self) -> list[Term]:
+        """The factors of what this is, as rows and columns; none if it is anything else."""
         whole = _layout(self.products.shape)
         if _same_layout(self.shadow, whole):
-            return self.products.terms
+            return [*self.products.terms]
         if _same_layout(self.shadow, whole.mT):
             return [(right, left) for left, right in self.products.terms]
-        return None
+        return []
 
 
 def rows_of(gradient: torch.Tensor) -> Rows:
@@ -137,14 +130,9 @@ def rows_of(gradient: torch.Tensor) -> Rows:
     if not isinstance(gradient, Outer):
         return gradient
     terms = gradient.terms()
-    if terms is None or len(terms[0][0].values) != len(gradient):
+    if not terms or len(terms[0][0].values) != len(gradient):
         return gradient.dense()
     return Factored(terms, gradient.shape[1:])
-
-
-def without(left: Factor, right: Factor, row: int) -> Factor:
-    """The right factor of an embedding's product without one of its rows."""
-    return Factor(right.values.masked_fill((left.values == row).unsqueeze(2), 0), right.size)
 
 
 def _layout(shape: Sequence[int]) -> torch.Tensor:
@@ -169,7 +157,7 @@ class KeepFactors(_torch.TorchDispatchMode):
     """Inside, products of few terms are `Outer`.
 
     Args:
-        size: How many examples the chunk has.
+        size: How many examples the chunk has, more than one.
     """
 
     _should_skip_dynamo = _torch.never_skip_dynamo
@@ -192,21 +180,17 @@ class KeepFactors(_torch.TorchDispatchMode):
             self._check((args, kwargs))
         if Outer in types:
             return _run(func, args, kwargs)
-        make = None if self._paused or kwargs else _MAKERS.get(func)
-        # (Views that are made below are followed by nothing.)
-        terms = make(self, *args) if make and _plain(args) else None
-        if not terms:
+        terms = None if self._paused or kwargs else self._terms(func, args)
+        if terms is None:
             return func(*args, **kwargs)
         self.made += 1
-        for factor in terms[0]:
+        left, right = terms[0]
+        for factor in (left, right):
             reference = _torch.StorageWeakRef(factor.values.untyped_storage())
             self._factors[_torch.storage_address(factor.values)] = reference
-        shape = [self._size, terms[0][0].size, terms[0][1].size]
-        if func is aten.embedding_dense_backward.default:
-            shape = [shape[0] * shape[1], shape[2]]
-        elif args[0].dim() == 2:
-            shape = shape[1:]
-        return Outer.of(terms, shape, args[0])
+        tables = func is aten.embedding_dense_backward.default
+        shape = (self._size * left.size,) if tables else (self._size, left.size)
+        return Outer.of(terms, (*shape, right.size), args[0])
 
     @contextmanager
     def pulling_back(self) -> Iterator[None]:
@@ -238,38 +222,31 @@ class KeepFactors(_torch.TorchDispatchMode):
             if _torch.storage_address(arg) in self._factors:
                 raise WrittenTo("a factor of a gradient is written to in place")
 
-    def _matrices(self, left: torch.Tensor, right: torch.Tensor) -> list[Term] | None:
-        """A product of matrices, or of one example's matrices."""
-        if left.dim() == 2:
-            if self._size != 1:
-                return None
-            left, right = left.unsqueeze(0), right.unsqueeze(0)
-        (size, rows, inner), columns = left.shape, right.shape[2]
-        if size != self._size or not worth(inner, rows, columns):
+    def _terms(self, func: Any, args: tuple[Any, ...]) -> list[Term] | None:
+        """The factors of what an operation returns."""
+        if func is aten.embedding_dense_backward.default and _plain(args):
+            return self._embedding(*args)
+        # A column times a row, which broadcast, is in the pullback of ``w @ x`` with a vector.
+        if func not in (aten.bmm.default, aten.mul.Tensor) or not _plain(args):
+            return None
+        left, right = args
+        if not isinstance(right, torch.Tensor) or not left.dim() == right.dim() == 3:
+            return None
+        (size, rows, inner), (others, _, columns) = left.shape, right.shape
+        if inner != right.shape[1] or (inner != 1 and func is aten.mul.Tensor):
+            return None
+        if not size == others == self._size or not worth(inner, rows, columns):
             return None
         return [(Factor(left.mT, rows), Factor(right, columns))]
-
-    def _column_and_row(self, left: Any, right: Any) -> list[Term] | None:
-        """A column times a row, which broadcast, as in the pullback of ``w @ x`` with a vector."""
-        if not isinstance(right, torch.Tensor):
-            return None
-        if left.dim() == 2 and right.dim() == 1:
-            right = right.unsqueeze(0)
-        if left.dim() not in (2, 3) or left.dim() != right.dim() or left.shape[-1] != 1:
-            return None
-        if right.shape[-2] != 1 or left.shape[:-2] != right.shape[:-2]:
-            return None
-        return self._matrices(left, right)
 
     def _embedding(
         self, gradient: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
     ) -> list[Term] | None:
         """Gradients of an embedding: the tables of all examples, one below the other."""
         size, table = self._size, rows // self._size
-        if by_count or rows % size or index.numel() % size:
+        # Padding would be of one table; under vmap torch takes rows of padding out afterwards.
+        if by_count or padding >= 0 or rows % size or index.numel() % size:
             return None
-        if padding >= 0 and size > 1:
-            return None  # of one table; under vmap torch takes rows of padding out afterwards
         index, columns = index.reshape(size, -1), gradient.shape[-1]
         # A row is indices here: the table is all that the product has and the factors have not.
         if 4 * index.shape[1] >= table:
@@ -277,16 +254,7 @@ class KeepFactors(_torch.TorchDispatchMode):
         index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
         if not bool(((index >= 0) & (index < table)).all()):
             return None  # not one table for each example
-        left, right = Factor(index, table), Factor(gradient.reshape(size, -1, columns), columns)
-        return [(left, without(left, right, padding) if padding >= 0 else right)]
-
-
-_MAKERS: dict[Any, Callable[..., list[Term] | None]] = {
-    aten.bmm.default: KeepFactors._matrices,
-    aten.mm.default: KeepFactors._matrices,
-    aten.mul.Tensor: KeepFactors._column_and_row,
-    aten.embedding_dense_backward.default: KeepFactors._embedding,
-}
+        return [(Factor(index, table), Factor(gradient.reshape(size, -1, columns), columns))]
 
 
 def _plain(args: Sequence[Any]) -> bool:
@@ -304,9 +272,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _VIEWS:
             return Outer(one.products, func(one.shadow, *args[1:], **kwargs), one)
         if func is aten.add.Tensor and isinstance(args[1], Outer) and not kwargs:
-            terms, more = one.terms(), args[1].terms()
-            if terms and more and _fit(one, args[1], terms, more):
-                return Outer.of([*terms, *more], one.shape, one)
+            terms = _added(one, args[1])
+            if terms:
+                return Outer.of(terms, one.shape, one)
         if args[1:] == _ZEROS.get(func) and one.products.zero_row(one.shadow):
             return one
         if torch.Tag.inplace_view in func.tags:
@@ -316,15 +284,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return one if isinstance(one, Outer) and result is dense[0] else result
 
 
-def _fit(one: Outer, other: Outer, terms: Sequence[Term], more: Sequence[Term]) -> bool:
-    """Whether a sum has factors, and few."""
+def _added(one: Outer, other: Outer) -> list[Term]:
+    """The factors of a sum, where there are some, and few."""
+    terms, more = one.terms(), other.terms()
+    if not terms or not more or one.shape != other.shape or one.dtype != other.dtype:
+        return []
     sizes, others = ([factor.size for factor in found[0]] for found in (terms, more))
-    return (
-        sizes == others
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and len(terms) + len(more) <= _MOST_TERMS
-    )
+    return [*terms, *more] if sizes == others and len(terms + more) <= _MOST_TERMS else []
 
 
 def _dense(tree: Any) -> Any:

@@ -12,64 +12,30 @@ limitations of ``vmap``, and if nobody could differentiate the result, in plain 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from functx import _torch, _tree, _validate
+from functx import _torch, _transforms, _tree, _validate
+from functx._errors import TracingError
+from functx._jit import jit
 from functx._pullback import Pullback, record
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
-from functx.per_sample._chunks import is_out_of_memory
-from functx.per_sample._compiled import Compiled
+from functx.per_sample._call import PerSample
+from functx.per_sample._chunks import is_out_of_memory, outside
 from functx.per_sample._outer import KeepFactors
 from functx.per_sample._sums import Rows
 
 # Factors are looked for where they spare this much of all gradients' numbers.
 _WORTH = 0.2
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What is differentiated, and how.
-
-    Attributes:
-        func: The loss of one example.
-        positions: Of the differentiated arguments.
-        has_aux: Whether it returns ``(value, aux)``.
-        randomness: As for :func:`torch.func.vmap`.
-        api: The name for error messages.
-        hints: By signatures of batches: whether factors were worth looking for, and whether two
-            passes are the better way; shared by calls.
-        compiled: Runs it compiled, if that was asked for.
-    """
-
-    func: Callable[..., Any]
-    positions: tuple[int, ...]
-    has_aux: bool
-    randomness: str
-    api: str
-    hints: dict[Any, bool] = field(default_factory=dict)
-    compiled: Compiled | None = None
-
-    def record(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, *, has_aux: bool, scalar: bool
-    ) -> tuple[Any, Any, Pullback]:
-        """As `functx._pullback.record`, of a function that returns losses."""
-        check = functools.partial(_validate.check_scalar, api=self.api)
-        return record(
-            func,
-            args,
-            kwargs,
-            self.positions,
-            has_aux=has_aux,
-            check_output=check if scalar else lambda output: None,
-            api=self.api,
-            once=True,
-        )
+# Examples of so many shapes are compiled for; after that it takes longer than it spares.
+_SHAPES = 8
 
 
 class Receiver(Protocol):
@@ -84,123 +50,129 @@ class Receiver(Protocol):
 R = TypeVar("R", bound=Receiver)
 
 
-def pull(loss: Loss, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any, R]:
+def pull(over: PerSample, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any, R]:
     """Runs the loss on each example, and feeds the gradients to a receiver.
 
     Returns:
         The values, of shape ``(c,)``, the auxiliary outputs (``None`` without ``has_aux``), leaves
         of shape ``(c, ...)``, and the receiver that took all gradients.
     """
-    alone = batch.size == 1 and not _torch.transforming()
-    run = _pull_one if alone else _pull_mapped
-    serves = loss.compiled is not None and loss.compiled.serves(batch)
-    key = (alone, batch.signature())
-    receiver = make()
-    if receiver.factors and not _torch.transforming() and loss.hints.get(key, True):
+    if batch.size == 1 and not _torch.transforming():
+        receiver = make()
+        return *_pull_one(over, batch, receiver), receiver
+    receiver, key = make(), ("factors", batch.signature())
+    serves = over.compiled is not None and over.compiled.serves(batch)
+    if receiver.factors and not _torch.transforming() and over.hints.get(key, True):
         mode = KeepFactors(batch.size)
-        before = _random.state() if loss.randomness != "error" else None
+        before = _random.state() if over.chunking.randomness != "error" else None
         try:
-            values, aux = run(loss, batch, receiver, mode)
+            values, aux = _pull_mapped(over, batch, receiver, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
-            loss.hints[key] = mode.spared >= _WORTH * mode.taken
+            over.hints[key] = mode.spared >= _WORTH * mode.taken
             return values, aux, receiver
         except (RuntimeError, TypeError, ValueError) as error:
             # Code that wants a gradient's memory, not its numbers, can't have that of a product
             # which was not computed. Errors of other causes come again.
             if not mode.made or is_out_of_memory(error):
                 raise
-        loss.hints[key] = False
+        over.hints[key] = False
         receiver = make()
         if before is not None:
             _random.restore(before)
-    elif serves:
-        assert loss.compiled is not None
-        found = loss.compiled.rows(loss, batch)
-        if found is not None:
-            values, aux, rows = found
-            for leaf in range(len(rows)):
-                receiver.gradient(leaf, rows[leaf])
-                rows[leaf] = None
-            return values, aux, receiver
-    values, aux = run(loss, batch, receiver, None)
-    return values, aux, receiver
+    elif serves and (found := over.compiled.rows(over, batch)) is not None:
+        values, aux, rows = found
+        for leaf in range(len(rows)):
+            receiver.gradient(leaf, rows[leaf])
+            rows[leaf] = None
+        return values, aux, receiver
+    return *_pull_mapped(over, batch, receiver, None), receiver
+
+
+def recorded(
+    over: PerSample,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    positions: tuple[int, ...],
+    losses: Callable[..., Any] | None = None,
+) -> tuple[Any, Any, Pullback]:
+    """The loss of one example, auxiliary outputs, and the pullback; or ``losses`` of several."""
+    check = functools.partial(_validate.check_scalar, api=over.api)
+    return record(
+        losses or over.func,
+        args,
+        kwargs,
+        positions,
+        has_aux=over.has_aux and losses is None,
+        check_output=check if losses is None else lambda output: None,
+        api=over.api,
+        once=True,
+    )
 
 
 def _pull_mapped(
-    loss: Loss, batch: Batch, receiver: Receiver, mode: KeepFactors | None
+    over: PerSample, batch: Batch, receiver: Receiver, mode: KeepFactors | None
 ) -> tuple[Any, Any]:
     """With ``vmap`` over the examples."""
 
     def example(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         level = _torch.current_interpreter().level()
-        value, aux, pullback = loss.record(
-            loss.func, args, kwargs, has_aux=loss.has_aux, scalar=True
-        )
-        _feed(pullback, value, receiver, mode, lambda found: _rows(found, level, batch.size))
-        return value, (_tree.map_(_tensor, aux) if loss.has_aux else ())
 
-    value, aux = batch.map(example, loss.randomness)
-    return value, (aux if loss.has_aux else None)
+        def take(leaf: int, gradient: torch.Tensor) -> None:
+            rows = _rows(gradient, level, batch.size)
+            with mode.pause() if mode else nullcontext():
+                receiver.gradient(leaf, mode.take(rows) if mode else rows)
+
+        value, aux, pullback = recorded(over, args, kwargs, batch.positions)
+        with mode.pulling_back() if mode else nullcontext():
+            _feed(pullback, value, take)
+        return value, (_tree.map_(_tensor, aux) if over.has_aux else ())
+
+    value, aux = batch.map(example, over.chunking.randomness)
+    return value, (aux if over.has_aux else None)
 
 
-def _pull_one(
-    loss: Loss, batch: Batch, receiver: Receiver, mode: KeepFactors | None
-) -> tuple[Any, Any]:
+def _pull_one(over: PerSample, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
     """One example, as it is."""
 
-    def recorded(*args: Any, **kwargs: Any) -> tuple[Any, Any, Pullback]:
+    def example(*args: Any, **kwargs: Any) -> tuple[Any, Any, Pullback]:
         followed = torch.is_grad_enabled() or _torch.dual_level() >= 0
         if followed or torch.is_inference_mode_enabled():
-            return loss.record(loss.func, args, kwargs, has_aux=loss.has_aux, scalar=True)
-        return _record_plain(loss, args, kwargs)
+            return recorded(over, args, kwargs, batch.positions)
+        return _recorded_plain(over, args, kwargs, batch.positions)
 
-    value, aux, pullback = batch.alone(recorded, loss.randomness)
-    _feed(pullback, value, receiver, mode, lambda gradient: _whole(gradient).unsqueeze(0))
-    value, aux = _tree.map_(
-        lambda leaf: _tensor(leaf).unsqueeze(0), (value, aux if loss.has_aux else ())
-    )
-    return value, (aux if loss.has_aux else None)
+    def take(leaf: int, gradient: torch.Tensor) -> None:
+        receiver.gradient(leaf, _whole(gradient).unsqueeze(0))
+
+    value, aux, pullback = batch.alone(example, over.chunking.randomness)
+    _feed(pullback, value, take)
+    aux = _tree.map_(lambda leaf: _tensor(leaf).unsqueeze(0), aux) if over.has_aux else None
+    return value.unsqueeze(0), aux
 
 
-def _record_plain(
-    loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _recorded_plain(
+    over: PerSample, args: tuple[Any, ...], kwargs: dict[str, Any], positions: tuple[int, ...]
 ) -> tuple[Any, Any, Pullback]:
-    """As `Loss.record`, in plain autograd: nothing around the call can differentiate the result."""
-    _validate.check_inputs(args, loss.positions, loss.api)
+    """As `recorded`, in plain autograd: nothing around the call can differentiate the result."""
+    _validate.check_inputs(args, positions, over.api)
     with torch.enable_grad():
         arguments = [
-            _tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg)
-            if position in loss.positions
-            else arg
-            for position, arg in enumerate(args)
+            _tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg) if at in positions else arg
+            for at, arg in enumerate(args)
         ]
-        output, aux = loss.func(*arguments, **kwargs), None
-        if loss.has_aux:
-            output, aux = _validate.split_aux(output, loss.api)
-        _validate.check_scalar(output, loss.api)
-    inputs = tuple(arguments[position] for position in loss.positions)
-    pullback = Pullback(inputs, *_tree.flatten(output))
+        output, aux = over.func(*arguments, **kwargs), None
+        if over.has_aux:
+            output, aux = _validate.split_aux(output, over.api)
+        _validate.check_scalar(output, over.api)
+    pullback = Pullback(tuple(arguments[at] for at in positions), *_tree.flatten(output))
     aux = _tree.map_(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
     return output.detach(), aux, pullback
 
 
 def _feed(
-    pullback: Pullback,
-    value: torch.Tensor,
-    receiver: Receiver,
-    mode: KeepFactors | None,
-    rows: Callable[[torch.Tensor], torch.Tensor],
+    pullback: Pullback, value: torch.Tensor, take: Callable[[int, torch.Tensor], None]
 ) -> None:
-    def take(leaf: int, gradient: torch.Tensor) -> None:
-        if mode is None:
-            receiver.gradient(leaf, rows(gradient))
-            return
-        with mode.pause():
-            receiver.gradient(leaf, mode.take(rows(gradient)))
-
     receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
-    with mode.pulling_back() if mode else nullcontext():
-        pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
+    pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
 
 
 def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
@@ -226,3 +198,80 @@ def _tensor(leaf: Any) -> torch.Tensor:
             f"type {type(leaf).__name__}"
         )
     return leaf
+
+
+class Compiled:
+    """Runs one loss over chunks of one size as one graph each, by `functx.jit`.
+
+    A chunk of few examples is small work for each operation, and what Python and the transforms add
+    is paid for every chunk. Where the loss can't be traced, all runs in eager, with a warning.
+    """
+
+    def __init__(self, options: Mapping[str, Any], chunk_size: int | None, api: str) -> None:
+        self._compiler: Callable[..., Any] = jit(**options)
+        self._chunk_size, self._api = chunk_size, api
+        self._sizes: dict[Any, int] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._gave_up = self._warned = False
+        self._lock = threading.RLock()
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether a chunk may run compiled; those of other sizes would each have to be compiled."""
+        signature = batch.signature()
+        if signature not in self._sizes and len(self._sizes) >= _SHAPES:
+            self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
+            return False
+        size = self._sizes.setdefault(signature, self._chunk_size or batch.size)
+        if self._gave_up or batch.size != size or size == 1:
+            return False
+        if _torch.transforming() or _torch.dispatch_depth() or _torch.dual_level() >= 0:
+            return False
+        leaves = (leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
+        return not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves)
+
+    def rows(self, over: PerSample, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
+        """Values, auxiliary outputs and the gradients of each leaf; ``None`` if there is no graph."""
+        each = _transforms.grad_and_value(over.func, batch.positions, over.has_aux)
+        form, randomness = replace(batch, leaves=[], kwargs={}), over.chunking.randomness
+
+        def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
+            return replace(form, leaves=leaves, kwargs=kwargs).map(each, randomness)
+
+        with self._lock:
+            key = batch.signature(), batch.spec, batch.positions
+            run = self._functions.setdefault(key, self._compiler(gradients))
+            try:
+                found, value = run(batch.leaves, batch.kwargs)
+            except TracingError as error:
+                self._gave_up = True
+                self._warn(str(error))
+                return None
+        value, aux = value if over.has_aux else (value, None)
+        return value, aux, _tree.leaves(found)
+
+    def _warn(self, cause: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._api}: compile=True has no effect here, chunks run in eager: {cause}",
+                RuntimeWarning,
+                stacklevel=outside(),
+            )
+
+
+def compiled_by(
+    compile: bool | Mapping[str, Any], chunk_size: int | None, memory_budget: int | None, api: str
+) -> Compiled | None:
+    """What the option asks for."""
+    if not isinstance(compile, (bool, Mapping)):
+        raise TypeError(
+            f"{api}: compile must be True or a dict of options of functx.jit, got {compile!r}"
+        )
+    if compile is False:
+        return None
+    if memory_budget is not None:
+        raise ValueError(
+            f"{api}: no size of chunks is chosen for compiled code; give chunk_size with compile, "
+            "instead of memory_budget"
+        )
+    return Compiled({} if compile is True else compile, chunk_size, api)

@@ -140,16 +140,10 @@ def _gram(one: Factor, other: Factor) -> torch.Tensor:
 
 
 class WeightedSum:
-    """The sum of weighted rows of one leaf.
+    """The sum of weighted rows of one leaf, in a dtype."""
 
-    Args:
-        shape: Of the leaf.
-        dtype: To add up in.
-        device: Of the leaf.
-    """
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(self, leaf: torch.Tensor, dtype: torch.dtype) -> None:
+        self._shape, self._device, self._dtype = leaf.shape, leaf.device, dtype
         self._total: torch.Tensor | None = None
 
     def add(self, rows: Rows, weights: torch.Tensor, start: int = 0, stop: int = -1) -> None:
