@@ -2,7 +2,7 @@
 
 ``torch.func.vmap(torch.func.grad(loss))`` has the gradients of all examples at once, each as large
 as the model. Norms, a clipped sum (differential privacy) or inner products (influence functions,
-neural tangent kernels) need less. Here examples run in chunks, and each chunk is reduced as it goes:
+neural tangent kernels) need less: here examples run in chunks, and each is reduced as it goes.
 
 - `grads`: the gradient of each example
 - `norms`: the norm of the gradient of each example
@@ -19,11 +19,10 @@ example (or a pair of module and criterion) and return a function of a batch.
 """
 
 from functx.per_sample._gradients import clipped_sum, grads, norms
-from functx.per_sample._gram import gram
 from functx.per_sample._groups import automatic, clip, normalize
 from functx.per_sample._jobs import Extras
+from functx.per_sample._maps import gram, jacobian, map_reduce
 from functx.per_sample._model import functional
-from functx.per_sample._reduce import jacobian, map_reduce
 
 __all__ = [
     "Extras",

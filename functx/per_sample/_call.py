@@ -16,7 +16,7 @@ from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample import _model
 from functx.per_sample._batch import Batch, InDims, batch_of, kept_rows, split_batches
-from functx.per_sample._chunks import Chunking, Job
+from functx.per_sample._chunks import Chunks, Commit, Job
 
 MakeJob = Callable[[Batch], Job]
 Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
@@ -25,75 +25,78 @@ _LOCK = threading.Lock()
 _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass
 class PerSample:
     """What all functions of ``per_sample`` are made of: a function of one example, and options.
 
     Attributes:
-        func: The function of one example; of a module, it takes the parameters first.
-        module: The module that it was made of, if any.
+        api: The name for error messages.
+        func: The function; once checked, one that takes the parameters of a module first.
         argnums: The differentiated arguments; ``()`` where nothing is.
         in_dims: Where the examples are; ``None`` for all but the differentiated arguments.
-        chunking: How to cut batches.
-        api: The name for error messages.
+        chunk_size: Examples in a chunk; ``None`` for all.
+        memory_budget: Bytes instead.
+        randomness: As for :func:`torch.func.vmap`.
+        outputs: Whether any tensors may be returned, and a module does without a criterion.
         has_aux: Whether `func` returns ``(value, aux)``.
         compiled: Runs chunks compiled, if that was asked for.
         hints: By signatures of batches, what was measured: whether factors are worth looking for,
             and whether two passes are the better way.
     """
 
-    func: Callable[..., Any]
-    module: torch.nn.Module | None
+    api: str
+    func: Any
     argnums: Argnums
     in_dims: InDims
-    chunking: Chunking
-    api: str
+    chunk_size: int | None
+    memory_budget: int | None
+    randomness: str
+    outputs: bool = False
     has_aux: bool = False
     compiled: Any = None
     hints: dict[Any, bool] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        api: str,
-        func: Func,
-        argnums: Argnums,
-        in_dims: InDims,
-        chunk_size: int | None,
-        memory_budget: int | None,
-        randomness: str,
-        *,
-        outputs: bool = False,
-    ) -> PerSample:
-        """Checks what the user handed over; with ``outputs`` a module needs no criterion."""
-        module: Any = None
+    def __post_init__(self) -> None:
+        api, func = self.api, self.func
+        self._module: torch.nn.Module | None = None
         if isinstance(func, (tuple, list)) and len(func) == 2:
-            module, _ = func
-            of_one = _model.outputs_of(*func) if outputs else _model.functional(*func)[0]
-        elif isinstance(func, torch.nn.Module):
-            if not outputs:
-                raise TypeError(
-                    f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
-                    "criterion), or a function of parameters and one example"
-                )
-            module, of_one = func, _model.outputs_of(func)
-        else:
-            _validate.check_callable(func, api)
-            of_one = func
-        if argnums != ():  # nothing is differentiated
-            _validate.check_argnums(argnums, api)
-        if module is not None:
-            if argnums != 0:
+            self._module, self.func = func[0], _model.of_one(*func, outputs=self.outputs)
+        elif isinstance(func, torch.nn.Module) and self.outputs:
+            self._module, self.func = func, _model.of_one(func, lambda out: out, outputs=True)
+        elif isinstance(func, torch.nn.Module) and self.argnums != ():
+            raise TypeError(
+                f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
+                "criterion), or a function of parameters and one example"
+            )
+        _validate.check_callable(self.func, api)
+        if self.argnums != ():
+            _validate.check_argnums(self.argnums, api)
+        if self._module is not None:
+            if self.argnums != 0:
                 raise ValueError(
-                    f"{api}: of a module the parameters are differentiated, argnums={argnums}"
+                    f"{api}: of a module the parameters are differentiated, argnums={self.argnums}"
                 )
-            if isinstance(in_dims, int):
+            if isinstance(self.in_dims, int):
                 raise ValueError(
                     f"{api}: in_dims of a module must be a tuple, an entry for each argument"
                 )
-            in_dims = None if in_dims is None else (None, *in_dims)
-        chunking = Chunking(chunk_size, memory_budget, randomness, api)
-        return cls(of_one, module, argnums, in_dims, chunking, api)
+            self.in_dims = None if self.in_dims is None else (None, *self.in_dims)
+        if self.randomness not in ("error", "different", "same"):
+            raise RuntimeError(
+                f"{api}: randomness must be 'error', 'different' or 'same', got {self.randomness!r}"
+            )
+        if self.chunk_size is not None and self.memory_budget is not None:
+            raise ValueError(
+                f"{api}: chunk_size and memory_budget exclude each other, got {self.chunk_size} "
+                f"and {self.memory_budget}"
+            )
+        for name in ("chunk_size", "memory_budget"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{api}: {name} must be an int, got {value!r}")
+            if value is not None and value <= 0:
+                raise ValueError(f"{api}: {name} should be greater than 0, got {value}")
+        self._chunks = Chunks(api, self.chunk_size, self.memory_budget, self.randomness)
 
     def over_batch(
         self, make_job: MakeJob, finish: Callable[[Any], Any] = lambda result: result
@@ -113,17 +116,21 @@ class PerSample:
 
         One thread at a time: while the module runs, others' parameters are in the place of its own.
         """
-        if self.module is None:
+        if self._module is None:
             yield args
             return
         with _LOCK:
-            lock = _LOCKS.setdefault(self.module, threading.RLock())
+            lock = _LOCKS.setdefault(self._module, threading.RLock())
         with lock, torch.no_grad():
-            yield (_model.trainable(self.module), *args)
+            yield (_model.trainable(self._module), *args)
 
     def positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The positions of the differentiated arguments."""
         return _validate.resolve_argnums(self.argnums, len(args), self.api)
+
+    def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """The arguments, with the examples found in them."""
+        return batch_of(args, kwargs, self.in_dims, self.positions(args), self.api)
 
     def differentiated(self, batch: Batch) -> Any:
         """The differentiated argument, or the tuple of them."""
@@ -131,23 +138,17 @@ class PerSample:
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 
-    def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """The arguments, with the examples found in them."""
-        return batch_of(args, kwargs, self.in_dims, self.positions(args), self.api)
-
     def run(self, make_job: MakeJob, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the job that ``make_job`` makes for the first batch."""
         is_padding = kwargs.pop("is_padding_example", None)
         batches = split_batches(args)
-        if batches is None:
-            batches = iter([args])
-        elif is_padding is not None:
+        if batches is not None and is_padding is not None:
             raise ValueError(
                 f"{self.api}: is_padding_example goes with one batch, not with an iterator of them"
             )
         job: Job | None = None
         kept, total, seen = None, 0, 0
-        for one in batches:
+        for one in [args] if batches is None else batches:
             batch = self.batch(one, kwargs)
             kept = kept_rows(is_padding, batch.size, self.api)
             total += batch.size
@@ -155,24 +156,22 @@ class PerSample:
                 batch = batch.take(kept)
             make = functools.partial(make_job, batch)
             job = job or make()
-            self._check_whole(batch)
+            one_by_one = batch.size == 1 or self.chunk_size == 1
+            if not (one_by_one and self._module is not None):
+                self._check_whole(batch)
             if batch.size:
-                batch = replace(batch, start=seen, whole=(seen, batch.size))
-                self.chunking.run(batch, job, make)
+                self._chunks.run(replace(batch, start=seen, whole=(seen, batch.size)), job, make)
             seen += batch.size
         if job is None:
             raise ValueError(f"{self.api}: the iterator has no batch")
         if not seen:  # what the loss returns has a shape also where there is no example
-            commit = job.run(batch.zeros())
+            commit: Commit | None = job.run(batch.zeros())
             if commit is not None:
                 commit(lambda size, failure: None)
         return job.result(kept, total, not seen)
 
     def _check_whole(self, batch: Batch) -> None:
         """Raises ``ValueError`` for parameters that are spread over processes."""
-        one_by_one = batch.size == 1 or self.chunking.chunk_size == 1
-        if one_by_one and self.module is not None:
-            return
         if any(type(leaf).__name__ == "DTensor" for leaf in batch.leaves):
             raise ValueError(
                 f"{self.api}: parameters are DTensors, which vmap can't run. Of a module in tensor "

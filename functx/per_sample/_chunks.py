@@ -24,9 +24,8 @@ from functx import _torch, memory
 from functx.per_sample import _random
 from functx.per_sample._batch import Batch
 
+# Takes the number of examples that memory ran out with, and what the error said.
 Halved = Callable[[int, str], None]
-"""Takes the number of examples that memory ran out with, and what the error said."""
-
 Commit = Callable[[Halved], None]
 
 
@@ -34,11 +33,7 @@ class Job(Protocol):
     """What is computed from one call's examples, chunk by chunk."""
 
     def run(self, batch: Batch) -> Commit | None:
-        """Compute one chunk, so that it may run again.
-
-        Returns:
-            What can't be done again: puts the chunk into the result.
-        """
+        """Compute one chunk, which may run again; the commit adds it to the result for good."""
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         """What came of all chunks.
@@ -81,17 +76,11 @@ def in_chunks(
 
 @dataclass
 class _Line:
-    """Bytes at the peak over the number of examples, see NOTE [budget].
-
-    Attributes:
-        fixed: Whatever their number.
-        each: For each.
-        checked: The largest number that was measured and fits.
-    """
+    """Bytes at the peak over the number of examples, see NOTE [budget]."""
 
     fixed: int
     each: int
-    checked: int = 0
+    checked: int = 0  # the largest number that was measured and fits
 
     @classmethod
     def through(cls, two: int, four: int) -> _Line:
@@ -112,44 +101,17 @@ class _Line:
 
 
 @dataclass
-class Chunking:
-    """How to cut batches.
+class Chunks:
+    """How batches are cut; what was found out about it is remembered, by signatures of batches."""
 
-    Attributes:
-        chunk_size: Examples in a chunk; ``None`` for all.
-        memory_budget: Bytes instead.
-        randomness: As for :func:`torch.func.vmap`.
-        api: The name for error messages.
-    """
-
+    api: str
     chunk_size: int | None
     memory_budget: int | None
     randomness: str
-    api: str
-    # By signature: the largest chunk that fits; a line for all examples in one chunk, one for more
-    # chunks, and what each example leaves behind.
+    # The largest chunk that fits.
     _fits: dict[Any, int] = field(default_factory=dict)
+    # A line for all in one chunk, one for more chunks, and what each example leaves behind.
     _lines: dict[Any, tuple[_Line, _Line, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.randomness not in ("error", "different", "same"):
-            raise RuntimeError(
-                f"{self.api}: randomness must be 'error', 'different' or 'same', got "
-                f"{self.randomness!r}"
-            )
-        if self.chunk_size is not None and self.memory_budget is not None:
-            raise ValueError(
-                f"{self.api}: chunk_size and memory_budget exclude each other, got "
-                f"{self.chunk_size} and {self.memory_budget}"
-            )
-        for name in ("chunk_size", "memory_budget"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{self.api}: {name} must be an int, got {value!r}")
-            if value <= 0:
-                raise ValueError(f"{self.api}: {name} should be greater than 0, got {value}")
 
     def run(self, batch: Batch, job: Job, make_job: MakeJob) -> None:
         """Hands the examples of ``batch`` to ``job`` in chunks."""
@@ -186,38 +148,35 @@ class Chunking:
         """Examples in a chunk."""
         budget = self.memory_budget
         if budget is None:
-            return batch.size if self.chunk_size is None else self.chunk_size
+            return self.chunk_size or batch.size
         if _torch.tracing():
             raise RuntimeError(
                 f"{self.api}: memory can't be measured while operations are traced; give "
                 "chunk_size instead of memory_budget"
             )
 
-        def measure(chunk: int, chunks: int) -> memory.Profile:
-            return self._profile(batch, chunk, chunks, make_job)
-
-        if key not in self._lines:
-            two, four = measure(2, 2), measure(4, 2)
-            kept = max(0, four.returned - two.returned) // 4
-            more = _Line.through(two.peak - 4 * kept, four.peak - 8 * kept)
-            one = _Line.through(measure(2, 1).peak, measure(4, 1).peak)
-            self._lines[key] = one, more, kept
-        one, more, kept = self._lines[key]
-        rest = batch.size * kept
+        def of_one(chunk: int) -> int:
+            return self._profile(batch, chunk, 1, make_job).peak
 
         def of_more(chunk: int) -> int:
-            return measure(chunk, 2).peak - 2 * chunk * kept
+            return self._profile(batch, chunk, 2, make_job).peak - 2 * chunk * kept
 
+        if key not in self._lines:
+            two, four = (self._profile(batch, chunk, 2, make_job) for chunk in (2, 4))
+            kept = max(0, four.returned - two.returned) // 4
+            more = _Line.through(two.peak - 4 * kept, four.peak - 8 * kept)
+            self._lines[key] = _Line.through(of_one(2), of_one(4)), more, kept
+        one, more, kept = self._lines[key]
         # All in one chunk is only measured where the line says that it fits.
         may_fit = one.fixed + batch.size * one.each <= budget
-        of_one = lambda size: measure(size, 1).peak  # noqa: E731
         if may_fit and one.largest(batch.size, budget, of_one) == batch.size:
             return batch.size
+        rest = batch.size * kept
         chunk = more.largest(batch.size, budget - rest, of_more)
         if chunk >= 1:
             return chunk
         # One example alone runs without vmap, which can take less.
-        alone = of_more(1) + rest if batch.size > 1 else measure(1, 1).peak
+        alone = of_more(1) + rest if batch.size > 1 else of_one(1)
         if alone > budget:
             raise ValueError(
                 f"{self.api}: memory_budget={budget:,} bytes is too little: with chunks of one "

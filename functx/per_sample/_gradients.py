@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,11 +85,11 @@ def grads(
                 [0., 2.],
                 [0., 0.]])
     """
-    over = PerSample.of(
+    over = PerSample(
         "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
 
-    def job(over: PerSample, batch: Batch) -> Gradients:
+    def job(batch: Batch) -> Gradients:
         groups = groups_of(over.differentiated(batch), None, None, over.api)
         return Gradients(
             over, batch, groups, return_values=return_values, return_norms=return_norms
@@ -138,9 +137,8 @@ def norms(
         ``has_aux`` or ``return_values`` a pair, as for `grads`. Norms of padding are 0.
 
     Raises:
-        TypeError: As `grads`.
+        TypeError, RuntimeError: As `grads`.
         ValueError: As `grads`; or ``groups`` is no pytree prefix.
-        RuntimeError: As `grads`.
 
     Example:
         >>> import torch, functx
@@ -148,11 +146,11 @@ def norms(
         >>> functx.per_sample.norms(loss)(torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([5., 1.])
     """
-    over = PerSample.of(
+    over = PerSample(
         "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
 
-    def job(over: PerSample, batch: Batch) -> Norms:
+    def job(batch: Batch) -> Norms:
         return Norms(
             over,
             batch,
@@ -226,9 +224,8 @@ def clipped_sum(
         (values, norms and aux are those of this rank).
 
     Raises:
-        TypeError: As `grads`.
+        TypeError, RuntimeError: As `grads`.
         ValueError: As `grads`; or thresholds are missing, not positive, or no pytree prefix.
-        RuntimeError: As `grads`.
 
     Example:
         >>> import torch, functx
@@ -238,7 +235,7 @@ def clipped_sum(
         >>> total, extras.norms
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
-    over = PerSample.of(
+    over = PerSample(
         "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
     scale = check_scaling(scaling, max_norm, over.api)
@@ -247,7 +244,7 @@ def clipped_sum(
             f"{over.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
         )
 
-    def job(over: PerSample, batch: Batch) -> ClippedSum:
+    def job(batch: Batch) -> ClippedSum:
         found = groups_of(over.differentiated(batch), groups, max_norm, over.api)
         return ClippedSum(
             over,
@@ -271,18 +268,16 @@ def _differentiated(
     over: PerSample,
     has_aux: bool,
     compile: bool | Mapping[str, Any],
-    job: Callable[[PerSample, Batch], Any],
+    job: Callable[[Batch], Any],
     extras_wanted: bool,
     finish: Callable[[Any], Any] = lambda result: result,
 ) -> Callable[..., Any]:
     """A function that runs a job over the examples it is given."""
-    chunking = over.chunking
-    compiled = compiled_by(compile, chunking.chunk_size, chunking.memory_budget, over.api)
-    over = replace(over, has_aux=has_aux, compiled=compiled)
+    over.has_aux, over.compiled = has_aux, compiled_by(over, compile)
 
     def make_job(batch: Batch) -> Any:
         _validate.check_inputs(batch.args(), batch.positions, over.api)
-        return job(over, batch)
+        return job(batch)
 
     def returned(found: tuple[Any, Any]) -> Any:
         result, extras = finish(found[0]), found[1]

@@ -205,12 +205,14 @@ class ClippedSum(_Job):
         self.put(batch, values=values, norms=norms, aux=aux)
 
         def commit(halved: Halved) -> None:
+            failures: list[str] = []
             try:
-                for leaf in list(found.kept):
-                    self._add(leaf, found.kept.pop(leaf), weights[of_leaf[leaf]], halved)
-                for leaf in list(totals):
-                    total = totals.pop(leaf)
-                    self._add(leaf, total.unsqueeze(0), total.new_ones(1), halved)
+                while found.kept:
+                    leaf, rows = found.kept.popitem()
+                    self._add(leaf, rows, weights[of_leaf[leaf]], failures)
+                while totals:
+                    leaf, total = totals.popitem()
+                    self._add(leaf, total.unsqueeze(0), total.new_ones(1), failures)
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     error.add_note(
@@ -218,18 +220,20 @@ class ClippedSum(_Job):
                         "result, which can't be undone; call again with a smaller chunk_size"
                     )
                 raise
+            if failures:
+                halved(batch.size, failures[0])
 
         return commit
 
-    def _add(self, leaf: int, rows: Rows, weights: torch.Tensor, halved: Halved) -> None:
+    def _add(self, leaf: int, rows: Rows, weights: torch.Tensor, failures: list[str]) -> None:
         def add(start: int, stop: int) -> None:
             self._sums[leaf].add(rows, weights, start, stop)
 
-        in_chunks(add, len(weights), len(weights), halved)
+        in_chunks(add, len(weights), len(weights), lambda size, failure: failures.append(failure))
 
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""
-        may_run_again = self.over.chunking.randomness == "error" and not _torch.transforming()
+        may_run_again = self.over.randomness == "error" and not _torch.transforming()
         shared = all(dim is None for _, dim in batch.differentiated())
         exact = all(self._dtype_of_sum(like) == like.dtype for like in self.like)
         if self._passes == 1 or batch.size == 1 or not (may_run_again and shared and exact):

@@ -55,47 +55,47 @@ def functional(
         >>> loss(params, torch.ones(3), torch.tensor(1)).shape
         torch.Size([])
     """
+    return of_one(module, criterion), trainable(module)
+
+
+def of_one(
+    module: nn.Module, criterion: Callable[..., Any], outputs: bool = False
+) -> Callable[..., Any]:
+    """As the first result of `functional`; with ``outputs`` the criterion may return anything.
+
+    Of what is returned for a batch of one, that dimension is taken off.
+    """
     if not isinstance(module, nn.Module) or not callable(criterion):
         raise TypeError(
             "per_sample: expected a pair (module, criterion), got "
             f"({type(module).__name__}, {type(criterion).__name__})"
         )
 
-    def loss(params: Params, inputs: Any, *targets: Any) -> torch.Tensor:
+    def of_batch(leaf: Any) -> Any:
+        return leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf
+
+    def only_row(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if outputs:
+            return leaf.squeeze(0) if leaf.dim() and len(leaf) == 1 else leaf
+        return leaf.reshape(()) if leaf.numel() == 1 else leaf
+
+    def loss(params: Params, inputs: Any, *targets: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_module(module)
-        inputs, targets = _tree.map_(
-            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf,
-            (inputs, targets),
-        )
+        inputs, targets = _tree.map_(of_batch, (inputs, targets))
+        args, kwargs = (inputs,), {}
         if isinstance(inputs, Mapping):
-            output = functional_call(module, params, (), dict(inputs))
+            args, kwargs = (), dict(inputs)
         elif isinstance(inputs, (tuple, list)):
-            output = functional_call(module, params, tuple(inputs))
-        else:
-            output = functional_call(module, params, (inputs,))
-        value = criterion(output, *targets)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return value.reshape(())
-        return value
+            args = tuple(inputs)
+        value = criterion(functional_call(module, params, args, kwargs), *targets)
+        return _tree.map_(only_row, value) if outputs else only_row(value)
 
     check_module(module)
-    return loss, trainable(module)
-
-
-def outputs_of(
-    module: nn.Module, criterion: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """As the first result of `functional`, for any outputs; those of the module by default.
-
-    Of what is returned for a batch of one, that dimension is taken off.
-    """
-    of_batch, _ = functional(module, criterion or (lambda output, *targets: output))
-
-    def outputs(params: Params, inputs: Any, *targets: Any) -> Any:
-        return _tree.map_(_only_row, of_batch(params, inputs, *targets))
-
-    return outputs
+    trainable(module)
+    return loss
 
 
 def trainable(module: nn.Module) -> Params:
@@ -136,8 +136,3 @@ def check_module(module: nn.Module) -> None:
                 "it in evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
                 "InstanceNorm instead"
             )
-
-
-def _only_row(leaf: Any) -> Any:
-    batched = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1
-    return leaf.squeeze(0) if batched else leaf

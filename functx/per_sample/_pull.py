@@ -64,7 +64,7 @@ def pull(over: PerSample, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any
     serves = over.compiled is not None and over.compiled.serves(batch)
     if receiver.factors and not _torch.transforming() and over.hints.get(key, True):
         mode = KeepFactors(batch.size)
-        before = _random.state() if over.chunking.randomness != "error" else None
+        before = _random.state() if over.randomness != "error" else None
         try:
             values, aux = _pull_mapped(over, batch, receiver, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
@@ -79,7 +79,7 @@ def pull(over: PerSample, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any
         receiver = make()
         if before is not None:
             _random.restore(before)
-    elif serves and (found := over.compiled.rows(over, batch)) is not None:
+    elif serves and (found := over.compiled.rows(batch)) is not None:
         values, aux, rows = found
         for leaf in range(len(rows)):
             receiver.gradient(leaf, rows[leaf])
@@ -127,7 +127,7 @@ def _pull_mapped(
             _feed(pullback, value, take)
         return value, (_tree.map_(_tensor, aux) if over.has_aux else ())
 
-    value, aux = batch.map(example, over.chunking.randomness)
+    value, aux = batch.map(example, over.randomness)
     return value, (aux if over.has_aux else None)
 
 
@@ -143,7 +143,7 @@ def _pull_one(over: PerSample, batch: Batch, receiver: Receiver) -> tuple[Any, A
     def take(leaf: int, gradient: torch.Tensor) -> None:
         receiver.gradient(leaf, _whole(gradient).unsqueeze(0))
 
-    value, aux, pullback = batch.alone(example, over.chunking.randomness)
+    value, aux, pullback = batch.alone(example, over.randomness)
     _feed(pullback, value, take)
     aux = _tree.map_(lambda leaf: _tensor(leaf).unsqueeze(0), aux) if over.has_aux else None
     return value.unsqueeze(0), aux
@@ -207,9 +207,9 @@ class Compiled:
     is paid for every chunk. Where the loss can't be traced, all runs in eager, with a warning.
     """
 
-    def __init__(self, options: Mapping[str, Any], chunk_size: int | None, api: str) -> None:
+    def __init__(self, over: PerSample, options: Mapping[str, Any]) -> None:
         self._compiler: Callable[..., Any] = jit(**options)
-        self._chunk_size, self._api = chunk_size, api
+        self._over = over
         self._sizes: dict[Any, int] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._gave_up = self._warned = False
@@ -221,7 +221,7 @@ class Compiled:
         if signature not in self._sizes and len(self._sizes) >= _SHAPES:
             self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
             return False
-        size = self._sizes.setdefault(signature, self._chunk_size or batch.size)
+        size = self._sizes.setdefault(signature, self._over.chunk_size or batch.size)
         if self._gave_up or batch.size != size or size == 1:
             return False
         if _torch.transforming() or _torch.dispatch_depth() or _torch.dual_level() >= 0:
@@ -229,10 +229,11 @@ class Compiled:
         leaves = (leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
         return not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves)
 
-    def rows(self, over: PerSample, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
-        """Values, auxiliary outputs and the gradients of each leaf; ``None`` if there is no graph."""
+    def rows(self, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
+        """Values, auxiliary outputs and gradients by leaf; ``None`` if there is no graph."""
+        over = self._over
         each = _transforms.grad_and_value(over.func, batch.positions, over.has_aux)
-        form, randomness = replace(batch, leaves=[], kwargs={}), over.chunking.randomness
+        form, randomness = replace(batch, leaves=[], kwargs={}), over.randomness
 
         def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
             return replace(form, leaves=leaves, kwargs=kwargs).map(each, randomness)
@@ -253,25 +254,23 @@ class Compiled:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._api}: compile=True has no effect here, chunks run in eager: {cause}",
+                f"{self._over.api}: compile=True has no effect here, chunks run in eager: {cause}",
                 RuntimeWarning,
                 stacklevel=outside(),
             )
 
 
-def compiled_by(
-    compile: bool | Mapping[str, Any], chunk_size: int | None, memory_budget: int | None, api: str
-) -> Compiled | None:
+def compiled_by(over: PerSample, compile: bool | Mapping[str, Any]) -> Compiled | None:
     """What the option asks for."""
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(
-            f"{api}: compile must be True or a dict of options of functx.jit, got {compile!r}"
+            f"{over.api}: compile must be True or a dict of options of functx.jit, got {compile!r}"
         )
     if compile is False:
         return None
-    if memory_budget is not None:
+    if over.memory_budget is not None:
         raise ValueError(
-            f"{api}: no size of chunks is chosen for compiled code; give chunk_size with compile, "
-            "instead of memory_budget"
+            f"{over.api}: no size of chunks is chosen for compiled code; give chunk_size with "
+            "compile, instead of memory_budget"
         )
-    return Compiled({} if compile is True else compile, chunk_size, api)
+    return Compiled(over, {} if compile is True else compile)
