@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from functx import _validate
+from functx import _tree, _validate
 from functx._validate import Argnums
-from functx.per_sample import _parallel
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._call import Func, PerSample
-from functx.per_sample._groups import Scaling, check_scaling, groups_of, thresholds_of
+from functx.per_sample._groups import Scaling, check_scaling, groups_of
 from functx.per_sample._jobs import ClippedSum, Gradients, Norms
 from functx.per_sample._pull import compiled_by
 
@@ -117,19 +116,11 @@ def norms(
     No two gradients of an example exist at the same time: each leaf's is normed and dropped as soon
     as it is complete.
 
-    Args:
-        func: As for `grads`.
-        argnums: As for `grads`.
+    Options that are not those of `grads`:
         groups: A pytree prefix of the differentiated argument, of labels: leaves under equal labels
             share a norm. By default all do.
-        in_dims: As for `grads`.
-        has_aux: As for `grads`.
         return_values: Return the losses too.
         accumulation_dtype: The least dtype to add squares up in; float32 at least.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
-        compile: As for `grads`.
 
     Returns:
         A function of the same arguments as that of `grads`, that returns norms of shape ``(B,)``,
@@ -187,9 +178,7 @@ def clipped_sum(
     The sum, not the mean: what to divide by is the privacy mechanism's business, as are noise,
     sampling and accounting.
 
-    Args:
-        func: As for `grads`.
-        argnums: As for `grads`.
+    Options that are not those of `grads`:
         max_norm: The largest norm one example's gradient may have. A number holds for all leaves
             together. A pytree prefix of the differentiated argument, of numbers, gives each of its
             parts a norm and a threshold of its own. With ``groups``, a number for each group, or a
@@ -198,8 +187,6 @@ def clipped_sum(
         scaling: ``"clip"``, ``"automatic"`` (see `automatic`), ``"normalize"``, or a function of
             the norms of a group, of shape ``(B,)``, and its threshold, that returns as many
             factors.
-        in_dims: As for `grads`.
-        has_aux: As for `grads`.
         return_values: Return the losses too.
         return_norms: Return the norms too, before clipping.
         accumulation_dtype: The dtype in which norms (float32 at least) and the sum are added up,
@@ -210,10 +197,6 @@ def clipped_sum(
             against activations, which is measured. Always 1 where losses can't run again: with
             random numbers, inside of transforms, for parameters of each example or sums of another
             dtype than the leaf's, and for one example at a time.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
-        compile: As for `grads`.
         process_group: Add up over the ranks of a :mod:`torch.distributed` group (or a
             ``DeviceMesh`` of one dimension; ``True`` for the default group), in one all-reduce.
             Every rank has to call, also without examples.
@@ -245,13 +228,11 @@ def clipped_sum(
         )
 
     def job(batch: Batch) -> ClippedSum:
-        found = groups_of(over.differentiated(batch), groups, max_norm, over.api)
         return ClippedSum(
             over,
             batch,
-            found,
+            groups_of(over.differentiated(batch), groups, max_norm, over.api),
             scaling=scale,
-            thresholds=thresholds_of(found, max_norm, over.api),
             accumulation_dtype=accumulation_dtype,
             passes=passes,
             return_values=return_values,
@@ -259,7 +240,7 @@ def clipped_sum(
         )
 
     def reduced(total: Any) -> Any:
-        return _parallel.all_reduced(total, process_group)
+        return _all_reduced(total, process_group)
 
     return _differentiated(over, has_aux, compile, job, return_values or return_norms, reduced)
 
@@ -286,3 +267,31 @@ def _differentiated(
         return (result, extras.aux) if has_aux else result
 
     return over.over_batch(make_job, returned)
+
+
+def _all_reduced(tree: Any, process_group: Any) -> Any:
+    """The sum of a pytree of tensors over the ranks of a group: one buffer, one all-reduce."""
+    if process_group is None or process_group is False:
+        return tree
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "per_sample: process_group was given, but torch.distributed has no process group; call "
+            "torch.distributed.init_process_group first"
+        )
+    group: Any = None if process_group is True else process_group
+    if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
+        group = group.get_group()
+    leaves, spec = _tree.flatten(tree)
+    reduced: dict[int, torch.Tensor] = {}
+    for device in dict.fromkeys(leaf.device for leaf in leaves):
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.device == device]
+        # `cat` makes of several dtypes the one that holds all of them.
+        buffer = torch.cat([leaves[i].detach().reshape(-1) for i in numbers])
+        dist.all_reduce(buffer, group=group)
+        parts = buffer.split([leaves[i].numel() for i in numbers])
+        for i, part in zip(numbers, parts):
+            of_dtype = part.real if buffer.is_complex() and not leaves[i].is_complex() else part
+            reduced[i] = of_dtype.view(leaves[i].shape).to(leaves[i].dtype)
+    return _tree.unflatten(spec, [reduced[i] for i in range(len(leaves))])

@@ -24,8 +24,14 @@ from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import Commit, Halved, in_chunks, is_out_of_memory
 from functx.per_sample._groups import Groups, Scaling, factors
 from functx.per_sample._pull import pull, recorded
-from functx.per_sample._stack import Stack
-from functx.per_sample._sums import Factored, Rows, WeightedSum, norm_dtype, squared_norms
+from functx.per_sample._sums import (
+    Factored,
+    Rows,
+    Stack,
+    WeightedSum,
+    norm_dtype,
+    squared_norms,
+)
 
 # Two passes where gradients of an example take this many times the bytes of its activations: the
 # second pass, which works on activations, is then next to nothing beside the first.
@@ -53,7 +59,7 @@ class _Arrivals:
     def __init__(self, job: _Job, size: int, keeps: tuple[type, ...]) -> None:
         self._job, self._size, self._keeps = job, size, keeps
         self.factors = job.factors
-        self._squares: list[torch.Tensor | None] = [None] * job.groups.count
+        self._squares: list[torch.Tensor | None] = [None] * len(job.groups.thresholds)
         self.kept: dict[int, Rows] = {}
         self.dropped: list[int] = []
 
@@ -175,13 +181,12 @@ class ClippedSum(_Job):
         self,
         *args: Any,
         scaling: Scaling,
-        thresholds: list[Any],
         accumulation_dtype: torch.dtype | None,
         passes: int | None,
         **options: Any,
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
-        self._scaling, self._thresholds, self._passes = scaling, thresholds, passes
+        self._scaling, self._passes = scaling, passes
         self._wanted = accumulation_dtype
         self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
 
@@ -199,7 +204,7 @@ class ClippedSum(_Job):
         norms, of_leaf = found.norms(), self.groups.of_leaf
         weights = [
             factors(self._scaling, norm, threshold, self.over.api)
-            for norm, threshold in zip(norms, self._thresholds)
+            for norm, threshold in zip(norms, self.groups.thresholds)
         ]
         totals = self._second_pass(batch, values, weights, found.dropped) if found.dropped else {}
         self.put(batch, values=values, norms=norms, aux=aux)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from functx._transforms import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims, joined, split_batches
 from functx.per_sample._call import Func, PerSample
-from functx.per_sample._stack import Stack
+from functx.per_sample._sums import Stack
 
 Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]
@@ -32,7 +32,7 @@ def map_reduce(
 ) -> Callable[..., Any]:
     """Anything computed for each example, reduced chunk by chunk.
 
-    Args:
+    Options that are not those of `grads`:
         func: A function of one example, without batch dimension, that returns a pytree of tensors:
             a gradient and its square, say.
         reduce: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` over the examples; or a function of a
@@ -42,9 +42,6 @@ def map_reduce(
         in_dims: Where the examples are, as for :func:`torch.func.vmap`.
         accumulation_dtype: For ``"sum"`` and ``"mean"``, the dtype to add up in, and that of the
             result; by default that of the leaf.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one (with
@@ -64,7 +61,8 @@ def map_reduce(
         tensor([ 5., 10.])
     """
     api = "per_sample.map_reduce"
-    _validate.check_callable(func, api)  # a module, or a pair, is no function of one example
+    for function in (func, *(f for f in (reduce, combine) if not isinstance(f, str | None))):
+        _validate.check_callable(function, api)
     if isinstance(reduce, str):
         if reduce not in ("sum", "mean", "min", "max"):
             raise ValueError(
@@ -72,16 +70,8 @@ def map_reduce(
             )
         if combine is not None:
             raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
-    else:
-        _validate.check_callable(reduce, api)
-    if combine is not None:
-        _validate.check_callable(combine, api)
     over = PerSample(api, func, (), in_dims, chunk_size, memory_budget, randomness)
-
-    def make_job(batch: Batch) -> _Reduction:
-        return _Reduction(over, reduce, combine, accumulation_dtype)
-
-    return over.over_batch(make_job)
+    return over.over_batch(lambda batch: _Reduction(over, reduce, combine, accumulation_dtype))
 
 
 def jacobian(
@@ -97,7 +87,7 @@ def jacobian(
 ) -> Callable[..., Any]:
     """The Jacobian of a function for each example.
 
-    Args:
+    Options that are not those of `grads`:
         func: A function of one example, without batch dimension, that returns a pytree of real
             floating point tensors (with ``has_aux`` a pair of that and a pytree of tensors). Or a
             module, or a pair ``(module, criterion)``, as for `grads`: what the module, or the
@@ -108,9 +98,6 @@ def jacobian(
             pushforward for each number of the input.
         in_dims: As for `grads`: by default the differentiated arguments are shared.
         has_aux: Whether ``func`` returns ``(output, aux)``.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one: for each output of
@@ -157,7 +144,7 @@ def gram(
 
     Jacot et al., Neural tangent kernel, 2018.
 
-    Args:
+    Options that are not those of `grads`:
         func: A function of parameters and one example without batch dimension. It returns a real
             tensor of any shape ``m``; a loss, or the scores of all classes. Or a module, or a pair
             ``(module, criterion)``, as for `jacobian`.
@@ -165,9 +152,6 @@ def gram(
         outputs: Of a function with several numbers, ``"full"``: products of all pairs;
             ``"diagonal"``: of equal numbers only; ``"trace"``: the sum of those.
         in_dims: As for `grads`: by default the differentiated arguments are shared.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one (with
@@ -205,13 +189,8 @@ def gram(
 
     jacobian = jacrev(with_output, argnums, has_aux=True)
 
-    def leaves(batch: Batch) -> list[torch.Tensor]:
-        """Jacobians of a chunk by leaf, of shape ``(c, *m, numel)``."""
-        found, output = mapped(jacobian, batch, randomness)
-        return [leaf.reshape(*output.shape, -1) for leaf in _tree.leaves(found)]
-
     @functools.wraps(over.func, updated=())
-    def products(*args: Any, others: Any = None, **kwargs: Any) -> torch.Tensor:
+    def products(*args: Any, others: Any = None, **kwargs: Any) -> Any:
         shown = {key: arg for key, arg in kwargs.items() if key != "is_padding_example"}
         with over.arguments(args) as args:
             if batches := [over.batch(one, shown) for one in split_batches(args) or ()]:
@@ -220,18 +199,17 @@ def gram(
             if others is not None:
                 rest = list(others) if isinstance(others, (tuple, list)) else [others]
                 positions = over.positions(args)
-                if len(rest) != len(args) - len(positions):
+                count = len(args) - len(positions)
+                if len(rest) != count:
                     raise ValueError(
-                        f"{api}: others needs an entry for each of the "
-                        f"{len(args) - len(positions)} arguments that are not differentiated, got "
-                        f"{len(rest)}"
+                        f"{api}: others needs an entry for each of the {count} arguments that are "
+                        f"not differentiated, got {len(rest)}"
                     )
                 mixed = [arg if at in positions else rest.pop(0) for at, arg in enumerate(args)]
                 right = over.batch(tuple(mixed), shown)
-            matrix: torch.Tensor = over.run(
-                lambda left: _Matrix(left, right, leaves, outputs, api), args, kwargs
+            return over.run(
+                lambda left: _Matrix(over, left, right, jacobian, outputs), args, kwargs
             )
-            return matrix
 
     return products
 
@@ -281,16 +259,14 @@ class _Reduction:
         if callable(self._reduce):
             return self._reduce(rows)
         if self._reduce in ("min", "max"):
-            how = torch.amin if self._reduce == "min" else torch.amax
-            return _tree.map_(lambda leaf: how(leaf, 0), rows)
+            return _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
         return _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
 
     def _combined(self, before: Any, part: Any) -> Any:
         if self._combine is not None:
             return self._combine(before, part)
         how = {"min": torch.minimum, "max": torch.maximum}.get(str(self._reduce), torch.add)
-        flat, spec = _tree.flatten(before)
-        parts, part_spec = _tree.flatten(part)
+        (flat, spec), (parts, part_spec) = _tree.flatten(before), _tree.flatten(part)
         if spec != part_spec:
             raise ValueError(
                 f"{self._over.api}: reduce returned another structure for another chunk, "
@@ -302,7 +278,7 @@ class _Reduction:
                     f"{self._over.api}: reduce returned shape {tuple(other.shape)} after "
                     f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
                 )
-        return _tree.unflatten(spec, [how(one, other) for one, other in zip(flat, parts)])
+        return _tree.unflatten(spec, map(how, flat, parts))
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         if empty and self._reduce != "sum":
@@ -314,30 +290,41 @@ class _Reduction:
         return self._total
 
 
-class _Matrix:
-    """The job: rows of the matrix, for one chunk after the other.
+# The products of Jacobians of shape (c, a, numel), a for all numbers of the output.
+_EQUATIONS = {"full": "iap,jbp->ijab", "diagonal": "iap,jap->ija", "trace": "iap,jap->ij"}
 
-    Args:
-        left: The examples that chunks are cut from.
-        right: The others; ``None`` if they are the same, and the matrix is its own mirror image.
-        jacobians: Of a chunk, by leaf.
-        outputs: As for `gram`.
-        api: The name for error messages.
+
+class _Matrix:
+    """The job of `gram`: rows of the matrix, for one chunk after the other.
+
+    Without others, the matrix is its own mirror image.
     """
 
     def __init__(
         self,
+        over: PerSample,
         left: Batch,
-        right: Batch | None,
-        jacobians: Callable[[Batch], list[torch.Tensor]],
+        others: Batch | None,
+        jacobian: Callable[..., Any],
         outputs: str,
-        api: str,
     ) -> None:
-        self._mirror = right is None
-        right = left if right is None else right
+        self._over, self._jacobian, self._outputs = over, jacobian, outputs
+        self._mirror, right = others is None, left if others is None else others
         self._right = right if right.size else right.zeros()
-        self._jacobians, self._outputs, self._api = jacobians, outputs, api
         self._rows = Stack()
+        self._shape = torch.Size()
+
+    def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
+        """The Jacobians of a chunk by leaf."""
+        found, output = mapped(self._jacobian, batch, self._over.randomness)
+        self._shape = output.shape[1:]
+        numbers = self._shape.numel()
+        return [leaf.reshape(len(leaf), numbers, -1) for leaf in _tree.leaves(found)]
+
+    def _block(self, own: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
+        equation = _EQUATIONS[self._outputs]
+        parts = (torch.einsum(equation, *pair) for pair in zip(own, other))
+        return functools.reduce(torch.add, parts)
 
     def run(self, batch: Batch) -> None:
         own, first, size = self._jacobians(batch), 0, self._right.size
@@ -346,52 +333,21 @@ class _Matrix:
         mirror = self._mirror and batch.whole == (0, size)
         if mirror and batch.start:
             first = batch.start
-            above = self._rows.before(batch)[:, first : first + batch.size]
-            blocks.append(_mirrored(above, self._outputs))
+            above = self._rows.before(batch)[:, first : first + batch.size].transpose(0, 1)
+            blocks.append(above.mT if self._outputs == "full" else above)
         for start in range(first, size, batch.size):
+            # Where the product has been taken, nothing holds the other Jacobians.
             other = self._right.chunk(start, min(start + batch.size, size))
             same = mirror and start == batch.start
-            blocks.append(_products(own, own if same else self._jacobians(other), self._outputs))
+            blocks.append(self._block(own, own if same else self._jacobians(other)))
         self._rows.put(batch, torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0])
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> torch.Tensor:
         if not size:
-            raise ValueError(f"{self._api}: no example to take products of")
+            raise ValueError(f"{self._over.api}: no example to take products of")
         matrix: torch.Tensor = self._rows.close(kept, size, empty)
+        matrix = matrix.reshape(*matrix.shape[:2], *self._shape * (matrix.dim() - 2))
         if not self._mirror or kept is None:
             return matrix
         whole = matrix.new_zeros(size, size, *matrix.shape[2:])
         return whole.index_copy(1, kept.to(matrix.device), matrix[:, : len(kept)])
-
-
-def _products(
-    left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], outputs: str
-) -> torch.Tensor:
-    """Products of Jacobians of shape ``(c, *m, numel)``, summed over the leaves."""
-    shape = left[0].shape[1:-1]
-    total: torch.Tensor | None = None
-    for one, other in zip(left, right):
-        one, other = (part.reshape(len(part), -1, part.shape[-1]) for part in (one, other))
-        if outputs == "full":
-            # One product of matrices, (c1 m, n) by (n, c2 m).
-            block = (one.flatten(0, 1) @ other.flatten(0, 1).mT).view(
-                len(one), one.shape[1], len(other), other.shape[1]
-            )
-            block = block.transpose(1, 2)
-        elif outputs == "trace":
-            block = one.flatten(1) @ other.flatten(1).mT
-        else:
-            block = (one.transpose(0, 1) @ other.permute(1, 2, 0)).permute(1, 2, 0)
-        total = block if total is None else total + block
-    assert total is not None
-    repeats = {"full": 2, "diagonal": 1, "trace": 0}[outputs]
-    return total.reshape(*total.shape[:2], *shape * repeats)
-
-
-def _mirrored(block: torch.Tensor, outputs: str) -> torch.Tensor:
-    """The block of examples (j, i) from that of (i, j)."""
-    if outputs != "full":
-        return block.transpose(0, 1)
-    numbers = (block.dim() - 2) // 2
-    left, right = range(2, 2 + numbers), range(2 + numbers, 2 + 2 * numbers)
-    return block.permute(1, 0, *right, *left)
