@@ -6,20 +6,24 @@ shared and every other tensor has its examples along dimension 0. Keyword argume
 there.
 
 An iterator of batches in the place of the examples stands for the batch they make together.
+
+Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` forbids them,
+``"different"`` draws for each example, ``"same"`` gives every example the same numbers: each chunk
+starts from the state in which the first one started.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from functx import _tree
+from functx import _torch, _tree
 from functx._validate import describe
 from functx._vmap import vmap_by_keys
-from functx.per_sample import _random
 
 InDims = int | tuple[Any, ...] | list[Any] | None
 
@@ -103,7 +107,7 @@ class Batch:
         """``func`` of the first example, as it is, without that dimension."""
         leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
         # Only the first example of a call pays for looking at every operation.
-        with _random.allowed(randomness, first=self.start == 0):
+        with _allowed(randomness, first=self.start == 0):
             return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
 
     def signature(self) -> tuple[Any, ...]:
@@ -245,3 +249,56 @@ def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
             f"examples that don't count, got {describe(is_padding)}"
         )
     return None if not is_padding.any() else (~is_padding).nonzero().squeeze(1)
+
+
+_FORBIDDEN = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
+    "'different' randomness flags, or draw the random numbers outside and pass them in as arguments"
+)
+
+State = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def random_state() -> State:
+    """The states of torch's default generators, of those devices that are in use."""
+    on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_device
+
+
+def restore_random_state(saved: State) -> None:
+    """Puts the default generators back."""
+    torch.set_rng_state(saved[0])
+    if saved[1]:
+        torch.cuda.set_rng_state_all(saved[1])
+
+
+class _NoGenerators(_torch.TorchDispatchMode):
+    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
+
+    only_observes = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise RuntimeError(_FORBIDDEN)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _allowed(randomness: str, first: bool) -> Iterator[None]:
+    """Raises, for ``"error"``, if what runs inside draws random numbers, as ``vmap`` does.
+
+    Of the ``first`` example every operation is looked at, for generators that are handed over.
+    """
+    if randomness != "error":
+        yield
+        return
+    before = random_state()
+    with _NoGenerators() if first else nullcontext():
+        yield
+    after = random_state()
+    if not all(map(torch.equal, (before[0], *before[1]), (after[0], *after[1]))):
+        restore_random_state(before)
+        raise RuntimeError(_FORBIDDEN)

@@ -27,33 +27,20 @@ _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.We
 
 @dataclass
 class PerSample:
-    """What all functions of ``per_sample`` are made of: a function of one example, and options.
+    """What all functions of ``per_sample`` are made of: a function of one example, and options."""
 
-    Attributes:
-        api: The name for error messages.
-        func: The function; once checked, one that takes the parameters of a module first.
-        argnums: The differentiated arguments; ``()`` where nothing is.
-        in_dims: Where the examples are; ``None`` for all but the differentiated arguments.
-        chunk_size: Examples in a chunk; ``None`` for all.
-        memory_budget: Bytes instead.
-        randomness: As for :func:`torch.func.vmap`.
-        outputs: Whether any tensors may be returned, and a module does without a criterion.
-        has_aux: Whether `func` returns ``(value, aux)``.
-        compiled: Runs chunks compiled, if that was asked for.
-        hints: By signatures of batches, what was measured: whether factors are worth looking for,
-            and whether two passes are the better way.
-    """
-
-    api: str
-    func: Any
-    argnums: Argnums
+    api: str  # the name for error messages
+    func: Any  # once checked, one that takes the parameters of a module first
+    argnums: Argnums  # () where nothing is differentiated
     in_dims: InDims
     chunk_size: int | None
     memory_budget: int | None
     randomness: str
-    outputs: bool = False
+    outputs: bool = False  # whether any tensors may be returned, and a module needs no criterion
     has_aux: bool = False
-    compiled: Any = None
+    compiled: Any = None  # runs chunks compiled, if that was asked for
+    # What was measured, by signatures of batches: whether factors are worth looking for, and
+    # whether two passes are the better way.
     hints: dict[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,9 +143,7 @@ class PerSample:
                 batch = batch.take(kept)
             make = functools.partial(make_job, batch)
             job = job or make()
-            one_by_one = batch.size == 1 or self.chunk_size == 1
-            if not (one_by_one and self._module is not None):
-                self._check_whole(batch)
+            self._check_whole(batch)
             if batch.size:
                 self._chunks.run(replace(batch, start=seen, whole=(seen, batch.size)), job, make)
             seen += batch.size
@@ -172,6 +157,8 @@ class PerSample:
 
     def _check_whole(self, batch: Batch) -> None:
         """Raises ``ValueError`` for parameters that are spread over processes."""
+        if self._module is not None and 1 in (batch.size, self.chunk_size):
+            return
         if any(type(leaf).__name__ == "DTensor" for leaf in batch.leaves):
             raise ValueError(
                 f"{self.api}: parameters are DTensors, which vmap can't run. Of a module in tensor "

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from functx import _torch, memory
-from functx.per_sample import _random
-from functx.per_sample._batch import Batch
+from functx.per_sample._batch import Batch, random_state, restore_random_state
 
 # Takes the number of examples that memory ran out with, and what the error said.
 Halved = Callable[[int, str], None]
@@ -116,11 +115,11 @@ class Chunks:
     def run(self, batch: Batch, job: Job, make_job: MakeJob) -> None:
         """Hands the examples of ``batch`` to ``job`` in chunks."""
         key = batch.signature()
-        saved = _random.state() if self.randomness == "same" else None
+        saved = random_state() if self.randomness == "same" else None
 
         def run(start: int, stop: int) -> Commit | None:
             if saved is not None:
-                _random.restore(saved)
+                restore_random_state(saved)
             try:
                 return job.run(batch.chunk(start, stop))
             except RuntimeError as error:
@@ -187,7 +186,7 @@ class Chunks:
 
     def _profile(self, batch: Batch, chunk: int, chunks: int, make_job: MakeJob) -> memory.Profile:
         """Chunks of ``chunk`` examples, results thrown away."""
-        saved = _random.state()
+        saved = random_state()
         examples = batch.take(torch.arange(chunk * chunks) % batch.size)
 
         def run() -> Any:
@@ -201,7 +200,7 @@ class Chunks:
         try:
             return memory.profile(run)
         finally:
-            _random.restore(saved)
+            restore_random_state(saved)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -88,13 +88,8 @@ def grads(
         "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
 
-    def job(batch: Batch) -> Gradients:
-        groups = groups_of(over.differentiated(batch), None, None, over.api)
-        return Gradients(
-            over, batch, groups, return_values=return_values, return_norms=return_norms
-        )
-
-    return _differentiated(over, has_aux, compile, job, return_values or return_norms)
+    extras = {"return_values": return_values, "return_norms": return_norms}
+    return _differentiated(over, Gradients, has_aux, compile, **extras)
 
 
 def norms(
@@ -119,7 +114,6 @@ def norms(
     Options that are not those of `grads`:
         groups: A pytree prefix of the differentiated argument, of labels: leaves under equal labels
             share a norm. By default all do.
-        return_values: Return the losses too.
         accumulation_dtype: The least dtype to add squares up in; float32 at least.
 
     Returns:
@@ -141,17 +135,8 @@ def norms(
         "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
 
-    def job(batch: Batch) -> Norms:
-        return Norms(
-            over,
-            batch,
-            groups_of(over.differentiated(batch), groups, None, over.api),
-            accumulation_dtype=accumulation_dtype,
-            return_values=return_values,
-            return_norms=True,
-        )
-
-    return _differentiated(over, has_aux, compile, job, return_values)
+    options = {"return_values": return_values, "accumulation_dtype": accumulation_dtype}
+    return _differentiated(over, Norms, has_aux, compile, groups, **options)
 
 
 def clipped_sum(
@@ -187,7 +172,6 @@ def clipped_sum(
         scaling: ``"clip"``, ``"automatic"`` (see `automatic`), ``"normalize"``, or a function of
             the norms of a group, of shape ``(B,)``, and its threshold, that returns as many
             factors.
-        return_values: Return the losses too.
         return_norms: Return the norms too, before clipping.
         accumulation_dtype: The dtype in which norms (float32 at least) and the sum are added up,
             and that of the result. By default half precision is summed in float32, and the result
@@ -227,38 +211,40 @@ def clipped_sum(
             f"{over.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
         )
 
-    def job(batch: Batch) -> ClippedSum:
-        return ClippedSum(
-            over,
-            batch,
-            groups_of(over.differentiated(batch), groups, max_norm, over.api),
-            scaling=scale,
-            accumulation_dtype=accumulation_dtype,
-            passes=passes,
-            return_values=return_values,
-            return_norms=return_norms,
-        )
-
-    def reduced(total: Any) -> Any:
-        return _all_reduced(total, process_group)
-
-    return _differentiated(over, has_aux, compile, job, return_values or return_norms, reduced)
+    return _differentiated(
+        over,
+        ClippedSum,
+        has_aux,
+        compile,
+        groups,
+        max_norm,
+        lambda total: _all_reduced(total, process_group),
+        scaling=scale,
+        accumulation_dtype=accumulation_dtype,
+        passes=passes,
+        return_values=return_values,
+        return_norms=return_norms,
+    )
 
 
 def _differentiated(
     over: PerSample,
+    kind: type[Gradients] | type[Norms] | type[ClippedSum],
     has_aux: bool,
     compile: bool | Mapping[str, Any],
-    job: Callable[[Batch], Any],
-    extras_wanted: bool,
+    groups: Any = None,
+    max_norm: Any = None,
     finish: Callable[[Any], Any] = lambda result: result,
+    **options: Any,
 ) -> Callable[..., Any]:
     """A function that runs a job over the examples it is given."""
     over.has_aux, over.compiled = has_aux, compiled_by(over, compile)
+    extras_wanted = options["return_values"] or options.get("return_norms", False)
 
     def make_job(batch: Batch) -> Any:
         _validate.check_inputs(batch.args(), batch.positions, over.api)
-        return job(batch)
+        found = groups_of(over.differentiated(batch), groups, max_norm, over.api)
+        return kind(over, batch, found, **options)
 
     def returned(found: tuple[Any, Any]) -> Any:
         result, extras = finish(found[0]), found[1]

@@ -100,7 +100,7 @@ class _Job:
         groups: Groups,
         *,
         return_values: bool,
-        return_norms: bool,
+        return_norms: bool = True,
         accumulation_dtype: torch.dtype | None = None,
     ) -> None:
         self.over, self.groups = over, groups

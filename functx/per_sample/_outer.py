@@ -24,18 +24,9 @@ from functx.per_sample._sums import Factor, Factored, Rows, Term, product, worth
 
 aten = torch.ops.aten
 _VIEWS = {
-    aten.view.default,
-    _torch.unsafe_view,
-    aten.alias.default,
-    aten.detach.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.t.default,
-    aten.select.int,
+    *(aten.view.default, _torch.unsafe_view, aten.alias.default, aten.detach.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.transpose.int, aten.permute.default, aten.t.default, aten.select.int),
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ZEROS = {aten.zero_.default: (), aten.fill_.Scalar: (0,)}
@@ -156,11 +147,7 @@ def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 class KeepFactors(_torch.TorchDispatchMode):
-    """Inside, products of few terms are `Outer`.
-
-    Args:
-        size: How many examples the chunk has, more than one.
-    """
+    """Inside, products of few terms are `Outer`, in a chunk of several examples."""
 
     _should_skip_dynamo = _torch.never_skip_dynamo
     only_observes = True

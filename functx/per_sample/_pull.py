@@ -25,8 +25,7 @@ from functx import _torch, _transforms, _tree, _validate
 from functx._errors import TracingError
 from functx._jit import jit
 from functx._pullback import Pullback, record
-from functx.per_sample import _random
-from functx.per_sample._batch import Batch
+from functx.per_sample._batch import Batch, random_state, restore_random_state
 from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import is_out_of_memory, outside
 from functx.per_sample._outer import KeepFactors
@@ -64,7 +63,7 @@ def pull(over: PerSample, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any
     serves = over.compiled is not None and over.compiled.serves(batch)
     if receiver.factors and not _torch.transforming() and over.hints.get(key, True):
         mode = KeepFactors(batch.size)
-        before = _random.state() if over.randomness != "error" else None
+        before = random_state() if over.randomness != "error" else None
         try:
             values, aux = _pull_mapped(over, batch, receiver, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
@@ -78,7 +77,7 @@ def pull(over: PerSample, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any
         over.hints[key] = False
         receiver = make()
         if before is not None:
-            _random.restore(before)
+            restore_random_state(before)
     elif serves and (found := over.compiled.rows(batch)) is not None:
         values, aux, rows = found
         for leaf in range(len(rows)):

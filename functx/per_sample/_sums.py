@@ -40,15 +40,10 @@ _WORTH = 4
 
 @dataclass(frozen=True)
 class Factor:
-    """One side of a product.
+    """One side of a product."""
 
-    Attributes:
-        values: Of shape ``(c, T, size)``; of a one-hot factor the indices, ``(c, T)``.
-        size: Rows or columns of the product.
-    """
-
-    values: torch.Tensor
-    size: int
+    values: torch.Tensor  # of shape (c, T, size); of a one-hot factor the indices, (c, T)
+    size: int  # rows or columns of the product
 
     @property
     def one_hot(self) -> bool:
@@ -177,40 +172,28 @@ class WeightedSum:
         self._total = added if total is None else total + added
 
     def _add_terms(self, terms: Sequence[Term], weights: torch.Tensor) -> None:
-        scaled = [_scaled(*term, weights) for term in terms]
-        left, right = terms[0]
-        total = self.total().view(left.size, right.size)
+        total, added = self.total(), []
+        matrix = total.view(terms[0][0].size, terms[0][1].size)
+        for left, right in terms:
+            target = matrix
+            if right.one_hot:
+                left, right, target = right, left, matrix.t()
+            values = left.values if left.one_hot else left.values.to(self._dtype).contiguous()
+            scaled = right.values.to(self._dtype) * weights.view(-1, 1, 1)
+            added.append((target, left.one_hot, values, scaled.flatten(0, 1)))
         # From here on nothing is allocated.
-        for one, other in scaled:
-            if one.one_hot:
-                total.index_add_(0, one.values.flatten(), other.values.flatten(0, 1))
-            elif other.one_hot:
-                total.t().index_add_(0, other.values.flatten(), one.values.flatten(0, 1))
+        for target, one_hot, values, scaled in added:
+            if one_hot:
+                target.index_add_(0, values.flatten(), scaled)
             else:
-                total.addmm_(one.values.flatten(0, 1).t(), other.values.flatten(0, 1))
-        self._total = total.view(self._shape)
+                target.addmm_(values.flatten(0, 1).t(), scaled)
+        self._total = total
 
     def total(self) -> torch.Tensor:
         """The sum, contiguous; zeros if nothing was added."""
         if self._total is None:
             return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._total.contiguous()
-
-
-def _scaled(left: Factor, right: Factor, weights: torch.Tensor) -> Term:
-    """The factors in the dtype of the weights, and one of them times these, the smaller one."""
-
-    def values(factor: Factor, scale: bool) -> torch.Tensor:
-        if factor.one_hot:
-            return factor.values
-        found = factor.values.to(weights.dtype)
-        return (found * weights.view(-1, 1, 1) if scale else found).contiguous()
-
-    of_left = right.one_hot or (not left.one_hot and left.size < right.size)
-    return (
-        Factor(values(left, of_left), left.size),
-        Factor(values(right, not of_left), right.size),
-    )
 
 
 def _memory_order(row: torch.Tensor) -> list[int]:
