@@ -23,15 +23,8 @@ from functx.per_sample._batch import Batch
 from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import Commit, Halved, in_chunks, is_out_of_memory
 from functx.per_sample._groups import Groups, Scaling, factors
-from functx.per_sample._pull import pull, recorded
-from functx.per_sample._sums import (
-    Factored,
-    Rows,
-    Stack,
-    WeightedSum,
-    norm_dtype,
-    squared_norms,
-)
+from functx.per_sample._pull import Arrivals, pull, recorded
+from functx.per_sample._sums import Factored, Rows, Stack, WeightedSum, norm_dtype
 
 # Two passes where gradients of an example take this many times the bytes of its activations: the
 # second pass, which works on activations, is then next to nothing beside the first.
@@ -51,36 +44,6 @@ class Extras(NamedTuple):
     values: torch.Tensor | None = None
     norms: Any = None
     aux: Any = None
-
-
-class _Arrivals:
-    """The gradients of one chunk as they arrive: norms, and those that are kept."""
-
-    def __init__(self, job: _Job, size: int, keeps: tuple[type, ...]) -> None:
-        self._job, self._size, self._keeps = job, size, keeps
-        self.factors = job.factors
-        self._squares: list[torch.Tensor | None] = [None] * len(job.groups.thresholds)
-        self.kept: dict[int, Rows] = {}
-        self.dropped: list[int] = []
-
-    def gradient(self, leaf: int, rows: Rows) -> None:
-        """Take the gradients by one leaf."""
-        if "norms" in self._job.names or self.factors:
-            group = self._job.groups.of_leaf[leaf]
-            square, before = squared_norms(rows, self._job.norm_dtype), self._squares[group]
-            self._squares[group] = square if before is None else before + square
-        if isinstance(rows, self._keeps):
-            self.kept[leaf] = rows
-        else:
-            self.dropped.append(leaf)
-
-    def norms(self) -> list[torch.Tensor]:
-        """One tensor of shape ``(c,)`` a group."""
-        job = self._job
-        return [
-            job.like[0].new_zeros(self._size, dtype=job.norm_dtype) if one is None else one.sqrt()
-            for one in self._squares
-        ]
 
 
 class _Job:
@@ -116,9 +79,17 @@ class _Job:
         self.names = [name for name, is_asked in asked.items() if is_asked]
         self._stack = Stack()
 
-    def pull(self, batch: Batch, *keeps: type) -> tuple[Any, Any, _Arrivals]:
+    def pull(self, batch: Batch, *keeps: type) -> tuple[Any, Any, Arrivals]:
         """Values, auxiliary outputs, and gradients, of which those of some types are kept."""
-        return pull(self.over, batch, lambda: _Arrivals(self, batch.size, keeps))
+        of_leaf = self.groups.of_leaf if self.factors or "norms" in self.names else None
+        arrivals = functools.partial(Arrivals, of_leaf, self.norm_dtype, keeps, self.factors)
+        return pull(self.over, batch, arrivals)
+
+    def norms(self, found: Arrivals, size: int) -> list[torch.Tensor]:
+        """The norms of a chunk, of shape ``(c,)``, one tensor a group."""
+        zeros = self.like[0].new_zeros(size, dtype=self.norm_dtype)
+        groups = range(len(self.groups.thresholds))
+        return [found.squares.get(group, zeros).sqrt() for group in groups]
 
     def put(self, batch: Batch, **found: Any) -> None:
         """Put what is asked for in its place."""
@@ -152,7 +123,7 @@ class Gradients(_Job):
             found.kept[leaf] if leaf in found.kept else like.new_zeros(batch.size, *like.shape)
             for leaf, like in enumerate(self.like)
         ]
-        self.put(batch, values=values, norms=found.norms(), aux=aux, gradients=rows)
+        self.put(batch, values=values, norms=self.norms(found, batch.size), aux=aux, gradients=rows)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The gradients, and what else was asked for."""
@@ -166,7 +137,7 @@ class Norms(_Job):
     def run(self, batch: Batch) -> None:
         """Compute one chunk."""
         values, aux, found = self.pull(batch)
-        self.put(batch, values=values, norms=found.norms(), aux=aux)
+        self.put(batch, values=values, norms=self.norms(found, batch.size), aux=aux)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The norms, and what else was asked for."""
@@ -201,7 +172,7 @@ class ClippedSum(_Job):
         """Compute one chunk."""
         keeps = (Factored,) if self._twice(batch) else (Factored, torch.Tensor)
         values, aux, found = self.pull(batch, *keeps)
-        norms, of_leaf = found.norms(), self.groups.of_leaf
+        norms, of_leaf = self.norms(found, batch.size), self.groups.of_leaf
         weights = [
             factors(self._scaling, norm, threshold, self.over.api)
             for norm, threshold in zip(norms, self.groups.thresholds)

@@ -295,10 +295,7 @@ _EQUATIONS = {"full": "iap,jbp->ijab", "diagonal": "iap,jap->ija", "trace": "iap
 
 
 class _Matrix:
-    """The job of `gram`: rows of the matrix, for one chunk after the other.
-
-    Without others, the matrix is its own mirror image.
-    """
+    """The job of `gram`: rows of the matrix, for one chunk after the other."""
 
     def __init__(
         self,

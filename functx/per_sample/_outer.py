@@ -20,7 +20,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._remat import on_replay
-from functx.per_sample._sums import Factor, Factored, Rows, Term, product, worth
+from functx.per_sample._sums import Factored, Rows, Term, product, worth
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -29,7 +29,6 @@ _VIEWS = {
     *(aten.transpose.int, aten.permute.default, aten.t.default, aten.select.int),
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_ZEROS = {aten.zero_.default: (), aten.fill_.Scalar: (0,)}
 _MOST_TERMS = 4
 
 
@@ -42,7 +41,7 @@ class _Products:
 
     def __init__(self, terms: list[Term]) -> None:
         left, right = terms[0]
-        self.terms, self.shape = terms, (len(left.values), left.size, right.size)
+        self.terms, self.shape = terms, (len(left), left.shape[2], right.shape[2])
         self._dense: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
@@ -51,18 +50,6 @@ class _Products:
             self._dense = product(self.terms).contiguous()
             self.terms = []
         return self._dense
-
-    def zero_row(self, shadow: torch.Tensor) -> bool:
-        """Zero a row of each table of an embedding, in the factors; ``False`` if it is no row."""
-        size, rows, columns = self.shape
-        row, rest = divmod(shadow.storage_offset(), columns)
-        is_row = shadow.shape == (size, columns) and shadow.stride() == (rows * columns, 1)
-        if not self.terms or not is_row or rest or not all(left.one_hot for left, _ in self.terms):
-            return False
-        for number, (left, right) in enumerate(self.terms):
-            values = right.values.masked_fill((left.values == row).unsqueeze(2), 0)
-            self.terms[number] = left, Factor(values, columns)
-        return True
 
 
 class Outer(torch.Tensor):
@@ -90,10 +77,10 @@ class Outer(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, terms: list[Term], shape: Sequence[int], like: torch.Tensor) -> Outer:
-        """All of the sum of products, in some shape."""
+    def of(cls, terms: list[Term], like: torch.Tensor) -> Outer:
+        """All of the sum of products."""
         products = _Products(terms)
-        return cls(products, _layout(products.shape).view(shape), like)
+        return cls(products, _layout(products.shape), like)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it by position
@@ -121,7 +108,7 @@ def rows_of(gradient: torch.Tensor) -> Rows:
     if not isinstance(gradient, Outer):
         return gradient
     terms = gradient.terms()
-    if not terms or len(terms[0][0].values) != len(gradient):
+    if not terms or len(terms[0][0]) != len(gradient):
         return gradient.dense()
     return Factored(terms, gradient.shape[1:])
 
@@ -169,17 +156,14 @@ class KeepFactors(_torch.TorchDispatchMode):
             self._check((args, kwargs))
         if Outer in types:
             return _run(func, args, kwargs)
-        terms = None if self._paused or kwargs else self._terms(func, args)
-        if terms is None:
+        term = None if self._paused or kwargs else self._term(func, args)
+        if term is None:
             return func(*args, **kwargs)
         self.made += 1
-        left, right = terms[0]
-        for factor in (left, right):
-            reference = _torch.StorageWeakRef(factor.values.untyped_storage())
-            self._factors[_torch.storage_address(factor.values)] = reference
-        tables = func is aten.embedding_dense_backward.default
-        shape = (self._size * left.size,) if tables else (self._size, left.size)
-        return Outer.of(terms, (*shape, right.size), args[0])
+        for factor in term:
+            reference = _torch.StorageWeakRef(factor.untyped_storage())
+            self._factors[_torch.storage_address(factor)] = reference
+        return Outer.of([term], args[0])
 
     @contextmanager
     def pulling_back(self) -> Iterator[None]:
@@ -211,47 +195,31 @@ class KeepFactors(_torch.TorchDispatchMode):
             if _torch.storage_address(arg) in self._factors:
                 raise WrittenTo("a factor of a gradient is written to in place")
 
-    def _terms(self, func: Any, args: tuple[Any, ...]) -> list[Term] | None:
-        """The factors of what an operation returns."""
-        if func is aten.embedding_dense_backward.default and _plain(args):
-            return self._embedding(*args)
+    def _term(self, func: Any, args: tuple[Any, ...]) -> Term | None:
+        """The factors of what an operation returns, if there are some."""
         # A column times a row, which broadcast, is in the pullback of ``w @ x`` with a vector.
         if func not in (aten.bmm.default, aten.mul.Tensor) or not _plain(args):
             return None
         left, right = args
-        if not isinstance(right, torch.Tensor) or not left.dim() == right.dim() == 3:
+        if not left.dim() == right.dim() == 3:
             return None
         (size, rows, inner), (others, _, columns) = left.shape, right.shape
         if inner != right.shape[1] or (inner != 1 and func is aten.mul.Tensor):
             return None
         if not size == others == self._size or not worth(inner, rows, columns):
             return None
-        return [(Factor(left.mT, rows), Factor(right, columns))]
-
-    def _embedding(
-        self, gradient: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
-    ) -> list[Term] | None:
-        """Gradients of an embedding: the tables of all examples, one below the other."""
-        size, table = self._size, rows // self._size
-        # Padding would be of one table; under vmap torch takes rows of padding out afterwards.
-        if by_count or padding >= 0 or rows % size or index.numel() % size:
-            return None
-        index, columns = index.reshape(size, -1), gradient.shape[-1]
-        # A row is indices here: the table is all that the product has and the factors have not.
-        if 4 * index.shape[1] >= table:
-            return None
-        index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
-        if not bool(((index >= 0) & (index < table)).all()):
-            return None  # not one table for each example
-        return [(Factor(index, table), Factor(gradient.reshape(size, -1, columns), columns))]
+        return left.mT, right
 
 
 def _plain(args: Sequence[Any]) -> bool:
-    """Whether nothing else follows these tensors, and their numbers are real, of one dtype."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    dtypes = {t.dtype for t in tensors} - {torch.int32, torch.int64}  # indices
-    plain = all(type(t) in _PLAIN and not t.requires_grad for t in tensors)
-    return plain and len(dtypes) == 1 and dtypes.pop().is_floating_point
+    """Whether all are tensors of real numbers of one dtype, which nothing else follows."""
+    return all(
+        type(t) in _PLAIN
+        and t.is_floating_point()
+        and not t.requires_grad
+        and t.dtype == args[0].dtype
+        for t in args
+    )
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,9 +231,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.add.Tensor and isinstance(args[1], Outer) and not kwargs:
             terms = _added(one, args[1])
             if terms:
-                return Outer.of(terms, one.shape, one)
-        if args[1:] == _ZEROS.get(func) and one.products.zero_row(one.shadow):
-            return one
+                total = Outer.of(terms, one)
+                return Outer(total.products, total.shadow.view(one.shape), one)
         if torch.Tag.inplace_view in func.tags:
             raise WrittenTo("a gradient is laid out in another way, in place")
     dense = _dense(args)
@@ -278,7 +245,7 @@ def _added(one: Outer, other: Outer) -> list[Term]:
     terms, more = one.terms(), other.terms()
     if not terms or not more or one.shape != other.shape or one.dtype != other.dtype:
         return []
-    sizes, others = ([factor.size for factor in found[0]] for found in (terms, more))
+    sizes, others = ([factor.shape[2] for factor in found[0]] for found in (terms, more))
     return [*terms, *more] if sizes == others and len(terms + more) <= _MOST_TERMS else []
 
 

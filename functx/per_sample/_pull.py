@@ -1,7 +1,7 @@
 """Per-example gradients of a few examples, each handed over as soon as it is complete.
 
 A gradient of one parameter is complete when all uses of the parameter have been pulled back. It is
-given to a receiver there and then, and dropped: what the receiver does not keep never exists
+given to a arrivals there and then, and dropped: what the arrivals does not keep never exists
 together with the gradients of the other parameters. (A node on every *use*, as hooks on modules
 are, would see parts of a gradient; the norm of a sum is no sum of norms.)
 
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from functx.per_sample._batch import Batch, random_state, restore_random_state
 from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import is_out_of_memory, outside
 from functx.per_sample._outer import KeepFactors
-from functx.per_sample._sums import Rows
+from functx.per_sample._sums import Rows, squared_norms
 
 # Factors are looked for where they spare this much of all gradients' numbers.
 _WORTH = 0.2
@@ -37,54 +37,75 @@ _WORTH = 0.2
 _SHAPES = 8
 
 
-class Receiver(Protocol):
-    """Takes the gradients of one chunk of ``c`` examples."""
+class Arrivals:
+    """The gradients of one chunk as they arrive: squared norms by group, and what is kept.
 
-    factors: bool  # whether it can take factors
+    Args:
+        of_leaf: The group of each leaf; ``None`` if norms are not asked for.
+        dtype: To add squares up in.
+        keeps: Which gradients are kept, by type.
+        factors: Whether gradients may be known by factors.
+    """
+
+    def __init__(
+        self,
+        of_leaf: list[int] | None,
+        dtype: torch.dtype,
+        keeps: tuple[type, ...],
+        factors: bool,
+    ) -> None:
+        self._of_leaf, self._dtype, self._keeps, self.factors = of_leaf, dtype, keeps, factors
+        self.squares: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, Rows] = {}
+        self.dropped: list[int] = []
 
     def gradient(self, leaf: int, rows: Rows) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
+        if self._of_leaf is not None:
+            group, square = self._of_leaf[leaf], squared_norms(rows, self._dtype)
+            self.squares[group] = self.squares[group] + square if group in self.squares else square
+        if isinstance(rows, self._keeps):
+            self.kept[leaf] = rows
+        else:
+            self.dropped.append(leaf)
 
 
-R = TypeVar("R", bound=Receiver)
-
-
-def pull(over: PerSample, batch: Batch, make: Callable[[], R]) -> tuple[Any, Any, R]:
-    """Runs the loss on each example, and feeds the gradients to a receiver.
+def pull(over: PerSample, batch: Batch, make: Callable[[], Arrivals]) -> tuple[Any, Any, Arrivals]:
+    """Runs the loss on each example, and feeds the gradients to a arrivals.
 
     Returns:
         The values, of shape ``(c,)``, the auxiliary outputs (``None`` without ``has_aux``), leaves
-        of shape ``(c, ...)``, and the receiver that took all gradients.
+        of shape ``(c, ...)``, and the arrivals that took all gradients.
     """
     if batch.size == 1 and not _torch.transforming():
-        receiver = make()
-        return *_pull_one(over, batch, receiver), receiver
-    receiver, key = make(), ("factors", batch.signature())
+        arrivals = make()
+        return *_pull_one(over, batch, arrivals), arrivals
+    arrivals, key = make(), ("factors", batch.signature())
     serves = over.compiled is not None and over.compiled.serves(batch)
-    if receiver.factors and not _torch.transforming() and over.hints.get(key, True):
+    if arrivals.factors and not _torch.transforming() and over.hints.get(key, True):
         mode = KeepFactors(batch.size)
         before = random_state() if over.randomness != "error" else None
         try:
-            values, aux = _pull_mapped(over, batch, receiver, mode)
+            values, aux = _pull_mapped(over, batch, arrivals, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
             over.hints[key] = mode.spared >= _WORTH * mode.taken
-            return values, aux, receiver
+            return values, aux, arrivals
         except (RuntimeError, TypeError, ValueError) as error:
             # Code that wants a gradient's memory, not its numbers, can't have that of a product
             # which was not computed. Errors of other causes come again.
             if not mode.made or is_out_of_memory(error):
                 raise
         over.hints[key] = False
-        receiver = make()
+        arrivals = make()
         if before is not None:
             restore_random_state(before)
     elif serves and (found := over.compiled.rows(batch)) is not None:
         values, aux, rows = found
         for leaf in range(len(rows)):
-            receiver.gradient(leaf, rows[leaf])
+            arrivals.gradient(leaf, rows[leaf])
             rows[leaf] = None
-        return values, aux, receiver
-    return *_pull_mapped(over, batch, receiver, None), receiver
+        return values, aux, arrivals
+    return *_pull_mapped(over, batch, arrivals, None), arrivals
 
 
 def recorded(
@@ -96,20 +117,14 @@ def recorded(
 ) -> tuple[Any, Any, Pullback]:
     """The loss of one example, auxiliary outputs, and the pullback; or ``losses`` of several."""
     check = functools.partial(_validate.check_scalar, api=over.api)
-    return record(
-        losses or over.func,
-        args,
-        kwargs,
-        positions,
-        has_aux=over.has_aux and losses is None,
-        check_output=check if losses is None else lambda output: None,
-        api=over.api,
-        once=True,
-    )
+    options: dict[str, Any] = {"has_aux": over.has_aux, "check_output": check}
+    if losses is not None:
+        options = {"has_aux": False, "check_output": lambda output: None}
+    return record(losses or over.func, args, kwargs, positions, api=over.api, once=True, **options)
 
 
 def _pull_mapped(
-    over: PerSample, batch: Batch, receiver: Receiver, mode: KeepFactors | None
+    over: PerSample, batch: Batch, arrivals: Arrivals, mode: KeepFactors | None
 ) -> tuple[Any, Any]:
     """With ``vmap`` over the examples."""
 
@@ -119,7 +134,7 @@ def _pull_mapped(
         def take(leaf: int, gradient: torch.Tensor) -> None:
             rows = _rows(gradient, level, batch.size)
             with mode.pause() if mode else nullcontext():
-                receiver.gradient(leaf, mode.take(rows) if mode else rows)
+                arrivals.gradient(leaf, mode.take(rows) if mode else rows)
 
         value, aux, pullback = recorded(over, args, kwargs, batch.positions)
         with mode.pulling_back() if mode else nullcontext():
@@ -130,7 +145,7 @@ def _pull_mapped(
     return value, (aux if over.has_aux else None)
 
 
-def _pull_one(over: PerSample, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
+def _pull_one(over: PerSample, batch: Batch, arrivals: Arrivals) -> tuple[Any, Any]:
     """One example, as it is."""
 
     def example(*args: Any, **kwargs: Any) -> tuple[Any, Any, Pullback]:
@@ -140,7 +155,7 @@ def _pull_one(over: PerSample, batch: Batch, receiver: Receiver) -> tuple[Any, A
         return _recorded_plain(over, args, kwargs, batch.positions)
 
     def take(leaf: int, gradient: torch.Tensor) -> None:
-        receiver.gradient(leaf, _whole(gradient).unsqueeze(0))
+        arrivals.gradient(leaf, _whole(gradient).unsqueeze(0))
 
     value, aux, pullback = batch.alone(example, over.randomness)
     _feed(pullback, value, take)
@@ -167,9 +182,7 @@ def _recorded_plain(
     return output.detach(), aux, pullback
 
 
-def _feed(
-    pullback: Pullback, value: torch.Tensor, take: Callable[[int, torch.Tensor], None]
-) -> None:
+def _feed(pullback: Pullback, value: torch.Tensor, take: Callable[..., None]) -> None:
     receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
     pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
 

@@ -14,8 +14,7 @@ Where ``T`` is small against ``m`` and ``n``, the factors have far fewer numbers
 - the weighted sum over examples is one product of matrices, that of an ordinary backward pass
   (book-keeping: Bu et al., Differentially private optimization at small cost, 2023).
 
-An embedding's gradient is the product with a one-hot ``a``, given by its indices. A weight used
-several times has several pairs, and its norm takes the products of every two.
+A weight used several times has several pairs, and its norm takes the products of every two.
 
 NOTE [cancellation]
 The sum over ``t`` and ``s`` has terms of both signs, where the sum of squares has not: rounded, it
@@ -24,6 +23,7 @@ loses what they cancel. With more than one ``t`` it is taken in float64.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,20 +38,7 @@ from functx.per_sample._batch import Batch
 _WORTH = 4
 
 
-@dataclass(frozen=True)
-class Factor:
-    """One side of a product."""
-
-    values: torch.Tensor  # of shape (c, T, size); of a one-hot factor the indices, (c, T)
-    size: int  # rows or columns of the product
-
-    @property
-    def one_hot(self) -> bool:
-        """Whether `values` are indices."""
-        return not self.values.is_floating_point()
-
-
-Term = tuple[Factor, Factor]
+Term = tuple[torch.Tensor, torch.Tensor]  # factors, of shape (c, T, m) and (c, T, n)
 
 
 @dataclass(frozen=True)
@@ -72,20 +59,7 @@ def worth(inner: int, rows: int, columns: int) -> bool:
 
 def product(terms: Sequence[Term]) -> torch.Tensor:
     """What the factors stand for, of shape ``(c, m, n)``."""
-    total = _product(*terms[0])
-    for term in terms[1:]:
-        total = total + _product(*term)
-    return total
-
-
-def _product(left: Factor, right: Factor) -> torch.Tensor:
-    if right.one_hot:
-        return _product(right, left).mT
-    if not left.one_hot:
-        return left.values.mT @ right.values
-    rows = right.values.new_zeros(len(right.values), left.size, right.size)
-    index = left.values[:, :, None].expand(-1, -1, right.size)
-    return rows.scatter_add_(1, index, right.values)
+    return functools.reduce(torch.add, (left.mT @ right for left, right in terms))
 
 
 def norm_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -108,32 +82,16 @@ def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
-    if len(terms) == 1 and terms[0][0].values.shape[1] == 1:
-        squares = [
-            factor.values.new_ones(len(factor.values), dtype=dtype)
-            if factor.one_hot
-            else squared_norms(factor.values, dtype)
-            for factor in terms[0]
-        ]
-        return squares[0] * squares[1]
-    total = torch.zeros((), dtype=torch.float64, device=terms[0][0].values.device)
-    for number, (left, right) in enumerate(terms):
-        for other, (left2, right2) in enumerate(terms[: number + 1]):
-            both = (_gram(left, left2) * _gram(right, right2)).sum((1, 2))
+    if len(terms) == 1 and terms[0][0].shape[1] == 1:
+        return squared_norms(terms[0][0], dtype) * squared_norms(terms[0][1], dtype)
+    # See NOTE [cancellation].
+    exact = [(left.double(), right.double()) for left, right in terms]
+    total = torch.zeros((), dtype=torch.float64, device=terms[0][0].device)
+    for number, (left, right) in enumerate(exact):
+        for other, (left2, right2) in enumerate(exact[: number + 1]):
+            both = ((left @ left2.mT) * (right @ right2.mT)).sum((1, 2))
             total = total + (both if other == number else 2 * both)
     return total.clamp_min(0).to(dtype)
-
-
-def _gram(one: Factor, other: Factor) -> torch.Tensor:
-    """Products of the rows of two factors, of shape ``(c, T1, T2)``, see NOTE [cancellation]."""
-    if one.one_hot and other.one_hot:
-        return (one.values[:, :, None] == other.values[:, None, :]).double()
-    if one.one_hot:
-        return _gram(other, one).mT
-    if other.one_hot:
-        index = other.values[:, None, :].expand(-1, one.values.shape[1], -1)
-        return one.values.gather(2, index).double()
-    return one.values.double() @ other.values.double().mT
 
 
 class WeightedSum:
@@ -151,10 +109,7 @@ class WeightedSum:
         part = slice(start, len(weights) if stop < 0 else stop)
         weights = weights[part].to(self._dtype)
         if isinstance(rows, Factored):
-            terms = [
-                (Factor(left.values[part], left.size), Factor(right.values[part], right.size))
-                for left, right in rows.terms
-            ]
+            terms = [(left[part], right[part]) for left, right in rows.terms]
             if not weights.requires_grad:
                 self._add_terms(terms, weights)
                 return
@@ -172,21 +127,15 @@ class WeightedSum:
         self._total = added if total is None else total + added
 
     def _add_terms(self, terms: Sequence[Term], weights: torch.Tensor) -> None:
-        total, added = self.total(), []
-        matrix = total.view(terms[0][0].size, terms[0][1].size)
-        for left, right in terms:
-            target = matrix
-            if right.one_hot:
-                left, right, target = right, left, matrix.t()
-            values = left.values if left.one_hot else left.values.to(self._dtype).contiguous()
-            scaled = right.values.to(self._dtype) * weights.view(-1, 1, 1)
-            added.append((target, left.one_hot, values, scaled.flatten(0, 1)))
+        scaled = []
+        for pair in terms:
+            left, right = (factor.to(self._dtype) for factor in pair)
+            right = right * weights.view(-1, 1, 1)
+            scaled.append((left.flatten(0, 1).t(), right.flatten(0, 1)))
+        total = self.total()
         # From here on nothing is allocated.
-        for target, one_hot, values, scaled in added:
-            if one_hot:
-                target.index_add_(0, values.flatten(), scaled)
-            else:
-                target.addmm_(values.flatten(0, 1).t(), scaled)
+        for left, right in scaled:
+            total.view(len(left), -1).addmm_(left, right)
         self._total = total
 
     def total(self) -> torch.Tensor:
