@@ -30,27 +30,16 @@ InDims = int | tuple[Any, ...] | list[Any] | None
 
 @dataclass(frozen=True)
 class Batch:
-    """Positional arguments of which some leaves hold one entry an example.
+    """Positional arguments of which some leaves hold one entry an example."""
 
-    Attributes:
-        leaves: The leaves of all arguments.
-        spec: How they make up the tuple of arguments.
-        dims: For each leaf the dimension of the examples, ``None`` where it is shared.
-        size: How many examples there are.
-        kwargs: Shared keyword arguments.
-        positions: Of the differentiated arguments.
-        start: The position of the first example among all of the call.
-        whole: Position and size of the batch that this is a chunk of.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # of all arguments
     spec: _tree.TreeSpec
-    dims: list[int | None]
-    size: int
-    kwargs: dict[str, Any]
-    positions: tuple[int, ...]
-    start: int
-    whole: tuple[int, int]
+    dims: list[int | None]  # for each leaf the dimension of the examples, None where it is shared
+    size: int  # how many examples there are
+    kwargs: dict[str, Any]  # shared
+    positions: tuple[int, ...]  # of the differentiated arguments
+    start: int  # the position of the first example among all of the call
+    whole: tuple[int, int]  # position and size of the batch that this is a chunk of
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
@@ -129,28 +118,22 @@ def batch_of(
     positions: tuple[int, ...],
     api: str,
 ) -> Batch:
-    """The arguments of one call, with the examples found in them.
-
-    Raises:
-        ValueError: ``in_dims`` does not fit the arguments, or nothing is mapped, or the sizes
-            differ.
-    """
+    """The arguments of one call, with the examples found in them."""
     leaves, spec = _tree.flatten(args)
-    dims: list[int | None] = []
-    for leaf, dim in zip(leaves, _flat_dims(args, in_dims, positions, api)):
-        if dim is not None:
-            if not isinstance(leaf, torch.Tensor):
-                raise ValueError(
-                    f"{api}: in_dims maps over dimension {dim} of {describe(leaf)} of type "
-                    f"{type(leaf).__name__}; only tensors hold examples, use None there"
-                )
-            if not -leaf.dim() <= dim < leaf.dim():
-                raise ValueError(
-                    f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}, which it does "
-                    "not have; give in_dims, with None for what all examples share"
-                )
-            dim %= leaf.dim()
-        dims.append(dim)
+    dims = _flat_dims(args, in_dims, positions, api)
+    for at, (leaf, dim) in enumerate(zip(leaves, dims)):
+        if dim is None:
+            continue
+        where = f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}"
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(
+                f"{where} of type {type(leaf).__name__}; only tensors hold examples, use None there"
+            )
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(
+                f"{where}, which it does not have; give in_dims, with None for what all share"
+            )
+        dims[at] = dim % leaf.dim()
     sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims) if dim is not None}
     if not sizes:
         raise ValueError(
@@ -235,11 +218,7 @@ def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
 
 
 def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
-    """The indices of the examples that count; ``None`` if all do.
-
-    Raises:
-        ValueError: ``is_padding`` is not a boolean for each of ``size`` examples.
-    """
+    """The indices of the examples that count; ``None`` if all do."""
     if is_padding is None:
         return None
     is_padding = torch.as_tensor(is_padding)
@@ -256,20 +235,18 @@ _FORBIDDEN = (
     "'different' randomness flags, or draw the random numbers outside and pass them in as arguments"
 )
 
-State = tuple[torch.Tensor, list[torch.Tensor]]
 
-
-def random_state() -> State:
+def random_state() -> list[torch.Tensor]:
     """The states of torch's default generators, of those devices that are in use."""
     on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_device
+    return [torch.get_rng_state(), *on_device]
 
 
-def restore_random_state(saved: State) -> None:
+def restore_random_state(saved: list[torch.Tensor]) -> None:
     """Puts the default generators back."""
     torch.set_rng_state(saved[0])
-    if saved[1]:
-        torch.cuda.set_rng_state_all(saved[1])
+    if saved[1:]:
+        torch.cuda.set_rng_state_all(saved[1:])
 
 
 class _NoGenerators(_torch.TorchDispatchMode):
@@ -280,10 +257,9 @@ class _NoGenerators(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
             raise RuntimeError(_FORBIDDEN)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -298,7 +274,6 @@ def _allowed(randomness: str, first: bool) -> Iterator[None]:
     before = random_state()
     with _NoGenerators() if first else nullcontext():
         yield
-    after = random_state()
-    if not all(map(torch.equal, (before[0], *before[1]), (after[0], *after[1]))):
+    if not all(map(torch.equal, before, random_state())):
         restore_random_state(before)
         raise RuntimeError(_FORBIDDEN)

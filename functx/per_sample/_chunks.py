@@ -37,10 +37,8 @@ class Job(Protocol):
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         """What came of all chunks.
 
-        Args:
-            kept: Where the examples that count are among ``size``; ``None`` if all do.
-            size: The number of examples.
-            empty: None counts, and the one that ran was invented.
+        Of ``size`` examples those at ``kept`` count, all if that is ``None``; where it is ``empty``
+        none counts, and the one that ran was invented.
         """
 
 
@@ -211,16 +209,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-# What torch says where an operation has no rule for vmap, or none that fits.
-_LIMITS = (
-    *("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent"),
-    *("sparse", "scalar type"),  # of autocast, which comes by where vmap takes operations apart
-)
-
-
 def _is_of_vmap(error: BaseException) -> bool:
     """Whether an error may be due to ``vmap``: one example alone may well run."""
-    return any(limit in str(error).lower() for limit in _LIMITS)
+    # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type" is
+    # of autocast, which comes by where vmap takes operations apart.)
+    words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
+    return any(word in str(error).lower() for word in (*words, "sparse", "scalar type"))
 
 
 def outside() -> int:

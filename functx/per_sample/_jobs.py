@@ -264,8 +264,9 @@ class ClippedSum(_Job):
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The sum, and what else was asked for."""
-        dtypes = [like.dtype if self._wanted is None else None for like in self.like]
-        totals = [total.total().to(dtype) for total, dtype in zip(self._sums, dtypes)]
+        totals = [total.total() for total in self._sums]
+        if self._wanted is None:
+            totals = [total.to(like.dtype) for total, like in zip(totals, self.like)]
         if empty:
             totals = [torch.zeros_like(total) for total in totals]
         return self.tree(totals), Extras(**self.close(kept, size, empty))

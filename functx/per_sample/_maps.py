@@ -61,9 +61,12 @@ def map_reduce(
         tensor([ 5., 10.])
     """
     api = "per_sample.map_reduce"
-    for function in (func, *(f for f in (reduce, combine) if not isinstance(f, str | None))):
-        _validate.check_callable(function, api)
-    if isinstance(reduce, str):
+    _validate.check_callable(func, api)
+    if combine is not None:
+        _validate.check_callable(combine, api)
+    if not isinstance(reduce, str):
+        _validate.check_callable(reduce, api)
+    else:
         if reduce not in ("sum", "mean", "min", "max"):
             raise ValueError(
                 f"{api}: reduce must be 'sum', 'mean', 'min', 'max' or a function, got {reduce!r}"

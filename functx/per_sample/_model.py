@@ -71,27 +71,26 @@ def of_one(
             f"({type(module).__name__}, {type(criterion).__name__})"
         )
 
-    def of_batch(leaf: Any) -> Any:
-        return leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf
-
     def only_row(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != 1:
             return leaf
-        if outputs:
-            return leaf.squeeze(0) if leaf.dim() and len(leaf) == 1 else leaf
-        return leaf.reshape(()) if leaf.numel() == 1 else leaf
+        return leaf.squeeze(0)
 
     def loss(params: Params, inputs: Any, *targets: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_module(module)
-        inputs, targets = _tree.map_(of_batch, (inputs, targets))
-        args, kwargs = (inputs,), {}
+        inputs, targets = _tree.map_(
+            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf,
+            (inputs, targets),
+        )
+        args, kwargs = inputs if isinstance(inputs, (tuple, list)) else (inputs,), {}
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
-        elif isinstance(inputs, (tuple, list)):
-            args = tuple(inputs)
-        value = criterion(functional_call(module, params, args, kwargs), *targets)
-        return _tree.map_(only_row, value) if outputs else only_row(value)
+        value = criterion(functional_call(module, params, tuple(args), kwargs), *targets)
+        if outputs:
+            return _tree.map_(only_row, value)
+        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        return value.reshape(()) if is_number else value
 
     check_module(module)
     trainable(module)
@@ -112,23 +111,18 @@ def trainable(module: nn.Module) -> Params:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a module mixes the examples of a batch, see NOTE [batch norm].
-
-    Or if it averages the gradients of several processes, each of an example of its own.
-    """
+    """Raises ``ValueError`` if a module mixes examples, see NOTE [batch norm], or is sharded."""
     for name, part in module.named_modules():
         kinds = {cls.__name__ for cls in type(part).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
             raise ValueError(
-                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which takes the "
-                "parameters from its own store and adds up the gradients of all processes: there "
-                "is none of one example. Keep the whole module in every process, and add up with "
-                "process_group"
+                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which adds up the "
+                "gradients of all processes: there is none of one example. Keep the whole module "
+                "in every process, and add up with process_group"
             )
         # Also the synchronised and lazy ones; instance normalisation is no subclass.
-        if not isinstance(part, _torch.BatchNorm):
-            continue
-        if part.training or part.running_mean is None:
+        is_batch_norm = isinstance(part, _torch.BatchNorm)
+        if is_batch_norm and (part.training or part.running_mean is None):
             mode = "in training mode" if part.training else "without running statistics"
             raise ValueError(
                 f"per_sample: {type(part).__name__} {name!r} {mode} normalises with the statistics "

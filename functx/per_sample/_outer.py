@@ -37,11 +37,17 @@ class WrittenTo(RuntimeError):
 
 
 class _Products:
-    """Products of shape ``(c, m, n)``: the factors, or the numbers once they were needed."""
+    """Products of shape ``(c, m, n)``: the factors, or the numbers once they were needed.
+
+    Attributes:
+        whole: A contiguous tensor of that shape that takes no memory.
+    """
 
     def __init__(self, terms: list[Term]) -> None:
-        left, right = terms[0]
-        self.terms, self.shape = terms, (len(left), left.shape[2], right.shape[2])
+        (left, right), nothing = terms[0], torch.empty(0, dtype=torch.uint8, device="meta")
+        (size, _, rows), columns = left.shape, right.shape[2]
+        self.terms = terms
+        self.whole = nothing.as_strided((size, rows, columns), (rows * columns, columns, 1))
         self._dense: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
@@ -57,7 +63,7 @@ class Outer(torch.Tensor):
 
     Attributes:
         products: What it is a view of.
-        shadow: A tensor without memory, laid out as the view is in that of the products.
+        shadow: A view of their ``whole``, laid out as this one.
     """
 
     products: _Products
@@ -65,22 +71,12 @@ class Outer(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, products: _Products, shadow: torch.Tensor, like: Any) -> Outer:
+        layout = {"strides": shadow.stride(), "storage_offset": shadow.storage_offset()}
         self = _torch.make_wrapper_subclass(
-            cls,
-            shadow.shape,
-            strides=shadow.stride(),
-            storage_offset=shadow.storage_offset(),
-            dtype=like.dtype,
-            device=like.device,
+            cls, shadow.shape, dtype=like.dtype, device=like.device, **layout
         )
         self.products, self.shadow = products, shadow
         return self
-
-    @classmethod
-    def of(cls, terms: list[Term], like: torch.Tensor) -> Outer:
-        """All of the sum of products."""
-        products = _Products(terms)
-        return cls(products, _layout(products.shape), like)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it by position
@@ -95,7 +91,7 @@ class Outer(torch.Tensor):
 
     def terms(self) -> list[Term]:
         """The factors of what this is, as rows and columns; none if it is anything else."""
-        whole = _layout(self.products.shape)
+        whole = self.products.whole
         if _same_layout(self.shadow, whole):
             return [*self.products.terms]
         if _same_layout(self.shadow, whole.mT):
@@ -113,16 +109,10 @@ def rows_of(gradient: torch.Tensor) -> Rows:
     return Factored(terms, gradient.shape[1:])
 
 
-def _layout(shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor that takes no memory."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return torch.empty(0, dtype=torch.uint8, device="meta").as_strided(tuple(shape), strides)
-
-
 def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a view is all of another, in order, in any shape."""
+    if one.numel() != whole.numel():
+        return False
     try:
         other = whole.view(one.shape)
     except RuntimeError as error:
@@ -163,7 +153,8 @@ class KeepFactors(_torch.TorchDispatchMode):
         for factor in term:
             reference = _torch.StorageWeakRef(factor.untyped_storage())
             self._factors[_torch.storage_address(factor)] = reference
-        return Outer.of([term], args[0])
+        products = _Products([term])
+        return Outer(products, products.whole, args[0])
 
     @contextmanager
     def pulling_back(self) -> Iterator[None]:
@@ -231,8 +222,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.add.Tensor and isinstance(args[1], Outer) and not kwargs:
             terms = _added(one, args[1])
             if terms:
-                total = Outer.of(terms, one)
-                return Outer(total.products, total.shadow.view(one.shape), one)
+                products = _Products(terms)
+                return Outer(products, products.whole.view(one.shape), one)
         if torch.Tag.inplace_view in func.tags:
             raise WrittenTo("a gradient is laid out in another way, in place")
     dense = _dense(args)

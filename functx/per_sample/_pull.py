@@ -40,29 +40,22 @@ _SHAPES = 8
 class Arrivals:
     """The gradients of one chunk as they arrive: squared norms by group, and what is kept.
 
-    Args:
-        of_leaf: The group of each leaf; ``None`` if norms are not asked for.
-        dtype: To add squares up in.
-        keeps: Which gradients are kept, by type.
-        factors: Whether gradients may be known by factors.
+    Norms are taken where groups are given. Gradients of some types are kept.
     """
 
     def __init__(
-        self,
-        of_leaf: list[int] | None,
-        dtype: torch.dtype,
-        keeps: tuple[type, ...],
-        factors: bool,
+        self, groups: list[int] | None, dtype: torch.dtype, keeps: tuple[type, ...], factors: bool
     ) -> None:
-        self._of_leaf, self._dtype, self._keeps, self.factors = of_leaf, dtype, keeps, factors
+        self._groups, self._dtype, self._keeps = groups, dtype, keeps
+        self.factors = factors  # whether gradients may be known by factors
         self.squares: dict[int, torch.Tensor] = {}
         self.kept: dict[int, Rows] = {}
         self.dropped: list[int] = []
 
     def gradient(self, leaf: int, rows: Rows) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
-        if self._of_leaf is not None:
-            group, square = self._of_leaf[leaf], squared_norms(rows, self._dtype)
+        if self._groups is not None:
+            group, square = self._groups[leaf], squared_norms(rows, self._dtype)
             self.squares[group] = self.squares[group] + square if group in self.squares else square
         if isinstance(rows, self._keeps):
             self.kept[leaf] = rows
@@ -278,11 +271,9 @@ def compiled_by(over: PerSample, compile: bool | Mapping[str, Any]) -> Compiled 
         raise TypeError(
             f"{over.api}: compile must be True or a dict of options of functx.jit, got {compile!r}"
         )
-    if compile is False:
-        return None
-    if over.memory_budget is not None:
+    if over.memory_budget is not None and compile is not False:
         raise ValueError(
             f"{over.api}: no size of chunks is chosen for compiled code; give chunk_size with "
             "compile, instead of memory_budget"
         )
-    return Compiled(over, {} if compile is True else compile)
+    return None if compile is False else Compiled(over, {} if compile is True else compile)
