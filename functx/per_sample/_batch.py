@@ -184,11 +184,10 @@ def _is_batched(leaf: Any, api: str) -> bool:
         return True
     inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
     if any(isinstance(one, torch.Tensor) for one in inside):
-        name = type(leaf).__name__
         raise ValueError(
-            f"{api}: a {name}, which holds tensors, is no pytree: pass a dict or a tuple of them, "
-            f"or register {name} with torch.utils._pytree; or give in_dims, with None for what all "
-            "examples share"
+            f"{api}: a {type(leaf).__name__}, which holds tensors, is no pytree: pass a dict or a "
+            "tuple of them, or register it with torch.utils._pytree; or give in_dims, with None "
+            "for what all examples share"
         )
     return False
 
@@ -198,14 +197,11 @@ def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
 
     Each batch is a tuple or list of the positional arguments from there on, or the only one.
     """
-    if not args or isinstance(args[-1], (torch.Tensor, Mapping)):
+    kinds = (Iterator, torch.utils.data.DataLoader)
+    if not args or isinstance(args[-1], torch.Tensor) or not isinstance(args[-1], kinds):
         return None
-    if not isinstance(args[-1], (Iterator, torch.utils.data.DataLoader)):
-        return None
-    return (
-        (*args[:-1], *(batch if isinstance(batch, (tuple, list)) else (batch,)))
-        for batch in args[-1]
-    )
+    batches = (one if isinstance(one, (tuple, list)) else (one,) for one in args[-1])
+    return ((*args[:-1], *batch) for batch in batches)
 
 
 def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:

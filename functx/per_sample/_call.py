@@ -49,7 +49,7 @@ class PerSample:
         if isinstance(func, (tuple, list)) and len(func) == 2:
             self._module, self.func = func[0], _model.of_one(*func, outputs=self.outputs)
         elif isinstance(func, torch.nn.Module) and self.outputs:
-            self._module, self.func = func, _model.of_one(func, lambda out: out, outputs=True)
+            self._module, self.func = func, _model.of_one(func, _model.unchanged, outputs=True)
         elif isinstance(func, torch.nn.Module) and self.argnums != ():
             raise TypeError(
                 f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "

@@ -202,10 +202,10 @@ class ClippedSum(_Job):
         return commit
 
     def _add(self, leaf: int, rows: Rows, weights: torch.Tensor, failures: list[str]) -> None:
-        def add(start: int, stop: int) -> None:
-            self._sums[leaf].add(rows, weights, start, stop)
-
-        in_chunks(add, len(weights), len(weights), lambda size, failure: failures.append(failure))
+        # One after the other: a part that was added must not be added again.
+        for part in rows.terms if isinstance(rows, Factored) else [rows]:
+            add = functools.partial(self._sums[leaf].add, part, weights)
+            in_chunks(add, len(weights), len(weights), lambda size, why: failures.append(why))
 
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""

@@ -101,19 +101,21 @@ class WeightedSum:
         self._shape, self._device, self._dtype = leaf.shape, leaf.device, dtype
         self._total: torch.Tensor | None = None
 
-    def add(self, rows: Rows, weights: torch.Tensor, start: int = 0, stop: int = -1) -> None:
-        """Add rows, weighted by numbers of shape ``(c,)``; those from ``start`` to ``stop`` only.
+    def add(
+        self, rows: torch.Tensor | Term, weights: torch.Tensor, start: int = 0, stop: int = -1
+    ) -> None:
+        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; or some of them.
 
-        Either all of them are added, or, where memory runs out, none.
+        Either all from ``start`` to ``stop`` are added, or, where memory runs out, none.
         """
         part = slice(start, len(weights) if stop < 0 else stop)
         weights = weights[part].to(self._dtype)
-        if isinstance(rows, Factored):
-            terms = [(left[part], right[part]) for left, right in rows.terms]
+        if isinstance(rows, tuple):
+            left, right = rows[0][part], rows[1][part]
             if not weights.requires_grad:
-                self._add_terms(terms, weights)
+                self._add_product(left, right, weights)
                 return
-            rows = product(terms).reshape(-1, *self._shape)
+            rows = product([(left, right)]).reshape(-1, *self._shape)
         else:
             rows = rows[part]
         total = self._total
@@ -126,16 +128,11 @@ class WeightedSum:
         added = added.permute([order.index(dim) for dim in range(len(order))])
         self._total = added if total is None else total + added
 
-    def _add_terms(self, terms: Sequence[Term], weights: torch.Tensor) -> None:
-        scaled = []
-        for pair in terms:
-            left, right = (factor.to(self._dtype) for factor in pair)
-            right = right * weights.view(-1, 1, 1)
-            scaled.append((left.flatten(0, 1).t(), right.flatten(0, 1)))
+    def _add_product(self, left: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> None:
+        right = right.to(self._dtype) * weights.view(-1, 1, 1)
+        left, right = left.to(self._dtype).flatten(0, 1).t(), right.flatten(0, 1)
         total = self.total()
-        # From here on nothing is allocated.
-        for left, right in scaled:
-            total.view(len(left), -1).addmm_(left, right)
+        total.view(len(left), -1).addmm_(left, right)
         self._total = total
 
     def total(self) -> torch.Tensor:
