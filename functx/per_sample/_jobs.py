@@ -188,7 +188,7 @@ class ClippedSum(_Job):
                     self._add(leaf, rows, weights[of_leaf[leaf]], failures)
                 while totals:
                     leaf, total = totals.popitem()
-                    self._add(leaf, total.unsqueeze(0), total.new_ones(1), failures)
+                    self._sums[leaf].add_sum(total)
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     error.add_note(

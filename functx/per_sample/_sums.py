@@ -128,6 +128,11 @@ class WeightedSum:
         added = added.permute([order.index(dim) for dim in range(len(order))])
         self._total = added if total is None else total + added
 
+    def add_sum(self, total: torch.Tensor) -> None:
+        """Add a sum over examples, which is not written to."""
+        before, form = self._total, torch.contiguous_format
+        self._total = total.clone(memory_format=form) if before is None else before + total
+
     def _add_product(self, left: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> None:
         right = right.to(self._dtype) * weights.view(-1, 1, 1)
         left, right = left.to(self._dtype).flatten(0, 1).t(), right.flatten(0, 1)
