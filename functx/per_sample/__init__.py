@@ -1,22 +1,39 @@
 """Gradients of each example: kept, normed, clipped and summed, in little memory.
 
 ``torch.func.vmap(torch.func.grad(loss))`` has the gradients of all examples at once, each as large
-as the model. Most who want them want less: norms, a clipped sum (differential privacy), inner
-products (influence functions, neural tangent kernels). Here examples run in chunks, and each chunk
-is reduced as it goes.
+as the model. Norms, a clipped sum (differential privacy) or inner products (influence functions,
+neural tangent kernels) need less: here examples run in chunks, and each is reduced as it goes.
 
-All are transforms, as :func:`functx.grad` is: they take the loss of *one* example (or a pair of
-module and criterion) and return a function of a batch.
+- `grads`: the gradient of each example
+- `norms`: the norm of the gradient of each example
+- `clipped_sum`: the sum of clipped gradients
+- `jacobian`: the Jacobian of each example
+- `gram`: inner products of the gradients of all pairs of examples
+- `map_reduce`: anything computed for each example, reduced chunk by chunk
+- `functional`: a module and a criterion as a loss of one example
+- `clip`, `automatic`, `normalize`: how `clipped_sum` makes a factor of a norm
+- `Extras`: losses, norms and auxiliary outputs, next to a result
+
+All but the last three lines are transforms, as :func:`functx.grad` is: they take the loss of *one*
+example (or a pair of module and criterion) and return a function of a batch.
 """
 
-from functx.per_sample._extras import Extras as Extras
-from functx.per_sample._gradients import clipped_sum as clipped_sum
-from functx.per_sample._gradients import grads as grads
-from functx.per_sample._gradients import norms as norms
-from functx.per_sample._gram import gram as gram
-from functx.per_sample._groups import automatic as automatic
-from functx.per_sample._groups import clip as clip
-from functx.per_sample._groups import normalize as normalize
-from functx.per_sample._model import functional as functional
-from functx.per_sample._reduce import jacobian as jacobian
-from functx.per_sample._reduce import map_reduce as map_reduce
+from functx.per_sample._gradients import clipped_sum, grads, norms
+from functx.per_sample._groups import automatic, clip, normalize
+from functx.per_sample._jobs import Extras
+from functx.per_sample._maps import gram, jacobian, map_reduce
+from functx.per_sample._model import functional
+
+__all__ = [
+    "Extras",
+    "automatic",
+    "clip",
+    "clipped_sum",
+    "functional",
+    "grads",
+    "gram",
+    "jacobian",
+    "map_reduce",
+    "normalize",
+    "norms",
+]

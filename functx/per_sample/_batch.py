@@ -6,120 +6,134 @@ shared and every other tensor has its examples along dimension 0. Keyword argume
 there.
 
 An iterator of batches in the place of the examples stands for the batch they make together.
+
+Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` forbids them,
+``"different"`` draws for each example, ``"same"`` gives every example the same numbers: each chunk
+starts from the state in which the first one started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from functx import _tree
+from functx import _torch, _tree
 from functx._validate import describe
+from functx._vmap import vmap_by_keys
 
 InDims = int | tuple[Any, ...] | list[Any] | None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Positional arguments of which some leaves hold one entry an example.
+    """Positional arguments of which some leaves hold one entry an example."""
 
-    Attributes:
-        leaves: The leaves of all arguments.
-        spec: How they make up the tuple of arguments.
-        dims: For each leaf the dimension of the examples, ``None`` where it is shared.
-        size: How many examples there are.
-        kwargs: Shared keyword arguments.
-        start: The position of the first one in the batch that this is a part of.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # of all arguments
     spec: _tree.TreeSpec
-    dims: list[int | None]
-    size: int
-    kwargs: dict[str, Any]
-    start: int = 0
+    dims: list[int | None]  # for each leaf the dimension of the examples, None where it is shared
+    size: int  # how many examples there are
+    kwargs: dict[str, Any]  # shared
+    positions: tuple[int, ...]  # of the differentiated arguments
+    start: int  # the position of the first example among all of the call
+    whole: tuple[int, int]  # position and size of the batch that this is a chunk of
 
-    def rows(self, start: int, stop: int) -> Batch:
+    def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
         if (start, stop) == (0, self.size):
             return self
-        leaves = [
-            leaf if dim is None else leaf.narrow(dim, start, stop - start)
-            for leaf, dim in zip(self.leaves, self.dims)
-        ]
-        return replace(self, leaves=leaves, size=stop - start, start=start)
+        leaves = self._each(lambda leaf, dim: leaf.narrow(dim, start, stop - start))
+        return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 
     def take(self, index: torch.Tensor) -> Batch:
         """The examples that an index names, as copies."""
-        leaves = [
-            leaf if dim is None else leaf.index_select(dim, index.to(leaf.device))
-            for leaf, dim in zip(self.leaves, self.dims)
-        ]
-        return replace(self, leaves=leaves, size=len(index))
+        leaves = self._each(lambda leaf, dim: leaf.index_select(dim, index.to(leaf.device)))
+        return replace(self, leaves=leaves, size=len(index), start=0, whole=(0, len(index)))
 
-    def one(self, row: int) -> tuple[Any, ...]:
-        """The arguments of a single example."""
-        leaves = (
-            leaf if dim is None else leaf.select(dim, row)
-            for leaf, dim in zip(self.leaves, self.dims)
+    def zeros(self) -> Batch:
+        """One example of zeros, like those that are missing."""
+        leaves = self._each(
+            lambda leaf, dim: leaf.new_zeros(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
         )
-        return _tree.unflatten(self.spec, leaves)
+        return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1))
+
+    def _each(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> list[Any]:
+        return [
+            leaf if dim is None else change(leaf, dim) for leaf, dim in zip(self.leaves, self.dims)
+        ]
 
     def args(self) -> tuple[Any, ...]:
         """The arguments, all examples together."""
         return _tree.unflatten(self.spec, self.leaves)
 
+    def differentiated(self) -> list[tuple[Any, int | None]]:
+        """The leaves of the differentiated arguments, each with its dimension of the examples."""
+        args, dims = self.args(), _tree.unflatten(self.spec, self.dims)
+        return [
+            pair
+            for position in self.positions
+            for pair in zip(_tree.leaves(args[position]), _tree.leaves(dims[position]))
+        ]
+
+    def map(self, func: Callable[..., Any], randomness: str) -> Any:
+        """``func`` of each example, by ``vmap``: leaves of shape ``(c, ...)``."""
+        mapped = [number for number, dim in enumerate(self.dims) if dim is not None]
+
+        def example(*rows: torch.Tensor) -> Any:
+            leaves = list(self.leaves)
+            for number, row in zip(mapped, rows):
+                leaves[number] = row
+            return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
+
+        in_dims = tuple(self.dims[number] for number in mapped)
+        rows = [self.leaves[number] for number in mapped]
+        return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+
+    def alone(self, func: Callable[..., Any], randomness: str) -> Any:
+        """``func`` of the first example, as it is, without that dimension."""
+        leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
+        # Only the first example of a call pays for looking at every operation.
+        with _allowed(randomness, first=self.start == 0):
+            return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
+
     def signature(self) -> tuple[Any, ...]:
         """What two batches share that differ in values and in the number of examples only."""
-        return tuple(
-            (leaf.shape[:dim] + leaf.shape[dim + 1 :], leaf.dtype, leaf.device, dim)
-            if isinstance(leaf, torch.Tensor) and dim is not None
-            else (leaf.shape, leaf.dtype, leaf.device)
-            if isinstance(leaf, torch.Tensor)
-            else type(leaf)
-            for leaf, dim in zip(self.leaves, self.dims)
-        )
+
+        def of(leaf: Any, dim: int | None) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return type(leaf)
+            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
+            return shape, leaf.dtype, leaf.device, dim
+
+        return tuple(map(of, self.leaves, self.dims))
 
 
 def batch_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     in_dims: InDims,
-    shared: tuple[int, ...],
+    positions: tuple[int, ...],
     api: str,
 ) -> Batch:
-    """The arguments of one call, with the examples found in them.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments, shared by all examples.
-        in_dims: Where the examples are, see above.
-        shared: Positions that are shared if ``in_dims`` is ``None``.
-        api: The name for error messages.
-
-    Raises:
-        ValueError: ``in_dims`` does not fit the arguments, or nothing is mapped, or the sizes
-            differ.
-    """
+    """The arguments of one call, with the examples found in them."""
     leaves, spec = _tree.flatten(args)
-    dims: list[int | None] = []
-    for leaf, dim in zip(leaves, _flat_dims(args, in_dims, shared, api)):
-        if dim is not None:
-            if not isinstance(leaf, torch.Tensor):
-                raise ValueError(
-                    f"{api}: in_dims maps over dimension {dim} of {describe(leaf)} of type "
-                    f"{type(leaf).__name__}; only tensors hold examples, use None there"
-                )
-            if not -leaf.dim() <= dim < leaf.dim():
-                raise ValueError(
-                    f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}, which it does "
-                    "not have; give in_dims, with None for what all examples share"
-                )
-            dim %= leaf.dim()
-        dims.append(dim)
+    dims = _flat_dims(args, in_dims, positions, api)
+    for at, (leaf, dim) in enumerate(zip(leaves, dims)):
+        if dim is None:
+            continue
+        where = f"{api}: in_dims maps over dimension {dim} of {describe(leaf)}"
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(
+                f"{where} of type {type(leaf).__name__}; only tensors hold examples, use None there"
+            )
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(
+                f"{where}, which it does not have; give in_dims, with None for what all share"
+            )
+        dims[at] = dim % leaf.dim()
     sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims) if dim is not None}
     if not sizes:
         raise ValueError(
@@ -131,7 +145,8 @@ def batch_of(
             f"{api}: expected all tensors to have the same number of examples, got sizes "
             f"{sorted(sizes)}; give in_dims, with None for what all examples share"
         )
-    return Batch(leaves, spec, dims, sizes.pop(), kwargs)
+    size = sizes.pop()
+    return Batch(leaves, spec, dims, size, kwargs, positions, 0, (0, size))
 
 
 def _flat_dims(
@@ -169,11 +184,10 @@ def _is_batched(leaf: Any, api: str) -> bool:
         return True
     inside = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
     if any(isinstance(one, torch.Tensor) for one in inside):
-        name = type(leaf).__name__
         raise ValueError(
-            f"{api}: a {name}, which holds tensors, is no pytree: pass a dict or a tuple of them, "
-            f"or register {name} with torch.utils._pytree; or give in_dims, with None for what all "
-            "examples share"
+            f"{api}: a {type(leaf).__name__}, which holds tensors, is no pytree: pass a dict or a "
+            "tuple of them, or register it with torch.utils._pytree; or give in_dims, with None "
+            "for what all examples share"
         )
     return False
 
@@ -183,41 +197,24 @@ def split_batches(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]] | None:
 
     Each batch is a tuple or list of the positional arguments from there on, or the only one.
     """
-    if not args or isinstance(args[-1], (torch.Tensor, Mapping)):
+    kinds = (Iterator, torch.utils.data.DataLoader)
+    if not args or isinstance(args[-1], torch.Tensor) or not isinstance(args[-1], kinds):
         return None
-    if not isinstance(args[-1], (Iterator, torch.utils.data.DataLoader)):
-        return None
-    return _each(args[:-1], iter(args[-1]))
+    batches = (one if isinstance(one, (tuple, list)) else (one,) for one in args[-1])
+    return ((*args[:-1], *batch) for batch in batches)
 
 
-def joined(
-    args: tuple[Any, ...], batch_of_args: Callable[[tuple[Any, ...]], Batch]
-) -> tuple[Any, ...]:
-    """The arguments with one batch in the place of an iterator of batches, if there is one."""
-    batches = split_batches(args)
-    if batches is None:
-        return args
-    parts = [batch_of_args(one) for one in batches]
-    if not parts:
-        return (*args[:-1], iter(()))
+def joined(batches: Sequence[Batch]) -> tuple[Any, ...]:
+    """The arguments of several batches in one."""
     leaves = [
         own[0] if dim is None else torch.cat(own, dim)
-        for dim, *own in zip(parts[0].dims, *(part.leaves for part in parts), strict=True)
+        for dim, *own in zip(batches[0].dims, *(batch.leaves for batch in batches), strict=True)
     ]
-    return _tree.unflatten(parts[0].spec, leaves)
-
-
-def _each(head: tuple[Any, ...], batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
-    for batch in batches:
-        yield (*head, *batch) if isinstance(batch, (tuple, list)) else (*head, batch)
+    return _tree.unflatten(batches[0].spec, leaves)
 
 
 def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
-    """The indices of the examples that count; ``None`` if all do.
-
-    Raises:
-        ValueError: ``is_padding`` is not a boolean for each of ``size`` examples.
-    """
+    """The indices of the examples that count; ``None`` if all do."""
     if is_padding is None:
         return None
     is_padding = torch.as_tensor(is_padding)
@@ -227,3 +224,52 @@ def kept_rows(is_padding: Any, size: int, api: str) -> torch.Tensor | None:
             f"examples that don't count, got {describe(is_padding)}"
         )
     return None if not is_padding.any() else (~is_padding).nonzero().squeeze(1)
+
+
+_FORBIDDEN = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
+    "'different' randomness flags, or draw the random numbers outside and pass them in as arguments"
+)
+
+
+def random_state() -> list[torch.Tensor]:
+    """The states of torch's default generators, of those devices that are in use."""
+    on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_device]
+
+
+def restore_random_state(saved: list[torch.Tensor]) -> None:
+    """Puts the default generators back."""
+    torch.set_rng_state(saved[0])
+    if saved[1:]:
+        torch.cuda.set_rng_state_all(saved[1:])
+
+
+class _NoGenerators(_torch.TorchDispatchMode):
+    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
+
+    only_observes = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+            raise RuntimeError(_FORBIDDEN)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _allowed(randomness: str, first: bool) -> Iterator[None]:
+    """Raises, for ``"error"``, if what runs inside draws random numbers, as ``vmap`` does.
+
+    Of the ``first`` example every operation is looked at, for generators that are handed over.
+    """
+    if randomness != "error":
+        yield
+        return
+    before = random_state()
+    with _NoGenerators() if first else nullcontext():
+        yield
+    if not all(map(torch.equal, before, random_state())):
+        restore_random_state(before)
+        raise RuntimeError(_FORBIDDEN)

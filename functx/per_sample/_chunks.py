@@ -1,243 +1,226 @@
 """A batch in chunks: of a given size, of the size a budget allows, smaller where memory runs out.
 
 NOTE [budget]
-What a run of chunks of ``c`` examples of ``B`` has live at its peak is taken to be linear,
-``fixed + c * chunk + B * kept``: what each chunk needs while it runs, what each example leaves
-behind in the result, and the rest. Two chunks of two examples and two of four, measured to the byte
-(:func:`functx.memory.profile`), give the three numbers; two, so that sums are there already while a
-chunk runs. A peak is the highest of several that grow differently, so the chunk size they give is
-measured too, and corrected.
+The peak of a call is taken to be linear in the size of its chunks: what any chunk needs, what each
+example of a chunk needs, and what each example of the batch leaves behind in the result. The lines
+are drawn through measurements, to the byte (:func:`functx.memory.profile`), of chunks of two and
+four examples; of two chunks, so that sums are there already while a chunk runs, and of one alone,
+which has nothing to put together. A peak is the highest of several that grow differently, so the
+chunk size that a line gives is measured too, and the line corrected.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from functx import _torch, memory
-from functx.per_sample import _random
-from functx.per_sample._batch import Batch
-from functx.per_sample._failure import free_memory, is_of_vmap, is_out_of_memory, outside
+from functx.per_sample._batch import Batch, random_state, restore_random_state
+
+# Takes the number of examples that memory ran out with, and what the error said.
+Halved = Callable[[int, str], None]
+Commit = Callable[[Halved], None]
 
 
 class Job(Protocol):
     """What is computed from one call's examples, chunk by chunk."""
 
-    committing: bool  # whether part of a chunk is in the result: it can't be run again
-    ran_out: bool  # whether memory ran out in the last chunk, which went in nevertheless
-
-    def run(self, batch: Batch) -> None:
-        """Take in one chunk; all of it, or, unless `committing`, nothing."""
-
-    def reserve(self, size: int) -> None:
-        """So many examples will come, in several chunks."""
+    def run(self, batch: Batch) -> Commit | None:
+        """Compute one chunk, which may run again; the commit adds it to the result for good."""
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
         """What came of all chunks.
 
-        Args:
-            kept: Where the examples that count are among ``size``; ``None`` if all do.
-            size: The number of examples.
-            empty: None counts, and the one that ran was invented.
+        Of ``size`` examples those at ``kept`` count, all if that is ``None``; where it is ``empty``
+        none counts, and the one that ran was invented.
         """
 
 
-@dataclass
-class _Needs:
-    """Bytes that examples of one signature take, see NOTE [budget].
+MakeJob = Callable[[], Job]
 
-    Attributes:
-        fixed: In chunks: whatever their size.
-        each: For each example of a chunk.
-        kept: For each example of the batch.
-        whole: In one chunk, which has nothing to put together: whatever its size, and for each.
-        checked: Whether ``each`` has been corrected.
-        largest: The largest batch seen to fit in one chunk.
-    """
+
+def in_chunks(
+    run: Callable[[int, int], Commit | None], size: int, chunk: int, halved: Halved
+) -> None:
+    """``run(start, stop)`` over ``size`` examples; where memory runs out, chunks are halved."""
+    start = 0
+    while start < size:
+        stop = min(start + chunk, size)
+        try:
+            commit = run(start, stop)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or stop - start == 1:
+                raise
+            failure = str(error).splitlines()[0]
+        else:
+            if commit is not None:
+                commit(halved)
+            start = stop
+            continue
+        # Only here is the failed run's traceback gone, with all that its frames held.
+        chunk = (stop - start) // 2
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        halved(stop - start, failure)
+
+
+@dataclass
+class _Line:
+    """Bytes at the peak over the number of examples, see NOTE [budget]."""
 
     fixed: int
     each: int
-    kept: int
-    whole: tuple[int, int]
-    checked: bool = False
-    largest: int = 0
+    checked: int = 0  # the largest number that was measured and fits
+
+    @classmethod
+    def through(cls, two: int, four: int) -> _Line:
+        """The line through the peaks of two and four examples."""
+        each = max(1, (four - two + 1) // 2)
+        return cls(max(0, two - 2 * each), each)
+
+    def largest(self, most: int, room: int, measure: Callable[[int], int]) -> int:
+        """How many examples fit in ``room`` bytes, ``most`` at most."""
+        while (size := min(most, (room - self.fixed) // self.each)) > self.checked:
+            peak = measure(size)
+            if peak <= room:
+                self.checked = size
+            else:
+                found = -(-(peak - self.fixed) // size)
+                self.each = max(found, self.each + self.each // 64 + 1)
+        return size
 
 
 @dataclass
-class Chunking:
-    """How to cut batches.
+class Chunks:
+    """How batches are cut; what was found out about it is remembered, by signatures of batches."""
 
-    Attributes:
-        chunk_size: Examples in a chunk; ``None`` for all.
-        memory_budget: Bytes instead.
-        randomness: As for :func:`torch.func.vmap`.
-        api: The name for error messages.
-    """
-
+    api: str
     chunk_size: int | None
     memory_budget: int | None
     randomness: str
-    api: str
+    # The largest chunk that fits.
+    _fits: dict[Any, int] = field(default_factory=dict)
+    # A line for all in one chunk, one for more chunks, and what each example leaves behind.
+    _lines: dict[Any, tuple[_Line, _Line, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        _random.check(self.randomness, self.api)
-        if self.chunk_size is not None and self.memory_budget is not None:
-            raise ValueError(
-                f"{self.api}: chunk_size and memory_budget exclude each other, got "
-                f"{self.chunk_size} and {self.memory_budget}"
-            )
-        for name in ("chunk_size", "memory_budget"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{self.api}: {name} must be an int, got {value!r}")
-            if value <= 0:
-                raise ValueError(f"{self.api}: {name} should be greater than 0, got {value}")
-        self._fits: dict[Any, int] = {}  # by signature: the largest chunk that fits
-        self._needs: dict[Any, _Needs] = {}  # by signature
-
-    def run(self, batch: Batch, job: Job, make_job: Callable[[], Job]) -> None:
+    def run(self, batch: Batch, job: Job, make_job: MakeJob) -> None:
         """Hands the examples of ``batch`` to ``job`` in chunks."""
         key = batch.signature()
-        chunk = min(self._size(batch, key, make_job), self._fits.get(key, batch.size))
-        if chunk < batch.size:
-            job.reserve(batch.size)
-        saved = _random.state() if self.randomness == "same" else None
-        start = 0
-        while start < batch.size:
-            stop = min(start + chunk, batch.size)
+        saved = random_state() if self.randomness == "same" else None
+
+        def run(start: int, stop: int) -> Commit | None:
             if saved is not None:
-                _random.restore(saved)
-            failure, done = None, start
+                restore_random_state(saved)
             try:
-                job.run(batch.rows(start, stop))
-                done = stop
-                if job.ran_out and stop - start > 1:
-                    failure = "while it was added up"
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or stop - start == 1:
-                    if stop - start > 1 and is_of_vmap(error):
-                        error.add_note(
-                            f"{self.api}: vmap, which runs {stop - start} examples at a time, "
-                            "can't do this; chunk_size=1 runs each as it is, without vmap"
-                        )
-                    raise
-                if job.committing:
+                return job.run(batch.chunk(start, stop))
+            except RuntimeError as error:
+                if stop - start > 1 and _is_of_vmap(error) and not is_out_of_memory(error):
                     error.add_note(
-                        f"{self.api}: memory ran out while a chunk was being added to the result, "
-                        "which can't be undone; call again with a smaller chunk_size"
+                        f"{self.api}: vmap, which runs {stop - start} examples at a time, can't do "
+                        "this; chunk_size=1 runs each as it is, without vmap"
                     )
-                    raise
-                failure = str(error).splitlines()[0]
-            size, start = stop - start, done
-            if failure is None:
-                continue
-            # Only here is the failed run's traceback gone, with all that its frames held.
-            chunk = self._fits[key] = size // 2
-            free_memory()
+                raise
+
+        def halved(size: int, failure: str) -> None:
+            self._fits[key] = size // 2
             warnings.warn(
                 f"{self.api}: out of memory with {size} examples at a time, going on with "
-                f"{chunk}; give chunk_size={chunk} or a memory_budget to avoid this ({failure})",
+                f"{size // 2}; give chunk_size={size // 2} or a memory_budget to avoid this "
+                f"({failure})",
                 RuntimeWarning,
                 stacklevel=outside(),
             )
-            if chunk < batch.size:
-                job.reserve(batch.size)
 
-    def _size(self, batch: Batch, key: Any, make_job: Callable[[], Job]) -> int:
+        chunk = min(self._size(batch, key, make_job), self._fits.get(key, batch.size))
+        in_chunks(run, batch.size, chunk, halved)
+
+    def _size(self, batch: Batch, key: Any, make_job: MakeJob) -> int:
         """Examples in a chunk."""
-        if self.memory_budget is None:
-            return batch.size if self.chunk_size is None else self.chunk_size
+        budget = self.memory_budget
+        if budget is None:
+            return self.chunk_size or batch.size
         if _torch.tracing():
             raise RuntimeError(
                 f"{self.api}: memory can't be measured while operations are traced; give "
                 "chunk_size instead of memory_budget"
             )
-        if key not in self._needs:
-            self._needs[key] = self._measured(batch, make_job)
-        needs = self._needs[key]
-        whole = needs.whole[0] + batch.size * needs.whole[1]
-        if whole <= self.memory_budget and self._fits_whole(batch, needs, make_job):
+
+        def of_one(chunk: int) -> int:
+            return self._profile(batch, chunk, 1, make_job).peak
+
+        def of_more(chunk: int) -> int:
+            return self._profile(batch, chunk, 2, make_job).peak - 2 * chunk * kept
+
+        if key not in self._lines:
+            two, four = (self._profile(batch, chunk, 2, make_job) for chunk in (2, 4))
+            kept = max(0, four.returned - two.returned) // 4
+            more = _Line.through(two.peak - 4 * kept, four.peak - 8 * kept)
+            self._lines[key] = _Line.through(of_one(2), of_one(4)), more, kept
+        one, more, kept = self._lines[key]
+        # All in one chunk is only measured where the line says that it fits.
+        may_fit = one.fixed + batch.size * one.each <= budget
+        if may_fit and one.largest(batch.size, budget, of_one) == batch.size:
             return batch.size
-        left = self.memory_budget - needs.fixed - batch.size * needs.kept
-        if left >= needs.each:
-            if not needs.checked:
-                self._check(batch, needs, make_job)
-                left = self.memory_budget - needs.fixed - batch.size * needs.kept
-            if left >= needs.each:
-                return min(batch.size, left // needs.each)
+        rest = batch.size * kept
+        chunk = more.largest(batch.size, budget - rest, of_more)
+        if chunk >= 1:
+            return chunk
         # One example alone runs without vmap, which can take less.
-        both = batch.size > 1
-        alone = self._profile(batch, 1, make_job, both).peak
-        alone += (batch.size - (2 if both else 1)) * needs.kept
-        if alone > self.memory_budget:
+        alone = of_more(1) + rest if batch.size > 1 else of_one(1)
+        if alone > budget:
             raise ValueError(
-                f"{self.api}: memory_budget={self.memory_budget:,} bytes is too little: with "
-                f"chunks of one example of {batch.size} the peak is {alone:,} bytes; raise "
-                "it, or recompute activations with functx.remat"
+                f"{self.api}: memory_budget={budget:,} bytes is too little: with chunks of one "
+                f"example of {batch.size} the peak is {alone:,} bytes; raise it, or recompute "
+                "activations with functx.remat"
             )
         return 1
 
-    def _measured(self, batch: Batch, make_job: Callable[[], Job]) -> _Needs:
-        small, large = (self._profile(batch, chunk, make_job) for chunk in (2, 4))
-        kept = max(0, large.returned - small.returned) // 4
-        each = max(1, (large.peak - small.peak - 4 * kept + 1) // 2)
-        fixed = max(0, small.peak - 2 * each - 4 * kept)
-        one, two = (self._profile(batch, chunk, make_job, both=False).peak for chunk in (2, 4))
-        slope = max(1, (two - one + 1) // 2)
-        return _Needs(fixed, each, kept, (max(0, one - 2 * slope), slope))
-
-    def _fits_whole(self, batch: Batch, needs: _Needs, make_job: Callable[[], Job]) -> bool:
-        """Whether all examples fit in one chunk, by measurement where a larger one did not."""
-        assert self.memory_budget is not None
-        if batch.size > needs.largest:
-            peak = self._profile(batch, batch.size, make_job, both=False).peak
-            if peak > self.memory_budget:
-                slope = max(needs.whole[1] + 1, -(-(peak - needs.whole[0]) // batch.size))
-                needs.whole = (needs.whole[0], slope)
-                return False
-            needs.largest = batch.size
-        return True
-
-    def _check(self, batch: Batch, needs: _Needs, make_job: Callable[[], Job]) -> None:
-        """Make ``needs.each`` larger until the chunk it says keeps to the budget."""
-        assert self.memory_budget is not None
-        needs.checked = True
-        while True:
-            left = self.memory_budget - needs.fixed - batch.size * needs.kept
-            chunk = min(batch.size, left // needs.each)
-            if chunk < 1:
-                return
-            peak = self._profile(batch, chunk, make_job).peak
-            peak += (batch.size - 2 * chunk) * needs.kept
-            if peak <= self.memory_budget:
-                return
-            found = -(-(peak - needs.fixed - batch.size * needs.kept) // chunk)
-            needs.each = max(found, needs.each + needs.each // 64 + 1)
-
-    def _profile(
-        self, batch: Batch, chunk: int, make_job: Callable[[], Job], both: bool = True
-    ) -> memory.Profile:
-        """A run of two chunks of ``chunk`` examples (one, unless ``both``), results thrown away."""
-        size = 2 * chunk if both else chunk
-        index = torch.arange(size) % batch.size
-        saved = _random.state()
-        examples = batch.take(index)
+    def _profile(self, batch: Batch, chunk: int, chunks: int, make_job: MakeJob) -> memory.Profile:
+        """Chunks of ``chunk`` examples, results thrown away."""
+        saved = random_state()
+        examples = batch.take(torch.arange(chunk * chunks) % batch.size)
 
         def run() -> Any:
             job = make_job()
-            if both:
-                job.reserve(size)
-            for start in range(0, size, chunk):
-                job.run(examples.rows(start, start + chunk))
-            return job.result(None, size, False)
+            for start in range(0, examples.size, chunk):
+                commit = job.run(examples.chunk(start, start + chunk))
+                if commit is not None:
+                    commit(lambda size, failure: None)
+            return job.result(None, examples.size, False)
 
         try:
             return memory.profile(run)
         finally:
-            _random.restore(saved)
+            restore_random_state(saved)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or on the CPU."""
+    words = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def _is_of_vmap(error: BaseException) -> bool:
+    """Whether an error may be due to ``vmap``: one example alone may well run."""
+    # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type" is
+    # of autocast, which comes by where vmap takes operations apart.)
+    words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
+    return any(word in str(error).lower() for word in (*words, "sparse", "scalar type"))
+
+
+def outside() -> int:
+    """The ``stacklevel`` of a warning for the caller of ``per_sample``."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("functx."):
+        level, frame = level + 1, frame.f_back
+    return level

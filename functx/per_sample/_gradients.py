@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,15 +9,11 @@ import torch
 
 from functx import _tree, _validate
 from functx._validate import Argnums
-from functx.per_sample import _parallel
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._call import Call, Func, check_func, dims_of, module_arguments
-from functx.per_sample._chunks import Chunking
-from functx.per_sample._compiled import compiled_by
-from functx.per_sample._extras import returned
-from functx.per_sample._groups import Groups, Scaling, groups_of, scaling_of
-from functx.per_sample._jobs import ClippedSum, Gradients, Leaves, Norms
-from functx.per_sample._pull import Loss
+from functx.per_sample._call import Func, PerSample
+from functx.per_sample._groups import Scaling, check_scaling, groups_of
+from functx.per_sample._jobs import ClippedSum, Gradients, Norms
+from functx.per_sample._pull import compiled_by
 
 
 def grads(
@@ -89,15 +84,11 @@ def grads(
                 [0., 2.],
                 [0., 0.]])
     """
-    api = "per_sample.grads"
-
-    def make(loss: Loss, leaves: Leaves, groups: Groups) -> Gradients:
-        return Gradients(
-            loss, leaves, groups, return_values=return_values, return_norms=return_norms
-        )
-
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
-    return _transform(api, func, argnums, *options, None, make, return_values or return_norms)
+    over = PerSample(
+        "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
+    )
+    extras = {"return_values": return_values, "return_norms": return_norms}
+    return _differentiated(over, Gradients, has_aux, compile, **extras)
 
 
 def norms(
@@ -119,19 +110,10 @@ def norms(
     No two gradients of an example exist at the same time: each leaf's is normed and dropped as soon
     as it is complete.
 
-    Args:
-        func: As for `grads`.
-        argnums: As for `grads`.
+    Options that are not those of `grads`:
         groups: A pytree prefix of the differentiated argument, of labels: leaves under equal labels
             share a norm. By default all do.
-        in_dims: As for `grads`.
-        has_aux: As for `grads`.
-        return_values: Return the losses too.
         accumulation_dtype: The least dtype to add squares up in; float32 at least.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
-        compile: As for `grads`.
 
     Returns:
         A function of the same arguments as that of `grads`, that returns norms of shape ``(B,)``,
@@ -139,9 +121,8 @@ def norms(
         ``has_aux`` or ``return_values`` a pair, as for `grads`. Norms of padding are 0.
 
     Raises:
-        TypeError: As `grads`.
+        TypeError, RuntimeError: As `grads`.
         ValueError: As `grads`; or ``groups`` is no pytree prefix.
-        RuntimeError: As `grads`.
 
     Example:
         >>> import torch, functx
@@ -149,23 +130,11 @@ def norms(
         >>> functx.per_sample.norms(loss)(torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([5., 1.])
     """
-    api = "per_sample.norms"
-
-    def make(loss: Loss, leaves: Leaves, grouped: Groups) -> Norms:
-        return Norms(
-            loss,
-            leaves,
-            grouped,
-            accumulation_dtype=accumulation_dtype,
-            return_values=return_values,
-            return_norms=True,
-        )
-
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
-    return _transform(
-        api, func, argnums, *options, lambda tree: groups_of(tree, groups, None, api), make,
-        return_values,
-    )  # fmt: skip
+    over = PerSample(
+        "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
+    )
+    options = {"return_values": return_values, "accumulation_dtype": accumulation_dtype}
+    return _differentiated(over, Norms, has_aux, compile, groups, **options)
 
 
 def clipped_sum(
@@ -192,9 +161,7 @@ def clipped_sum(
     The sum, not the mean: what to divide by is the privacy mechanism's business, as are noise,
     sampling and accounting.
 
-    Args:
-        func: As for `grads`.
-        argnums: As for `grads`.
+    Options that are not those of `grads`:
         max_norm: The largest norm one example's gradient may have. A number holds for all leaves
             together. A pytree prefix of the differentiated argument, of numbers, gives each of its
             parts a norm and a threshold of its own. With ``groups``, a number for each group, or a
@@ -203,20 +170,15 @@ def clipped_sum(
         scaling: ``"clip"``, ``"automatic"`` (see `automatic`), ``"normalize"``, or a function of
             the norms of a group, of shape ``(B,)``, and its threshold, that returns as many
             factors.
-        in_dims: As for `grads`.
-        has_aux: As for `grads`.
-        return_values: Return the losses too.
         return_norms: Return the norms too, before clipping.
         accumulation_dtype: The dtype in which norms (float32 at least) and the sum are added up,
             and that of the result. By default half precision is summed in float32, and the result
             is of the leaf's dtype.
         passes: 1 keeps the gradients of a chunk until their norms are known, 2 drops them, and then
             differentiates the weighted sum of the losses. By default 2 where gradients are large
-            against activations, which is measured.
-        chunk_size: As for `grads`.
-        memory_budget: As for `grads`.
-        randomness: As for `grads`.
-        compile: As for `grads`.
+            against activations, which is measured. Always 1 where losses can't run again: with
+            random numbers, inside of transforms, for parameters of each example or sums of another
+            dtype than the leaf's, and for one example at a time.
         process_group: Add up over the ranks of a :mod:`torch.distributed` group (or a
             ``DeviceMesh`` of one dimension; ``True`` for the default group), in one all-reduce.
             Every rank has to call, also without examples.
@@ -227,9 +189,8 @@ def clipped_sum(
         (values, norms and aux are those of this rank).
 
     Raises:
-        TypeError: As `grads`.
+        TypeError, RuntimeError: As `grads`.
         ValueError: As `grads`; or thresholds are missing, not positive, or no pytree prefix.
-        RuntimeError: As `grads`.
 
     Example:
         >>> import torch, functx
@@ -239,72 +200,82 @@ def clipped_sum(
         >>> total, extras.norms
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
-    api = "per_sample.clipped_sum"
-    scale = scaling_of(scaling, max_norm, api)
+    over = PerSample(
+        "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, memory_budget, randomness
+    )
+    scale = check_scaling(scaling, max_norm, over.api)
     if passes not in (None, 1, 2):
-        raise ValueError(f"{api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}")
-
-    def make(loss: Loss, leaves: Leaves, grouped: Groups) -> ClippedSum:
-        return ClippedSum(
-            loss,
-            leaves,
-            grouped,
-            scaling=scale,
-            thresholds=grouped.thresholds(max_norm, api),
-            accumulation_dtype=accumulation_dtype,
-            passes=passes,
-            return_values=return_values,
-            return_norms=return_norms,
+        raise ValueError(
+            f"{over.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
         )
 
-    options = (in_dims, has_aux, chunk_size, memory_budget, randomness, compile)
-    return _transform(
-        api, func, argnums, *options, lambda tree: groups_of(tree, groups, max_norm, api), make,
-        return_values or return_norms, lambda total: _parallel.all_reduced(total, process_group),
-    )  # fmt: skip
+    return _differentiated(
+        over,
+        ClippedSum,
+        has_aux,
+        compile,
+        groups,
+        max_norm,
+        lambda total: _all_reduced(total, process_group),
+        scaling=scale,
+        accumulation_dtype=accumulation_dtype,
+        passes=passes,
+        return_values=return_values,
+        return_norms=return_norms,
+    )
 
 
-def _transform(
-    api: str,
-    func: Func,
-    argnums: Argnums,
-    in_dims: InDims,
+def _differentiated(
+    over: PerSample,
+    kind: type[Gradients] | type[Norms] | type[ClippedSum],
     has_aux: bool,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    randomness: str,
     compile: bool | Mapping[str, Any],
-    group: Callable[[Any], Groups] | None,
-    make: Callable[[Loss, Leaves, Groups], Any],
-    extras_wanted: bool,
+    groups: Any = None,
+    max_norm: Any = None,
     finish: Callable[[Any], Any] = lambda result: result,
+    **options: Any,
 ) -> Callable[..., Any]:
     """A function that runs a job over the examples it is given."""
-    loss_of_one, module = check_func(func, api)
-    _validate.check_argnums(argnums, api)
-    in_dims = dims_of(module, in_dims, argnums, api)
-    shared = (argnums,) if isinstance(argnums, int) else argnums
-    chunking = Chunking(chunk_size, memory_budget, randomness, api)
-    call = Call(loss_of_one, in_dims, shared, chunking, api, module is not None)
-
-    hints: dict[Any, bool] = {}
-    compiled = compiled_by(compile, chunk_size, memory_budget, api)
+    over.has_aux, over.compiled = has_aux, compiled_by(over, compile)
+    extras_wanted = options["return_values"] or options.get("return_norms", False)
 
     def make_job(batch: Batch) -> Any:
-        args = batch.args()
-        positions = _validate.resolve_argnums(argnums, len(args), api)
-        _validate.check_inputs(args, positions, api)
-        loss = Loss(loss_of_one, positions, has_aux, randomness, api, hints, compiled)
-        leaves = Leaves(loss, batch, single=isinstance(argnums, int))
-        chosen = tuple(args[position] for position in positions)
-        tree = chosen[0] if isinstance(argnums, int) else chosen
-        everything = Groups([0] * len(_tree.leaves(tree)), 1, lambda one: one[0])
-        return make(loss, leaves, everything if group is None else group(tree))
+        _validate.check_inputs(batch.args(), batch.positions, over.api)
+        found = groups_of(over.differentiated(batch), groups, max_norm, over.api)
+        return kind(over, batch, found, **options)
 
-    @functools.wraps(loss_of_one, updated=())
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        with module_arguments(module, args) as arguments:
-            result, extras = call.run(make_job, arguments, kwargs)
-            return returned(finish(result), has_aux, extras_wanted, extras)
+    def returned(found: tuple[Any, Any]) -> Any:
+        result, extras = finish(found[0]), found[1]
+        if extras_wanted:
+            return result, extras
+        return (result, extras.aux) if has_aux else result
 
-    return transformed
+    return over.over_batch(make_job, returned)
+
+
+def _all_reduced(tree: Any, process_group: Any) -> Any:
+    """The sum of a pytree of tensors over the ranks of a group: one buffer, one all-reduce."""
+    if process_group is None or process_group is False:
+        return tree
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "per_sample: process_group was given, but torch.distributed has no process group; call "
+            "torch.distributed.init_process_group first"
+        )
+    group: Any = None if process_group is True else process_group
+    if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
+        group = group.get_group()
+    leaves, spec = _tree.flatten(tree)
+    reduced: dict[int, torch.Tensor] = {}
+    for device in dict.fromkeys(leaf.device for leaf in leaves):
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.device == device]
+        # `cat` makes of several dtypes the one that holds all of them.
+        buffer = torch.cat([leaves[i].detach().reshape(-1) for i in numbers])
+        dist.all_reduce(buffer, group=group)
+        parts = buffer.split([leaves[i].numel() for i in numbers])
+        for i, part in zip(numbers, parts):
+            of_dtype = part.real if buffer.is_complex() and not leaves[i].is_complex() else part
+            reduced[i] = of_dtype.view(leaves[i].shape).to(leaves[i].dtype)
+    return _tree.unflatten(spec, [reduced[i] for i in range(len(leaves))])

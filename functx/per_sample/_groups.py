@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,71 +21,61 @@ class Groups:
 
     Attributes:
         of_leaf: For each leaf the number of its group.
-        count: How many groups there are.
+        thresholds: One for each group.
         pack: Makes what users see of one entry a group.
     """
 
     of_leaf: list[int]
-    count: int
+    thresholds: list[Any]
     pack: Callable[[list[Any]], Any]
-
-    def thresholds(self, max_norm: Any, api: str) -> list[Any]:
-        """One threshold a group, from a number or from what `pack` would make of them."""
-        if max_norm is None or _is_number(max_norm):
-            found = [max_norm] * self.count
-        else:
-            numbers, spec = _tree.flatten(self.pack(list(range(self.count))))
-            try:
-                found = _tree.leaves_as(spec, max_norm)
-            except ValueError:
-                raise ValueError(
-                    f"{api}: max_norm must be a number or have one for each group, as "
-                    f"{self.pack(['...'] * self.count)}; got {describe(max_norm)}"
-                ) from None
-            # Dicts are flattened in another order than groups are numbered in.
-            found = [one for _, one in sorted(zip(numbers, found), key=lambda pair: pair[0])]
-        for threshold in found:
-            if threshold is not None and not _is_number(threshold):
-                raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
-            if isinstance(threshold, (int, float)) and not threshold > 0:
-                raise ValueError(f"{api}: max_norm must be positive, got {threshold}")
-        return found
 
 
 def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Groups:
     """The groups that the caller asks for.
 
-    Args:
-        differentiated: The pytree that is differentiated.
-        groups: A pytree prefix of it, of labels: leaves under equal labels are a group. ``None``
-            for one group of all, or for those that ``max_norm`` tells.
-        max_norm: If it is a pytree prefix (and ``groups`` is ``None``), each leaf of it is a group.
-        api: The name for error messages.
+    Leaves under equal labels in ``groups``, a pytree prefix of what is differentiated, are a group.
+    Without labels each leaf of ``max_norm`` is one, if that is a pytree prefix.
 
     Raises:
-        ValueError: Neither is a prefix of ``differentiated``.
+        ValueError: One is no prefix of ``differentiated``, or thresholds are not positive numbers.
     """
-    if groups is None and (max_norm is None or _is_number(max_norm)):
-        return Groups([0] * len(_tree.leaves(differentiated)), 1, lambda one: one[0])
+    is_one = max_norm is None or _is_number(max_norm)
+    pack: Callable[[list[Any]], Any]
     try:
-        if groups is None:
-            heads, spec = _tree.flatten(max_norm)
-            numbers = _tree.unflatten(spec, range(len(heads)))
-            return Groups(
-                _tree.spread(numbers, differentiated),
-                len(heads),
-                lambda each: _tree.unflatten(spec, each),
-            )
-        labels = _tree.spread(groups, differentiated)
+        if groups is not None:
+            labels = _tree.spread(groups, differentiated)
+            names = list(dict.fromkeys(labels))
+            of_leaf, count = [names.index(label) for label in labels], len(names)
+            pack = lambda each: dict(zip(names, each))  # noqa: E731
+        else:
+            heads, spec = _tree.flatten(0 if is_one else max_norm)
+            count = len(heads)
+            of_leaf = _tree.spread(_tree.unflatten(spec, range(count)), differentiated)
+            pack = functools.partial(_tree.unflatten, spec)
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"
         raise ValueError(
             f"{api}: {name} must be a pytree prefix of what is differentiated: {error}"
         ) from None
-    names = list(dict.fromkeys(labels))
-    return Groups(
-        [names.index(label) for label in labels], len(names), lambda each: dict(zip(names, each))
-    )
+    thresholds = [max_norm] * count
+    if not is_one:
+        numbers, spec = _tree.flatten(pack(list(range(count))))
+        try:
+            given = _tree.leaves_as(spec, max_norm)
+        except ValueError:
+            raise ValueError(
+                f"{api}: max_norm must be a number or have one for each group, as "
+                f"{pack(['...'] * count)}; got {describe(max_norm)}"
+            ) from None
+        # Dicts are flattened in another order than groups are numbered in.
+        for number, threshold in zip(numbers, given):
+            thresholds[number] = threshold
+    for threshold in thresholds:
+        if threshold is not None and not _is_number(threshold):
+            raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")
+        if isinstance(threshold, (int, float)) and not threshold > 0:
+            raise ValueError(f"{api}: max_norm must be positive, got {threshold}")
+    return Groups(of_leaf, thresholds, pack)
 
 
 def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
@@ -92,12 +83,7 @@ def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
 
     Abadi et al., Deep learning with differential privacy, 2016.
 
-    Args:
-        norm: Norms of the examples' gradients, of shape ``(B,)``.
-        max_norm: The threshold.
-
-    Returns:
-        Factors of shape ``(B,)``.
+    Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
     # Written so that a norm of 0 divides nothing.
     return torch.where(norm > max_norm, max_norm / norm.clamp_min(_tiny(norm)), 1.0).to(norm.dtype)
@@ -130,28 +116,14 @@ def automatic(gamma: float = 0.01) -> Scaling:
 def normalize(norm: torch.Tensor, max_norm: Any = None) -> torch.Tensor:
     """Scale every gradient to the norm ``max_norm`` (1 if left out); zero stays zero.
 
-    Args:
-        norm: Norms of the examples' gradients, of shape ``(B,)``.
-        max_norm: The norm they get.
-
-    Returns:
-        Factors of shape ``(B,)``.
+    Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
     return (1.0 if max_norm is None else max_norm) / norm.clamp_min(_tiny(norm))
 
 
-def scaling_of(scaling: Any, max_norm: Any, api: str) -> Scaling:
-    """The function that a name or a function stands for.
-
-    Raises:
-        ValueError: An unknown name, or no ``max_norm`` where one is needed.
-        TypeError: Neither a name nor a function.
-    """
-    named: Mapping[str, Scaling] = {
-        "clip": clip,
-        "automatic": automatic(),
-        "normalize": normalize,
-    }
+def check_scaling(scaling: Any, max_norm: Any, api: str) -> Scaling:
+    """The function that a name or a function stands for."""
+    named = {"clip": clip, "automatic": automatic(), "normalize": normalize}
     if isinstance(scaling, str):
         if scaling not in named:
             raise ValueError(f"{api}: scaling must be one of {sorted(named)}, got {scaling!r}")

@@ -2,205 +2,147 @@
 
 NOTE [one pass or two]
 The factor of an example is known when all its gradients have been normed. Until then they are
-either kept (one pass), or dropped (two passes); the second pass is an ordinary backward pass of the
-weighted losses (`_second`). Kept, the gradients of a chunk exist together; dropped, those of one
-leaf at a time. Where losses can't run again, they are pulled back twice, and the second time each
-gradient goes straight into the sum. Gradients known by factors are kept in any case.
+either kept (one pass), or dropped (two passes). The second pass is an ordinary backward pass of the
+weighted sum of the losses, which takes no gradient of any one example. It needs the losses a second
+time, so they have to be what they were: random numbers are not allowed, and the values are
+compared. Kept, the gradients of a chunk exist together; dropped, those of one leaf at a time.
+Gradients known by factors are kept in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from functx import _tree
-from functx.per_sample import _second
+from functx import _torch, _tree, memory
 from functx.per_sample._batch import Batch
-from functx.per_sample._extras import Extras
-from functx.per_sample._factors import Factored, squared_norms_of
+from functx.per_sample._call import PerSample
+from functx.per_sample._chunks import Commit, Halved, in_chunks, is_out_of_memory
 from functx.per_sample._groups import Groups, Scaling, factors
-from functx.per_sample._pull import Loss, pull
-from functx.per_sample._rows import norm_dtype, squared_norms
-from functx.per_sample._stack import Stack
-from functx.per_sample._sums import SMALL, Sums, packed
+from functx.per_sample._pull import Arrivals, pull, recorded
+from functx.per_sample._sums import Factored, Rows, Stack, WeightedSum, norm_dtype
+
+# Two passes where gradients of an example take this many times the bytes of its activations: the
+# second pass, which works on activations, is then next to nothing beside the first.
+_WORTH = 8
+_SMALL = 2**25  # bytes of gradients about which nobody would measure anything
 
 
-class Leaves:
-    """The leaves that are differentiated: how many, and of what shape and dtype for one example.
+class Extras(NamedTuple):
+    """What was asked for besides the result; ``None`` for the rest.
 
-    Args:
-        loss: Says which arguments they are in.
-        batch: The arguments.
-        single: Whether the user thinks of one argument, not of a tuple.
+    Attributes:
+        values: The losses, of shape ``(B,)``.
+        norms: The norms of the gradients, of shape ``(B,)``; with groups a pytree of such.
+        aux: The auxiliary outputs, a pytree of tensors of shape ``(B, ...)``.
     """
 
-    def __init__(self, loss: Loss, batch: Batch, single: bool) -> None:
-        args = batch.args()
-        dims = _tree.unflatten(batch.spec, batch.dims)
-        chosen = tuple(args[position] for position in loss.positions)
-        found, self._spec = _tree.flatten(chosen)
-        mapped = _tree.leaves(tuple(dims[position] for position in loss.positions))
-        self.shapes = [
-            leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            for leaf, dim in zip(found, mapped)
-        ]
-        self.dtypes = [leaf.dtype for leaf in found]
-        self.devices = [leaf.device for leaf in found]
-        self._single = single
-
-    def tree(self, values: Sequence[Any]) -> Any:
-        """One value a leaf, as the pytree that users see."""
-        tree = _tree.unflatten(self._spec, values)
-        return tree[0] if self._single else tree
-
-
-class _Chunk:
-    """The receiver of one chunk's gradients: sums up squared norms."""
-
-    factors = True
-    committing = False
-    keeps = False
-
-    def __init__(self, job: _Job, size: int) -> None:
-        self._job, self._size = job, size
-        self.restart()
-
-    def restart(self) -> None:
-        self._squares: list[torch.Tensor | None] = [None] * self._job.groups.count
-        self._small: list[Any] = [None] * len(self._job.leaves.shapes)
-
-    def may_ask_again(self) -> bool:
-        return False
-
-    def again(self) -> Sequence[int]:
-        return ()
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
-            self._add(leaf, rows)
-        else:
-            self._small[leaf] = rows
-
-    def _add(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        group = self._job.groups.of_leaf[leaf]
-        if isinstance(rows, Factored):
-            square = squared_norms_of(rows.terms, self._job.norm_dtype)
-        else:
-            square = squared_norms(rows, self._job.norm_dtype)
-        before = self._squares[group]
-        self._squares[group] = square if before is None else before + square
-
-    def norms(self) -> list[torch.Tensor]:
-        """One tensor of shape ``(c,)`` a group."""
-        for leaves, rows in packed(self._small, self._job.groups.of_leaf).items():
-            self._add(leaves[0], rows)
-        self._small = [None] * len(self._job.leaves.shapes)
-        device = self._job.leaves.devices[0]
-        return [
-            torch.zeros(self._size, dtype=self._job.norm_dtype, device=device)
-            if square is None
-            else square.sqrt()
-            for square in self._squares
-        ]
+    values: torch.Tensor | None = None
+    norms: Any = None
+    aux: Any = None
 
 
 class _Job:
-    """What the jobs share: values, norms and auxiliary outputs of all chunks."""
+    """What the jobs share: values, norms and auxiliary outputs of all chunks.
 
-    committing = False
-    ran_out = False
+    Attributes:
+        like: The leaves that are differentiated, for one example: of shape, dtype and device only.
+        names: What is asked for besides the result.
+    """
+
+    factors = True  # whether gradients may be known by factors
 
     def __init__(
         self,
-        loss: Loss,
-        leaves: Leaves,
+        over: PerSample,
+        batch: Batch,
         groups: Groups,
         *,
+        return_values: bool,
+        return_norms: bool = True,
         accumulation_dtype: torch.dtype | None = None,
-        return_values: bool = False,
-        return_norms: bool = False,
     ) -> None:
-        self.loss, self.leaves, self.groups = loss, leaves, groups
-        dtypes = [norm_dtype(dtype, accumulation_dtype) for dtype in leaves.dtypes]
-        self.norm_dtype = dtypes[0]
-        for dtype in dtypes:
-            self.norm_dtype = torch.promote_types(self.norm_dtype, dtype)
-        self._stacks: dict[str, Stack] = {}
-        if return_values:
-            self._stacks["values"] = Stack()
-        if return_norms:
-            self._stacks["norms"] = Stack()
-        if loss.has_aux:
-            self._stacks["aux"] = Stack()
+        self.over, self.groups = over, groups
+        self.like: list[torch.Tensor] = []
+        self.norm_dtype = torch.float32
+        for leaf, dim in batch.differentiated():
+            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
+            self.like.append(leaf.detach().new_empty(()).expand(shape))
+            wanted = norm_dtype(leaf.dtype, accumulation_dtype)
+            self.norm_dtype = torch.promote_types(self.norm_dtype, wanted)
+        _, self._spec = _tree.flatten(over.differentiated(batch))
+        asked = {"values": return_values, "norms": return_norms, "aux": over.has_aux}
+        self.names = [name for name, is_asked in asked.items() if is_asked]
+        self._stack = Stack()
 
-    def reserve(self, size: int) -> None:
-        """So many examples will come, in several chunks."""
-        for stack in self._stacks.values():
-            stack.reserve(size)
+    def pull(self, batch: Batch, *keeps: type) -> tuple[Any, Any, Arrivals]:
+        """Values, auxiliary outputs, and gradients, of which those of some types are kept."""
+        of_leaf = self.groups.of_leaf if self.factors or "norms" in self.names else None
+        arrivals = functools.partial(Arrivals, of_leaf, self.norm_dtype, keeps, self.factors)
+        return pull(self.over, batch, arrivals)
 
-    def _note(self, **found: Any) -> None:
-        self._noting(**found)()
+    def norms(self, found: Arrivals, size: int) -> list[torch.Tensor]:
+        """The norms of a chunk, of shape ``(c,)``, one tensor a group."""
+        zeros = self.like[0].new_zeros(size, dtype=self.norm_dtype)
+        groups = range(len(self.groups.thresholds))
+        return [found.squares.get(group, zeros).sqrt() for group in groups]
 
-    def _noting(self, **found: Any) -> Callable[[], None]:
-        """As `Stack.adding`, for all of them."""
-        counting = [
-            self._stacks[name].adding(rows) for name, rows in found.items() if name in self._stacks
-        ]
+    def put(self, batch: Batch, **found: Any) -> None:
+        """Put what is asked for in its place."""
+        self._stack.put(batch, {name: found[name] for name in self.names})
 
-        def count() -> None:
-            for one in counting:
-                one()
-
-        return count
-
-    def _close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
-        found = {name: stack.close(kept, size, empty) for name, stack in self._stacks.items()}
+    def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> dict[str, Any]:
+        """What is asked for, of all examples."""
+        found: dict[str, Any] = self._stack.close(kept, size, empty)
         if "norms" in found:
             found["norms"] = self.groups.pack(found["norms"])
         return found
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """One value a leaf, as the pytree that users see."""
+        return _tree.unflatten(self._spec, values)
 
 
 class Gradients(_Job):
     """All gradients: leaves of shape ``(B, *leaf.shape)``."""
 
+    factors = False
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._stacks["gradients"] = Stack()
+        self.names.append("gradients")
 
     def run(self, batch: Batch) -> None:
-        """Take in one chunk."""
-        chunk = _KeepingChunk(self, batch.size, factors=False)
-        values, aux = pull(self.loss, batch, chunk)
+        """Compute one chunk."""
+        values, aux, found = self.pull(batch, torch.Tensor)
         rows = [
-            torch.zeros(batch.size, *shape, dtype=dtype, device=device) if kept is None else kept
-            for kept, shape, dtype, device in zip(
-                chunk.kept, self.leaves.shapes, self.leaves.dtypes, self.leaves.devices
-            )
+            found.kept[leaf] if leaf in found.kept else like.new_zeros(batch.size, *like.shape)
+            for leaf, like in enumerate(self.like)
         ]
-        norms = chunk.blocks()[1] if "norms" in self._stacks else None
-        self._note(values=values, norms=norms, aux=aux, gradients=rows)
+        self.put(batch, values=values, norms=self.norms(found, batch.size), aux=aux, gradients=rows)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The gradients, and what else was asked for."""
-        found = self._close(kept, size, empty)
-        return self.leaves.tree(found.pop("gradients")), Extras(**found)
+        found = self.close(kept, size, empty)
+        return self.tree(found.pop("gradients")), Extras(**found)
 
 
 class Norms(_Job):
     """Norms alone: no gradient outlives its norm."""
 
     def run(self, batch: Batch) -> None:
-        """Take in one chunk."""
-        chunk = _Chunk(self, batch.size)
-        values, aux = pull(self.loss, batch, chunk)
-        self._note(values=values, norms=chunk.norms(), aux=aux)
+        """Compute one chunk."""
+        values, aux, found = self.pull(batch)
+        self.put(batch, values=values, norms=self.norms(found, batch.size), aux=aux)
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The norms, and what else was asked for."""
-        found = self._close(kept, size, empty)
-        return found["norms"], Extras(**{**found, "norms": None})
+        found = self.close(kept, size, empty)
+        return found.pop("norms"), Extras(**found)
 
 
 class ClippedSum(_Job):
@@ -210,185 +152,121 @@ class ClippedSum(_Job):
         self,
         *args: Any,
         scaling: Scaling,
-        thresholds: list[Any],
         accumulation_dtype: torch.dtype | None,
         passes: int | None,
         **options: Any,
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype, **options)
-        self._scaling, self._thresholds, self._passes = scaling, thresholds, passes
-        self._wanted_dtype = accumulation_dtype
-        dtypes = [_sum_dtype(dtype, accumulation_dtype) for dtype in self.leaves.dtypes]
-        self.sums = Sums(self.leaves.shapes, dtypes, self.leaves.devices)
+        self._scaling, self._passes = scaling, passes
+        self._wanted = accumulation_dtype
+        self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
 
-    def run(self, batch: Batch) -> None:
-        """Take in one chunk."""
-        self.committing = False
-        if self._twice(batch):
-            note = self._run_reweighted(batch)
-        elif self._passes == 2:
-            twice = _TwiceChunk(self, batch.size)
-            values, aux = pull(self.loss, batch, twice)
-            note = self._noting(values=values, norms=twice.found, aux=aux)
-        else:
-            chunk = _KeepingChunk(self, batch.size, factors=True)
-            values, aux = pull(self.loss, batch, chunk)
-            blocks, norms = chunk.blocks()
-            chunk.kept.clear()
-            weights = self.weights(norms)
-            note = self._noting(values=values, norms=norms, aux=aux)
-            self.committing = True
-            for leaves in list(blocks):
-                weight = weights[self.groups.of_leaf[leaves[0]]]
-                self.sums.add(leaves, blocks.pop(leaves), weight)
-        note()
-        self.committing = False
-        self.ran_out, self.sums.ran_out = self.sums.ran_out, False
+    def _dtype_of_sum(self, leaf: torch.Tensor) -> torch.dtype:
+        """The dtype to add up in: short ones in float32 unless something else is asked for."""
+        if self._wanted is None:
+            short = leaf.dtype in (torch.float16, torch.bfloat16)
+            return torch.float32 if short else leaf.dtype
+        return self._wanted.to_complex() if leaf.is_complex() else self._wanted
+
+    def run(self, batch: Batch) -> Commit:
+        """Compute one chunk."""
+        keeps = (Factored,) if self._twice(batch) else (Factored, torch.Tensor)
+        values, aux, found = self.pull(batch, *keeps)
+        norms, of_leaf = self.norms(found, batch.size), self.groups.of_leaf
+        weights = [
+            factors(self._scaling, norm, threshold, self.over.api)
+            for norm, threshold in zip(norms, self.groups.thresholds)
+        ]
+        totals = self._second_pass(batch, values, weights, found.dropped) if found.dropped else {}
+        self.put(batch, values=values, norms=norms, aux=aux)
+
+        def commit(halved: Halved) -> None:
+            failures: list[str] = []
+            try:
+                while found.kept:
+                    leaf, rows = found.kept.popitem()
+                    self._add(leaf, rows, weights[of_leaf[leaf]], failures)
+                while totals:
+                    leaf, total = totals.popitem()
+                    self._sums[leaf].add_sum(total)
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error):
+                    error.add_note(
+                        f"{self.over.api}: memory ran out while a chunk was being added to the "
+                        "result, which can't be undone; call again with a smaller chunk_size"
+                    )
+                raise
+            if failures:
+                halved(batch.size, failures[0])
+
+        return commit
+
+    def _add(self, leaf: int, rows: Rows, weights: torch.Tensor, failures: list[str]) -> None:
+        # One after the other: a part that was added must not be added again.
+        for part in rows.terms if isinstance(rows, Factored) else [rows]:
+            add = functools.partial(self._sums[leaf].add, part, weights)
+            in_chunks(add, len(weights), len(weights), lambda size, why: failures.append(why))
 
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""
-        exact = all(_sum_dtype(dtype, self._wanted_dtype) == dtype for dtype in self.leaves.dtypes)
-        if self._passes == 1 or batch.size == 1 or not exact:
+        may_run_again = self.over.randomness == "error" and not _torch.transforming()
+        shared = all(dim is None for _, dim in batch.differentiated())
+        exact = all(self._dtype_of_sum(like) == like.dtype for like in self.like)
+        if self._passes == 1 or batch.size == 1 or not (may_run_again and shared and exact):
             return False
-        if self._passes == 2:
-            return _second.possible(self.loss, batch)
+        size = sum(like.numel() * like.dtype.itemsize for like in self.like)
+        if self._passes == 2 or batch.size * size < _SMALL:
+            return self._passes == 2
         key = ("passes", batch.size, batch.signature())
-        if key not in self.loss.hints:
-            sizes = zip(self.leaves.shapes, self.leaves.dtypes)
-            gradients = sum(shape.numel() * dtype.itemsize for shape, dtype in sizes)
-            self.loss.hints[key] = _second.worth(self.loss, batch, gradients)
-        return self.loss.hints[key]
+        if key not in self.over.hints:
+            held: list[Any] = []
+            one, two = (
+                memory.profile(lambda few=few: held.append(self._losses(few))).kept
+                for few in (batch.chunk(0, 1), batch.chunk(0, 2))
+            )
+            self.over.hints[key] = size > _WORTH * (two - one)
+        return self.over.hints[key]
 
-    def _run_reweighted(self, batch: Batch) -> Callable[[], None]:
-        chunk = _FactorsChunk(self, batch.size)
-        values, aux = pull(self.loss, batch, chunk)
-        norms = chunk.norms()
-        weights = self.weights(norms)
-        note = self._noting(values=values, norms=norms, aux=aux)
-        self.committing = True
-        for leaf in list(chunk.kept):
-            group = self.groups.of_leaf[leaf]
-            self.sums.add((leaf,), chunk.kept.pop(leaf), weights[group])
-        asked = [
-            group if leaf in chunk.dropped else -1 for leaf, group in enumerate(self.groups.of_leaf)
-        ]
+    def _second_pass(
+        self, batch: Batch, values: torch.Tensor, weights: list[torch.Tensor], leaves: list[int]
+    ) -> dict[int, torch.Tensor]:
+        """Sums of weighted gradients, of some leaves; of the others no gradient is computed."""
+        found: dict[int, torch.Tensor] = {}
+        again, pullback = self._losses(batch)
+        if not torch.allclose(again, values, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise RuntimeError(
+                f"{self.over.api}: the loss gave other values when it ran a second time: it "
+                "depends on something that changes between calls; use passes=1"
+            )
+        of_leaf = {leaf: self.groups.of_leaf[leaf] for leaf in sorted(leaves)}
+        groups = sorted(set(of_leaf.values()))
+        for group in groups:
+            receivers = {
+                leaf: functools.partial(found.__setitem__, leaf)
+                for leaf, own in of_leaf.items()
+                if own == group
+            }
+            pullback.feed(weights[group].to(again.dtype), receivers, group != groups[-1])
+        return found
 
-        def second(start: int, stop: int) -> dict[int, torch.Tensor]:
-            some = [weight[start:stop] for weight in weights]
-            rows = batch.rows(start, stop)
-            return _second.add_up(self.loss, rows, values[start:stop], some, asked)
+    def _losses(self, batch: Batch) -> tuple[torch.Tensor, Any]:
+        """The losses of all examples, and their pullback to the differentiated arguments."""
 
-        if chunk.dropped:
-            self.sums.in_halves(second, batch.size, self.sums.add_sums)
-        return note
+        def value_of(*args: Any, **kwargs: Any) -> Any:
+            value = self.over.func(*args, **kwargs)
+            return value[0] if self.over.has_aux else value
 
-    def weights(self, norms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The factors of the examples, one tensor of shape ``(c,)`` a group."""
-        return [
-            factors(self._scaling, norm, threshold, self.loss.api)
-            for norm, threshold in zip(norms, self._thresholds)
-        ]
+        def values_of(*args: Any) -> Any:
+            return replace(batch, leaves=_tree.leaves(args)).map(value_of, "error")
+
+        value, _, pullback = recorded(self.over, batch.args(), {}, batch.positions, values_of)
+        return value, pullback
 
     def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> tuple[Any, Extras]:
         """The sum, and what else was asked for."""
-        wanted = [_as_wanted(dtype, self._wanted_dtype) for dtype in self.leaves.dtypes]
-        totals = self.sums.totals(wanted)
+        totals = [total.total() for total in self._sums]
+        if self._wanted is None:
+            totals = [total.to(like.dtype) for total, like in zip(totals, self.like)]
         if empty:
             totals = [torch.zeros_like(total) for total in totals]
-        return self.leaves.tree(totals), Extras(**self._close(kept, size, empty))
-
-
-class _KeepingChunk(_Chunk):
-    """Keeps the gradients of a chunk, all together; those that are products by their factors."""
-
-    keeps = True
-
-    def __init__(self, job: _Job, size: int, *, factors: bool) -> None:
-        self.factors = factors
-        super().__init__(job, size)
-
-    def restart(self) -> None:
-        super().restart()
-        self.kept: list[Any] = [None] * len(self._job.leaves.shapes)
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        self.kept[leaf] = rows
-
-    def blocks(self) -> tuple[dict[tuple[int, ...], Any], list[torch.Tensor]]:
-        """The gradients as `packed` puts them together, and the norms."""
-        blocks = packed(self.kept, self._job.groups.of_leaf)
-        for leaves, rows in blocks.items():
-            self._add(leaves[0], rows)
-        return blocks, self.norms()
-
-
-class _FactorsChunk(_Chunk):
-    """Norms; of the gradients the factors, and which ones have none."""
-
-    def restart(self) -> None:
-        super().restart()
-        self.kept: dict[int, Factored] = {}
-        self.dropped: set[int] = set()
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        super().gradient(leaf, rows)
-        if isinstance(rows, Factored):
-            self.kept[leaf] = rows
-        else:
-            self.dropped.add(leaf)
-
-
-class _TwiceChunk(_Chunk):
-    """Norms first; the second time each gradient goes into the sum and nowhere else.
-
-    For losses that can't be run again: the second pass uses the tape of the first.
-
-    Factors are kept: they are small.
-    """
-
-    _job: ClippedSum
-
-    def restart(self) -> None:
-        super().restart()
-        self._seen: list[int] = []
-        self._kept: dict[int, Factored] = {}
-        self._weights: list[torch.Tensor] | None = None
-
-    def may_ask_again(self) -> bool:
-        return True
-
-    def again(self) -> Sequence[int]:
-        self.found = self.norms()
-        self._weights = self._job.weights(self.found)
-        self._job.committing = self.committing = True
-        for leaf in list(self._kept):
-            self._sum(leaf, self._kept.pop(leaf))
-        return self._seen
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        if self._weights is not None:
-            self._sum(leaf, rows)
-            return
-        super().gradient(leaf, rows)
-        if isinstance(rows, Factored):
-            self._kept[leaf] = rows
-        else:
-            self._seen.append(leaf)
-
-    def _sum(self, leaf: int, rows: torch.Tensor | Factored) -> None:
-        assert self._weights is not None
-        self._job.sums.add((leaf,), rows, self._weights[self._job.groups.of_leaf[leaf]])
-
-
-def _as_wanted(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a sum of ``dtype`` numbers, when ``wanted`` was asked for."""
-    if wanted is None:
-        return dtype
-    return wanted.to_complex() if dtype.is_complex else wanted
-
-
-def _sum_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype to add up in: short ones in float32 unless something else is asked for."""
-    if wanted is None and dtype in (torch.float16, torch.bfloat16):
-        return torch.float32
-    return _as_wanted(dtype, wanted)
+        return self.tree(totals), Extras(**self.close(kept, size, empty))

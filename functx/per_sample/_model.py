@@ -55,48 +55,51 @@ def functional(
         >>> loss(params, torch.ones(3), torch.tensor(1)).shape
         torch.Size([])
     """
+    return of_one(module, criterion), trainable(module)
+
+
+def of_one(
+    module: nn.Module, criterion: Callable[..., Any], outputs: bool = False
+) -> Callable[..., Any]:
+    """As the first result of `functional`; with ``outputs`` the criterion may return anything.
+
+    Of what is returned for a batch of one, that dimension is taken off.
+    """
     if not isinstance(module, nn.Module) or not callable(criterion):
         raise TypeError(
             "per_sample: expected a pair (module, criterion), got "
             f"({type(module).__name__}, {type(criterion).__name__})"
         )
 
-    def loss(params: Params, inputs: Any, *targets: Any) -> torch.Tensor:
+    def only_row(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != 1:
+            return leaf
+        return leaf.squeeze(0)
+
+    def loss(params: Params, inputs: Any, *targets: Any) -> Any:
         if not torch.compiler.is_compiling():
             check_module(module)
-        inputs, targets = _tree.map_(_batch_of_one, (inputs, targets))
+        inputs, targets = _tree.map_(
+            lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf,
+            (inputs, targets),
+        )
+        args, kwargs = inputs if isinstance(inputs, (tuple, list)) else (inputs,), {}
         if isinstance(inputs, Mapping):
-            output = functional_call(module, params, (), dict(inputs))
-        elif isinstance(inputs, (tuple, list)):
-            output = functional_call(module, params, tuple(inputs))
-        else:
-            output = functional_call(module, params, (inputs,))
-        value = criterion(output, *targets)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return value.reshape(())
-        return value
+            args, kwargs = (), dict(inputs)
+        value = criterion(functional_call(module, params, tuple(args), kwargs), *targets)
+        if outputs:
+            return _tree.map_(only_row, value)
+        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        return value.reshape(()) if is_number else value
 
     check_module(module)
-    return loss, trainable(module)
+    trainable(module)
+    return loss
 
 
-def outputs_of(
-    module: nn.Module, criterion: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """As the first result of `functional`, for any outputs; those of the module by default.
-
-    Of what is returned for a batch of one, that dimension is taken off.
-    """
-
-    def unchanged(output: Any, *targets: Any) -> Any:
-        return output
-
-    of_batch, _ = functional(module, unchanged if criterion is None else criterion)
-
-    def outputs(params: Params, inputs: Any, *targets: Any) -> Any:
-        return _tree.map_(_only_row, of_batch(params, inputs, *targets))
-
-    return outputs
+def unchanged(output: Any, *targets: Any) -> Any:
+    """The criterion of a module alone."""
+    return output
 
 
 def trainable(module: nn.Module) -> Params:
@@ -113,23 +116,18 @@ def trainable(module: nn.Module) -> Params:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a module mixes the examples of a batch, see NOTE [batch norm].
-
-    Or if it averages the gradients of several processes, each of an example of its own.
-    """
+    """Raises ``ValueError`` if a module mixes examples, see NOTE [batch norm], or is sharded."""
     for name, part in module.named_modules():
         kinds = {cls.__name__ for cls in type(part).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
             raise ValueError(
-                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which takes the "
-                "parameters from its own store and adds up the gradients of all processes: there "
-                "is none of one example. Keep the whole module in every process, and add up with "
-                "process_group"
+                f"per_sample: {name or 'the module'!r} is sharded by FSDP, which adds up the "
+                "gradients of all processes: there is none of one example. Keep the whole module "
+                "in every process, and add up with process_group"
             )
         # Also the synchronised and lazy ones; instance normalisation is no subclass.
-        if not isinstance(part, _torch.BatchNorm):
-            continue
-        if part.training or part.running_mean is None:
+        is_batch_norm = isinstance(part, _torch.BatchNorm)
+        if is_batch_norm and (part.training or part.running_mean is None):
             mode = "in training mode" if part.training else "without running statistics"
             raise ValueError(
                 f"per_sample: {type(part).__name__} {name!r} {mode} normalises with the statistics "
@@ -137,12 +135,3 @@ def check_module(module: nn.Module) -> None:
                 "it in evaluation mode (with running statistics), or use GroupNorm, LayerNorm or "
                 "InstanceNorm instead"
             )
-
-
-def _batch_of_one(leaf: Any) -> Any:
-    return leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _only_row(leaf: Any) -> Any:
-    batched = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1
-    return leaf.squeeze(0) if batched else leaf

@@ -1,7 +1,7 @@
 """Per-example gradients of a few examples, each handed over as soon as it is complete.
 
 A gradient of one parameter is complete when all uses of the parameter have been pulled back. It is
-given to a receiver there and then, and dropped: what the receiver does not keep never exists
+given to a arrivals there and then, and dropped: what the arrivals does not keep never exists
 together with the gradients of the other parameters. (A node on every *use*, as hooks on modules
 are, would see parts of a gradient; the norm of a sum is no sum of norms.)
 
@@ -12,155 +12,181 @@ limitations of ``vmap``, and if nobody could differentiate the result, in plain 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from functx import _torch, _tree, _validate
+from functx import _torch, _transforms, _tree, _validate
+from functx._errors import TracingError
+from functx._jit import jit
 from functx._pullback import Pullback, record
-from functx._vmap import vmap_by_keys as vmap
-from functx.per_sample import _random
-from functx.per_sample._batch import Batch
-from functx.per_sample._compiled import Compiled
-from functx.per_sample._factors import Factored
-from functx.per_sample._failure import is_out_of_memory
-from functx.per_sample._outer import KeepFactors, Outer
+from functx.per_sample._batch import Batch, random_state, restore_random_state
+from functx.per_sample._call import PerSample
+from functx.per_sample._chunks import is_out_of_memory, outside
+from functx.per_sample._outer import KeepFactors
+from functx.per_sample._sums import Rows, squared_norms
 
 # Factors are looked for where they spare this much of all gradients' numbers.
 _WORTH = 0.2
+# Examples of so many shapes are compiled for; after that it takes longer than it spares.
+_SHAPES = 8
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What is differentiated, and how.
+class Arrivals:
+    """The gradients of one chunk as they arrive: squared norms by group, and what is kept.
 
-    Attributes:
-        func: The loss of one example.
-        positions: Of the differentiated arguments.
-        has_aux: Whether it returns ``(value, aux)``.
-        randomness: As for :func:`torch.func.vmap`.
-        api: The name for error messages.
-        hints: For signatures of batches, whether factors were worth looking for; shared by calls.
-        compiled: Runs it compiled, if that was asked for.
+    Norms are taken where groups are given. Gradients of some types are kept.
     """
 
-    func: Callable[..., Any]
-    positions: tuple[int, ...]
-    has_aux: bool
-    randomness: str
-    api: str
-    hints: dict[Any, bool] = field(default_factory=dict)
-    compiled: Compiled | None = None
+    def __init__(
+        self, groups: list[int] | None, dtype: torch.dtype, keeps: tuple[type, ...], factors: bool
+    ) -> None:
+        self._groups, self._dtype, self._keeps = groups, dtype, keeps
+        self.factors = factors  # whether gradients may be known by factors
+        self.squares: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, Rows] = {}
+        self.dropped: list[int] = []
 
-
-class Receiver(Protocol):
-    """Who takes the gradients of one chunk of ``c`` examples."""
-
-    factors: bool  # whether it can take factors
-    committing: bool  # whether what it took can't be taken again
-
-    def restart(self) -> None:
-        """Forget what was taken: it comes again."""
-
-    keeps: bool  # whether it keeps all gradients, so that they may as well come at the end
-
-    def gradient(self, leaf: int, rows: torch.Tensor | Factored) -> None:
+    def gradient(self, leaf: int, rows: Rows) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
+        if self._groups is not None:
+            group, square = self._groups[leaf], squared_norms(rows, self._dtype)
+            self.squares[group] = self.squares[group] + square if group in self.squares else square
+        if isinstance(rows, self._keeps):
+            self.kept[leaf] = rows
+        else:
+            self.dropped.append(leaf)
 
-    def again(self) -> Sequence[int]:
-        """Leaves whose gradients are wanted a second time, once all have been seen."""
 
-    def may_ask_again(self) -> bool:
-        """Whether `again` can name any leaf."""
-
-
-def pull(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any]:
-    """Runs the loss on each example, and feeds the gradients to ``receiver``.
+def pull(over: PerSample, batch: Batch, make: Callable[[], Arrivals]) -> tuple[Any, Any, Arrivals]:
+    """Runs the loss on each example, and feeds the gradients to a arrivals.
 
     Returns:
-        The values, of shape ``(c,)``, and the auxiliary outputs (``None`` without ``has_aux``),
-        leaves of shape ``(c, ...)``.
+        The values, of shape ``(c,)``, the auxiliary outputs (``None`` without ``has_aux``), leaves
+        of shape ``(c, ...)``, and the arrivals that took all gradients.
     """
-    run = _pull_one if batch.size == 1 and not _torch.transforming() else _pull_mapped
-    serves = loss.compiled is not None and loss.compiled.serves(batch)
-    key = (batch.size == 1, batch.signature())
-    if not receiver.factors or _torch.transforming() or not loss.hints.get(key, True):
-        found = _pull_compiled(loss, batch, receiver) if serves else None
-        return run(loss, batch, receiver, None) if found is None else found
-    mode = KeepFactors(batch.size)
-    before = _random.state() if loss.randomness != "error" else None
-    try:
-        result = run(loss, batch, receiver, mode)
-        # Looking at every operation has its price; what it brings depends on shapes alone.
-        loss.hints[key] = mode.spared >= _WORTH * mode.taken
-        return result
-    except (RuntimeError, TypeError, ValueError) as error:
-        # Code that wants a gradient's memory, not its numbers, can't have that of a product which
-        # was not computed. Errors of other causes come again.
-        if not mode.made or receiver.committing or is_out_of_memory(error):
-            raise
-    loss.hints[key] = False
-    receiver.restart()
-    if before is not None:
-        _random.restore(before)
-    return run(loss, batch, receiver, None)
-
-
-def _pull_compiled(loss: Loss, batch: Batch, receiver: Receiver) -> tuple[Any, Any] | None:
-    """As `pull`, compiled; ``None`` where that can't be, and nothing was fed."""
-    assert loss.compiled is not None
-    found = loss.compiled.rows(loss, batch)
-    if found is None:
-        return None
-    value, aux, rows = found
-    for leaf in range(len(rows)):
-        receiver.gradient(leaf, rows[leaf])
-        if not receiver.may_ask_again():
+    if batch.size == 1 and not _torch.transforming():
+        arrivals = make()
+        return *_pull_one(over, batch, arrivals), arrivals
+    arrivals, key = make(), ("factors", batch.signature())
+    serves = over.compiled is not None and over.compiled.serves(batch)
+    if arrivals.factors and not _torch.transforming() and over.hints.get(key, True):
+        mode = KeepFactors(batch.size)
+        before = random_state() if over.randomness != "error" else None
+        try:
+            values, aux = _pull_mapped(over, batch, arrivals, mode)
+            # Looking at every operation has its price; what it brings depends on shapes alone.
+            over.hints[key] = mode.spared >= _WORTH * mode.taken
+            return values, aux, arrivals
+        except (RuntimeError, TypeError, ValueError) as error:
+            # Code that wants a gradient's memory, not its numbers, can't have that of a product
+            # which was not computed. Errors of other causes come again.
+            if not mode.made or is_out_of_memory(error):
+                raise
+        over.hints[key] = False
+        arrivals = make()
+        if before is not None:
+            restore_random_state(before)
+    elif serves and (found := over.compiled.rows(batch)) is not None:
+        values, aux, rows = found
+        for leaf in range(len(rows)):
+            arrivals.gradient(leaf, rows[leaf])
             rows[leaf] = None
-    for leaf in receiver.again():
-        receiver.gradient(leaf, rows[leaf])
-    return value, aux
+        return values, aux, arrivals
+    return *_pull_mapped(over, batch, arrivals, None), arrivals
+
+
+def recorded(
+    over: PerSample,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    positions: tuple[int, ...],
+    losses: Callable[..., Any] | None = None,
+) -> tuple[Any, Any, Pullback]:
+    """The loss of one example, auxiliary outputs, and the pullback; or ``losses`` of several."""
+    check = functools.partial(_validate.check_scalar, api=over.api)
+    options: dict[str, Any] = {"has_aux": over.has_aux, "check_output": check}
+    if losses is not None:
+        options = {"has_aux": False, "check_output": lambda output: None}
+    return record(losses or over.func, args, kwargs, positions, api=over.api, once=True, **options)
 
 
 def _pull_mapped(
-    loss: Loss, batch: Batch, receiver: Receiver, mode: KeepFactors | None
+    over: PerSample, batch: Batch, arrivals: Arrivals, mode: KeepFactors | None
 ) -> tuple[Any, Any]:
-    """As `pull`, with ``vmap`` over the examples."""
-    mapped = [number for number, dim in enumerate(batch.dims) if dim is not None]
+    """With ``vmap`` over the examples."""
 
-    def example(*rows: torch.Tensor) -> tuple[Any, Any]:
+    def example(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         level = _torch.current_interpreter().level()
-        leaves = list(batch.leaves)
-        for number, row in zip(mapped, rows):
-            leaves[number] = row
-        args = _tree.unflatten(batch.spec, leaves)
-        value, aux, pullback = _record(loss, args, batch.kwargs)
-        _feed(pullback, value, receiver, mode, lambda found: _rows(found, level, batch.size))
-        return value, (_tree.map_(_tensor, aux) if loss.has_aux else ())
 
-    value, aux = vmap(
-        example, in_dims=tuple(batch.dims[number] for number in mapped), randomness=loss.randomness
-    )(*(batch.leaves[number] for number in mapped))
-    return value, (aux if loss.has_aux else None)
+        def take(leaf: int, gradient: torch.Tensor) -> None:
+            rows = _rows(gradient, level, batch.size)
+            with mode.pause() if mode else nullcontext():
+                arrivals.gradient(leaf, mode.take(rows) if mode else rows)
+
+        value, aux, pullback = recorded(over, args, kwargs, batch.positions)
+        with mode.pulling_back() if mode else nullcontext():
+            _feed(pullback, value, take)
+        return value, (_tree.map_(_tensor, aux) if over.has_aux else ())
+
+    value, aux = batch.map(example, over.randomness)
+    return value, (aux if over.has_aux else None)
 
 
-def _pull_one(
-    loss: Loss, batch: Batch, receiver: Receiver, mode: KeepFactors | None
-) -> tuple[Any, Any]:
-    """As `pull`, for one example, as it is."""
-    args = batch.one(0)
-    with _random.allowed(loss.randomness, first=batch.start == 0):
+def _pull_one(over: PerSample, batch: Batch, arrivals: Arrivals) -> tuple[Any, Any]:
+    """One example, as it is."""
+
+    def example(*args: Any, **kwargs: Any) -> tuple[Any, Any, Pullback]:
         followed = torch.is_grad_enabled() or _torch.dual_level() >= 0
         if followed or torch.is_inference_mode_enabled():
-            value, aux, pullback = _record(loss, args, batch.kwargs)
-        else:
-            value, aux, pullback = _record_plain(loss, args, batch.kwargs)
-    _feed(pullback, value, receiver, mode, lambda gradient: _whole(gradient).unsqueeze(0))
-    value, aux = _tree.map_(_stacked, (value, aux if loss.has_aux else ()))
-    return value, (aux if loss.has_aux else None)
+            return recorded(over, args, kwargs, batch.positions)
+        return _recorded_plain(over, args, kwargs, batch.positions)
+
+    def take(leaf: int, gradient: torch.Tensor) -> None:
+        arrivals.gradient(leaf, _whole(gradient).unsqueeze(0))
+
+    value, aux, pullback = batch.alone(example, over.randomness)
+    _feed(pullback, value, take)
+    aux = _tree.map_(lambda leaf: _tensor(leaf).unsqueeze(0), aux) if over.has_aux else None
+    return value.unsqueeze(0), aux
+
+
+def _recorded_plain(
+    over: PerSample, args: tuple[Any, ...], kwargs: dict[str, Any], positions: tuple[int, ...]
+) -> tuple[Any, Any, Pullback]:
+    """As `recorded`, in plain autograd: nothing around the call can differentiate the result."""
+    _validate.check_inputs(args, positions, over.api)
+    with torch.enable_grad():
+        arguments = [
+            _tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg) if at in positions else arg
+            for at, arg in enumerate(args)
+        ]
+        output, aux = over.func(*arguments, **kwargs), None
+        if over.has_aux:
+            output, aux = _validate.split_aux(output, over.api)
+        _validate.check_scalar(output, over.api)
+    pullback = Pullback(tuple(arguments[at] for at in positions), *_tree.flatten(output))
+    aux = _tree.map_(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
+    return output.detach(), aux, pullback
+
+
+def _feed(pullback: Pullback, value: torch.Tensor, take: Callable[..., None]) -> None:
+    receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
+    pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
+
+
+def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
+    """The gradients of all examples, ``(c, *leaf.shape)``, from that which ``vmap`` maps."""
+    if _torch.is_batched(gradient) and _torch.level_of(gradient) == level:
+        value, dim = _torch.unwrap_batch(gradient, level)
+        assert dim is not None
+        return value.movedim(dim, 0) if dim else value
+    return gradient.expand(size, *gradient.shape)  # no example is in it: the same for all
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:
@@ -168,10 +194,6 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-def _stacked(leaf: Any) -> torch.Tensor:
-    return _tensor(leaf).unsqueeze(0)
 
 
 def _tensor(leaf: Any) -> torch.Tensor:
@@ -183,98 +205,75 @@ def _tensor(leaf: Any) -> torch.Tensor:
     return leaf
 
 
-def _record(loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Pullback]:
-    return record(
-        loss.func,
-        args,
-        kwargs,
-        loss.positions,
-        has_aux=loss.has_aux,
-        check_output=functools.partial(_validate.check_scalar, api=loss.api),
-        api=loss.api,
-        once=True,
-    )
+class Compiled:
+    """Runs one loss over chunks of one size as one graph each, by `functx.jit`.
+
+    A chunk of few examples is small work for each operation, and what Python and the transforms add
+    is paid for every chunk. Where the loss can't be traced, all runs in eager, with a warning.
+    """
+
+    def __init__(self, over: PerSample, options: Mapping[str, Any]) -> None:
+        self._compiler: Callable[..., Any] = jit(**options)
+        self._over = over
+        self._sizes: dict[Any, int] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._gave_up = self._warned = False
+        self._lock = threading.RLock()
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether a chunk may run compiled; those of other sizes would each have to be compiled."""
+        signature = batch.signature()
+        if signature not in self._sizes and len(self._sizes) >= _SHAPES:
+            self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
+            return False
+        size = self._sizes.setdefault(signature, self._over.chunk_size or batch.size)
+        if self._gave_up or batch.size != size or size == 1:
+            return False
+        if _torch.transforming() or _torch.dispatch_depth() or _torch.dual_level() >= 0:
+            return False
+        leaves = (leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
+        return not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves)
+
+    def rows(self, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
+        """Values, auxiliary outputs and gradients by leaf; ``None`` if there is no graph."""
+        over = self._over
+        each = _transforms.grad_and_value(over.func, batch.positions, over.has_aux)
+        form, randomness = replace(batch, leaves=[], kwargs={}), over.randomness
+
+        def gradients(leaves: list[Any], kwargs: dict[str, Any]) -> Any:
+            return replace(form, leaves=leaves, kwargs=kwargs).map(each, randomness)
+
+        with self._lock:
+            key = batch.signature(), batch.spec, batch.positions
+            run = self._functions.setdefault(key, self._compiler(gradients))
+            try:
+                found, value = run(batch.leaves, batch.kwargs)
+            except TracingError as error:
+                self._gave_up = True
+                self._warn(str(error))
+                return None
+        value, aux = value if over.has_aux else (value, None)
+        return value, aux, _tree.leaves(found)
+
+    def _warn(self, cause: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._over.api}: compile=True has no effect here, chunks run in eager: {cause}",
+                RuntimeWarning,
+                stacklevel=outside(),
+            )
 
 
-def _record_plain(
-    loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any, Pullback]:
-    """As `record`, in plain autograd: nothing around the call can differentiate the result."""
-    _validate.check_inputs(args, loss.positions, loss.api)
-
-    def leaf_of(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_()
-
-    with torch.enable_grad():
-        arguments = [
-            _tree.map_(leaf_of, arg) if position in loss.positions else arg
-            for position, arg in enumerate(args)
-        ]
-        output, aux = loss.func(*arguments, **kwargs), None
-        if loss.has_aux:
-            output, aux = _validate.split_aux(output, loss.api)
-        _validate.check_scalar(output, loss.api)
-    inputs = tuple(arguments[position] for position in loss.positions)
-    pullback = Pullback(inputs, *_tree.flatten(output))
-    return output.detach(), _tree.map_(_detached, aux), pullback
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _feed(
-    pullback: Pullback,
-    value: torch.Tensor,
-    receiver: Receiver,
-    mode: KeepFactors | None,
-    rows: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    def take(leaf: int, gradient: torch.Tensor) -> None:
-        if mode is None:
-            receiver.gradient(leaf, rows(gradient))
-            return
-        mode.paused = True
-        try:
-            found = _factored(rows(gradient))
-            mode.taken += gradient.numel()
-            mode.spared += gradient.numel() * isinstance(found, Factored)
-            receiver.gradient(leaf, found)
-        finally:
-            mode.paused = False
-
-    def feed(leaves: Sequence[int], retain_graph: bool) -> None:
-        receivers = {leaf: functools.partial(take, leaf) for leaf in leaves}
-        with mode.pulling_back() if mode else nullcontext():
-            pullback.feed(one, receivers, retain_graph)
-
-    one = torch.ones_like(value)
-    if receiver.keeps:
-        with mode.pulling_back() if mode else nullcontext():
-            gradients = _tree.leaves(pullback(one, retain_graph=False))
-            for leaf, gradient in enumerate(gradients):
-                take(leaf, gradient)
-        return
-    feed(range(pullback.arity), retain_graph=receiver.may_ask_again())
-    wanted = receiver.again()
-    if wanted:
-        feed(wanted, retain_graph=False)
-
-
-def _factored(rows: torch.Tensor) -> torch.Tensor | Factored:
-    """The factors of rows that are products not computed."""
-    if not isinstance(rows, Outer):
-        return rows
-    terms = rows.terms()
-    if terms is None or rows.sizes()[0] != len(rows):
-        return rows.dense()
-    return Factored(terms, rows.shape[1:])
-
-
-def _rows(gradient: torch.Tensor, level: int, size: int) -> torch.Tensor:
-    """The gradients of all examples, ``(c, *leaf.shape)``, from that which ``vmap`` maps."""
-    if _torch.is_batched(gradient) and _torch.level_of(gradient) == level:
-        value, dim = _torch.unwrap_batch(gradient, level)
-        assert dim is not None
-        return value.movedim(dim, 0) if dim else value
-    return gradient.expand(size, *gradient.shape)  # no example is in it: the same for all
+def compiled_by(over: PerSample, compile: bool | Mapping[str, Any]) -> Compiled | None:
+    """What the option asks for."""
+    if not isinstance(compile, (bool, Mapping)):
+        raise TypeError(
+            f"{over.api}: compile must be True or a dict of options of functx.jit, got {compile!r}"
+        )
+    if over.memory_budget is not None and compile is not False:
+        raise ValueError(
+            f"{over.api}: no size of chunks is chosen for compiled code; give chunk_size with "
+            "compile, instead of memory_budget"
+        )
+    return None if compile is False else Compiled(over, {} if compile is True else compile)

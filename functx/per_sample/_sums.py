@@ -1,203 +1,214 @@
-"""Norms of rows and weighted sums of rows, without a copy of rows that are long.
+"""Norms and weighted sums of per-example gradients, whole or by their factors; stacked results.
 
-Rows are gradients of ``c`` examples by one leaf, ``(c, *leaf.shape)``, in whatever order of
-dimensions the backward pass left them in memory. A product of matrices wants them flat: flattened
-in the order of the memory, they need not be copied, and the sum is kept in that order too.
+The gradients of ``c`` examples by one leaf are rows, of shape ``(c, *leaf.shape)``. The backward
+pass leaves the dimensions of a row in any order in memory. A product of matrices wants rows flat:
+flattened in the order of the memory, they need not be copied.
+
+NOTE [factors]
+The gradient of a weight that is used in a product ``a @ w`` is ``aᵀ b`` for each example: ``a`` is
+the input of the product, of shape ``(T, m)``, and ``b`` the cotangent of its output, ``(T, n)``.
+Where ``T`` is small against ``m`` and ``n``, the factors have far fewer numbers:
+
+- the squared norm is the sum over ``t`` and ``s`` of ``(a_t · a_s) (b_t · b_s)``, for ``T = 1``
+  simply ``|a|² |b|²`` (Goodfellow, Efficient per-example gradient computations, 2015);
+- the weighted sum over examples is one product of matrices, that of an ordinary backward pass
+  (book-keeping: Bu et al., Differentially private optimization at small cost, 2023).
+
+A weight used several times has several pairs, and its norm takes the products of every two.
+
+NOTE [cancellation]
+The sum over ``t`` and ``s`` has terms of both signs, where the sum of squares has not: rounded, it
+loses what they cancel. With more than one ``t`` it is taken in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from functx import _torch
-from functx.per_sample._factors import Factor, Factored, product, weighted
-from functx.per_sample._failure import in_halves
-from functx.per_sample._rows import flat_rows, memory_order
+from functx import _torch, _tree
+from functx.per_sample._batch import Batch
 
-# Leaves of fewer numbers go together: below it the call of an operation costs more than a copy.
-SMALL = 1024
+# Factors are kept where they are this many times smaller than the product.
+_WORTH = 4
+
+
+Term = tuple[torch.Tensor, torch.Tensor]  # factors, of shape (c, T, m) and (c, T, n)
+
+
+@dataclass(frozen=True)
+class Factored:
+    """Rows that are not computed: sums of products, ``(c, *shape)``, by their factors."""
+
+    terms: Sequence[Term]
+    shape: torch.Size
+
 
 Rows = torch.Tensor | Factored
 
 
-def packed(kept: Sequence[Rows | None], groups: Sequence[int]) -> dict[tuple[int, ...], Rows]:
-    """Rows by the leaves they are of, those of small leaves side by side.
-
-    Args:
-        kept: The rows of each leaf; ``None`` if there are none.
-        groups: The group of each leaf; only leaves of one go together.
-    """
-    blocks: dict[tuple[int, ...], Rows] = {}
-    small: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
-    for leaf, rows in enumerate(kept):
-        if rows is None:
-            continue
-        if isinstance(rows, Factored) or rows.shape[1:].numel() > SMALL:
-            blocks[(leaf,)] = rows
-        else:
-            small.setdefault((groups[leaf], rows.dtype, rows.device), {})[leaf] = rows
-    for together in small.values():
-        parts = [rows.reshape(len(rows), rows.shape[1:].numel()) for rows in together.values()]
-        alone = next(iter(together.values()))
-        blocks[tuple(together)] = torch.cat(parts, 1) if len(parts) > 1 else alone
-    return blocks
+def worth(inner: int, rows: int, columns: int) -> bool:
+    """Whether to keep factors ``(inner, rows)`` and ``(inner, columns)`` instead of the product."""
+    return _WORTH * inner * (rows + columns) < rows * columns
 
 
-class Sums:
-    """Weighted sums of the rows of all leaves.
+def product(terms: Sequence[Term]) -> torch.Tensor:
+    """What the factors stand for, of shape ``(c, m, n)``."""
+    return functools.reduce(torch.add, (left.mT @ right for left, right in terms))
 
-    Args:
-        shapes: Of the leaves.
-        dtypes: To add up in.
-        devices: Of the leaves.
 
-    Attributes:
-        ran_out: Whether memory ran out, and rows were added part by part.
-    """
+def norm_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The real dtype in which a norm of ``dtype`` numbers is accumulated, float32 at least."""
+    least = torch.promote_types(dtype.to_real() if dtype.is_complex else dtype, torch.float32)
+    return least if wanted is None else torch.promote_types(least, wanted)
 
-    def __init__(
-        self,
-        shapes: Sequence[torch.Size],
-        dtypes: Sequence[torch.dtype],
-        devices: Sequence[torch.device],
-    ) -> None:
-        self._shapes, self._dtypes, self._devices = shapes, dtypes, devices
-        self._sums: dict[tuple[int, ...], WeightedSum] = {}
-        self.ran_out = False
 
-    def add(self, leaves: tuple[int, ...], rows: Rows, weights: torch.Tensor) -> None:
-        """Add rows that `packed` put together, weighted by numbers of shape ``(c,)``."""
-        if leaves not in self._sums:
-            first = leaves[0]
-            count = sum(self._shapes[leaf].numel() for leaf in leaves)
-            shape = self._shapes[first] if len(leaves) == 1 else torch.Size([count])
-            self._sums[leaves] = WeightedSum(shape, self._dtypes[first], self._devices[first])
-        total = self._sums[leaves]
-        if isinstance(rows, Factored) and weights.requires_grad:
-            rows = product(rows.terms).reshape(-1, *rows.shape)
-        if not isinstance(rows, Factored):
-            dense = rows
-            self.in_halves(lambda a, b: total.add(dense[a:b], weights[a:b]), len(weights))
-            return
-        for left, right in rows.terms:
+def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """The squared norm of each row, of shape ``(c,)``."""
+    if isinstance(rows, Factored):
+        return _squared_norms_of_terms(rows.terms, dtype)
+    if rows.shape[1:].numel() == 0:
+        return rows.new_zeros(len(rows), dtype=dtype)
+    flat = _flat(rows, _memory_order(rows[0]))
+    # In blocks: the kernel adds a row up in sequence, which loses digits over a million numbers.
+    blocks = flat.view(len(flat), math.gcd(flat.shape[1], 64), -1)
+    kind = dtype.to_complex() if flat.is_complex() else dtype
+    return torch.linalg.vector_norm(blocks, dim=2, dtype=kind).square().sum(1)
 
-            def add(a: int, b: int, left: Factor = left, right: Factor = right) -> None:
-                matrix = total.matrix(left.size, right.size)
-                weighted([(left.part(a, b), right.part(a, b))], weights[a:b], matrix)
 
-            self.in_halves(add, len(weights))
-
-    def in_halves(self, run: Callable[[int, int], Any], size: int, *take: Any) -> None:
-        """As `_failure.in_halves`; it is noted whether memory ran out."""
-        self.ran_out = in_halves(run, size, *take) or self.ran_out
-
-    def add_sum(self, leaf: int, total: torch.Tensor) -> None:
-        """Add a sum over examples, of the shape of its leaf; kept as it is where it is the first.
-
-        Args:
-            leaf: Its number.
-            total: Somebody else may hold it: it is not written to.
-        """
-        if (leaf,) in self._sums:
-            self.add((leaf,), total.unsqueeze(0), total.new_ones(1))
-            return
-        shape, dtype, device = self._shapes[leaf], self._dtypes[leaf], self._devices[leaf]
-        self._sums[(leaf,)] = WeightedSum(shape, dtype, device, first=total)
-
-    def add_sums(self, found: dict[int, torch.Tensor]) -> None:
-        """As `add_sum`, of several leaves."""
-        for leaf, total in found.items():
-            self.add_sum(leaf, total)
-
-    def totals(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """The sums, one a leaf, of some dtypes; zeros if nothing was added."""
-        found: dict[int, torch.Tensor] = {}
-        for leaves, one in self._sums.items():
-            sizes = [self._shapes[leaf].numel() for leaf in leaves]
-            total = one.total(self._dtypes[leaves[0]])
-            parts = [total] if len(leaves) == 1 else total.split(sizes)
-            for leaf, part in zip(leaves, parts):
-                part = part.reshape(self._shapes[leaf])
-                found[leaf] = found[leaf] + part if leaf in found else part
-        self._sums = {}
-        return [
-            found.pop(leaf).to(dtype)
-            if leaf in found
-            else torch.zeros(self._shapes[leaf], dtype=dtype, device=self._devices[leaf])
-            for leaf, dtype in enumerate(dtypes)
-        ]
+def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
+    if len(terms) == 1 and terms[0][0].shape[1] == 1:
+        return squared_norms(terms[0][0], dtype) * squared_norms(terms[0][1], dtype)
+    # See NOTE [cancellation].
+    exact = [(left.double(), right.double()) for left, right in terms]
+    total = torch.zeros((), dtype=torch.float64, device=terms[0][0].device)
+    for number, (left, right) in enumerate(exact):
+        for other, (left2, right2) in enumerate(exact[: number + 1]):
+            both = ((left @ left2.mT) * (right @ right2.mT)).sum((1, 2))
+            total = total + (both if other == number else 2 * both)
+    return total.clamp_min(0).to(dtype)
 
 
 class WeightedSum:
-    """The sum of weighted rows, of shape ``leaf.shape``.
+    """The sum of weighted rows of one leaf, in a dtype."""
 
-    Args:
-        shape: Of the leaf.
-        dtype: To add up in.
-        device: Of the leaf.
-        first: What to begin with, which is not written to.
+    def __init__(self, leaf: torch.Tensor, dtype: torch.dtype) -> None:
+        self._shape, self._device, self._dtype = leaf.shape, leaf.device, dtype
+        self._total: torch.Tensor | None = None
+
+    def add(
+        self, rows: torch.Tensor | Term, weights: torch.Tensor, start: int = 0, stop: int = -1
+    ) -> None:
+        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; or some of them.
+
+        Either all from ``start`` to ``stop`` are added, or, where memory runs out, none.
+        """
+        part = slice(start, len(weights) if stop < 0 else stop)
+        weights = weights[part].to(self._dtype)
+        if isinstance(rows, tuple):
+            left, right = rows[0][part], rows[1][part]
+            if not weights.requires_grad:
+                self._add_product(left, right, weights)
+                return
+            rows = product([(left, right)]).reshape(-1, *self._shape)
+        else:
+            rows = rows[part]
+        total = self._total
+        order = _memory_order(rows[0] if total is None else total)
+        flat = _flat(rows, order).to(self._dtype)
+        if total is not None and not followed([total, flat, weights]):
+            total.permute(order).view(-1).addmv_(flat.t(), weights)
+            return
+        added = (weights @ flat).view([self._shape[dim] for dim in order])
+        added = added.permute([order.index(dim) for dim in range(len(order))])
+        self._total = added if total is None else total + added
+
+    def add_sum(self, total: torch.Tensor) -> None:
+        """Add a sum over examples, which is not written to."""
+        before, form = self._total, torch.contiguous_format
+        self._total = total.clone(memory_format=form) if before is None else before + total
+
+    def _add_product(self, left: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> None:
+        right = right.to(self._dtype) * weights.view(-1, 1, 1)
+        left, right = left.to(self._dtype).flatten(0, 1).t(), right.flatten(0, 1)
+        total = self.total()
+        total.view(len(left), -1).addmm_(left, right)
+        self._total = total
+
+    def total(self) -> torch.Tensor:
+        """The sum, contiguous; zeros if nothing was added."""
+        if self._total is None:
+            return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._total.contiguous()
+
+
+def _memory_order(row: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, outermost in memory first."""
+    strides = row.stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _flat(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Rows as a matrix, their dimensions in a given order."""
+    return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), rows.shape[1:].numel())
+
+
+def followed(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether something differentiates or traces what is made of tensors."""
+    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
+
+
+class Stack:
+    """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
+
+    Rows are copied to their place at once, so that chunks and result are not alive together; unless
+    something differentiates or traces the result, which could not follow the copies. The place
+    follows from the chunk alone: a chunk that is put twice is there once.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        first: torch.Tensor | None = None,
-    ) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self._order: list[int] | None = None  # of the dimensions in memory
-        self._sum: torch.Tensor | None = None  # in that order
-        self._first = first
+    def __init__(self) -> None:
+        self._parts: dict[int, list[torch.Tensor]] = {}  # by the position of their first example
+        self._reserved: set[int] = set()  # positions of parts with a place for a whole batch
+        self._spec: _tree.TreeSpec = None
 
-    def _begin(self) -> None:
-        """Something is added to what came first."""
-        if self._first is not None:
-            self._order = list(range(len(self._shape)))
-            self._sum = self._first.to(self._dtype, copy=True).contiguous()
-            self._first = None
-
-    def add(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
-        """Adds the rows, weighted by numbers of shape ``(c,)``."""
-        self._begin()
-        if self._order is None:
-            self._order = memory_order(rows)
-        flat = flat_rows(rows, self._order).to(self._dtype)
-        weights = weights.to(self._dtype)
-        if self._sum is None:
-            shape = [self._shape[dim] for dim in self._order]
-            if _torch.transforming() or flat.requires_grad or weights.requires_grad:
-                self._sum = (weights @ flat).view(shape)
+    def put(self, batch: Batch, tree: Any) -> None:
+        """Put the rows of a chunk in their place."""
+        leaves, self._spec = _tree.flatten(tree)
+        begin, size = batch.whole
+        if begin not in self._reserved:
+            if batch.start > begin or batch.size == size or followed(leaves):
+                self._parts[batch.start] = leaves
                 return
-            self._sum = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        total = self._sum.view(-1)
-        if _torch.transforming() or any(t.requires_grad for t in (total, flat, weights)):
-            self._sum = (total + weights @ flat).view_as(self._sum)
-        elif len(flat) == 1:
-            total.addcmul_(flat[0], weights)
-        else:
-            total.addmv_(flat.t(), weights)
+            self._parts[begin] = [part.new_empty(size, *part.shape[1:]) for part in leaves]
+            self._reserved.add(begin)
+        first = batch.start - begin
+        for whole, part in zip(self._parts[begin], leaves):
+            whole[first : first + batch.size] = part
 
-    def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """The sum as a matrix, its dimensions in order, to add to in place."""
-        self._begin()
-        if self._sum is None or self._order is None:
-            self._order = list(range(len(self._shape)))
-            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        if self._order != sorted(self._order):
-            # Both kinds of gradients came, in different orders of dimensions.
-            self._sum = self.total(self._dtype)
-            self._order = list(range(len(self._shape)))
-        return self._sum.view(rows, columns)
+    def before(self, batch: Batch) -> torch.Tensor:
+        """The rows of the only leaf that come before those of a chunk."""
+        found = [self._parts[start][0] for start in sorted(self._parts) if start < batch.start]
+        return (torch.cat(found) if len(found) > 1 else found[0])[: batch.start]
 
-    def total(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum, in the leaf's order of dimensions; zeros if nothing was added."""
-        if self._first is not None:
-            return self._first.to(dtype)
-        if self._sum is None or self._order is None:
-            return torch.zeros(self._shape, dtype=dtype, device=self._device)
-        back = [self._order.index(dim) for dim in range(len(self._order))]
-        return self._sum.permute(back).contiguous().to(dtype)
+    def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
+        """All rows; the arguments are those of ``Job.result``.
+
+        Returns:
+            The pytree, with zeros where an example does not count.
+        """
+        columns = list(zip(*(self._parts[start] for start in sorted(self._parts))))
+        self._parts = {}
+        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
+        if empty:
+            whole = [leaf[:0] for leaf in whole]
+        if kept is not None:
+            whole = [
+                leaf.new_zeros(size, *leaf.shape[1:]).index_copy(0, kept.to(leaf.device), leaf)
+                for leaf in whole
+            ]
+        return _tree.unflatten(self._spec, whole)

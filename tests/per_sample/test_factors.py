@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import functx
 from functx import per_sample
-from functx.per_sample import _pull
+from functx.per_sample import _outer
 
 from .losses import CASES, IN, OUT, B, arguments, slow, slow_norms, slow_sum, weight
 
@@ -19,14 +19,14 @@ from .losses import CASES, IN, OUT, B, arguments, slow, slow_norms, slow_sum, we
 def made(monkeypatch):
     """What arrived: for each gradient whether it was known by factors."""
     seen = []
-    factored = _pull._factored
+    factored = _outer.rows_of
 
     def look(rows):
         found = factored(rows)
         seen.append(not isinstance(found, torch.Tensor))
         return found
 
-    monkeypatch.setattr(_pull, "_factored", look)
+    monkeypatch.setattr(_outer, "rows_of", look)
     return seen
 
 
