@@ -10,27 +10,27 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 import torch
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import checkpoint_name as name_of_jax
 
 from functx import _torch, _tree
 from functx._residuals import Residual, Value
-from functx.compat import _loops
+from functx.compat import _jax, _loops
 from functx.compat._encoding import is_key
-from functx.compat._jax import is_tracing, saved_residuals
+from functx.compat._jax import is_tracing
 from functx.compat._policies import jax_policy
 
-_TORCH, _JAX, _OTHER = "torch tensor", "JAX array", None
-_KINDS = {_TORCH, _JAX, _OTHER}
-_kinds: dict[type, str | None] = {}
+_TORCH, _JAX = "torch tensor", "JAX array"
 
 
-def find(api: str, args: Any, kwargs: Any) -> JaxTransforms | None:
+def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
     """The transforms to use for these arguments: JAX's if there are JAX arrays among them.
 
     Without arrays of either kind, JAX's if JAX is tracing: what it traces may be closed over.
@@ -42,29 +42,21 @@ def find(api: str, args: Any, kwargs: Any) -> JaxTransforms | None:
         leaves = jax.tree_util.tree_leaves((args, kwargs), lambda x: isinstance(x, Iterator))
     except (TypeError, ValueError):  # a dict whose keys can't be sorted is no pytree of JAX
         leaves = _tree.leaves((args, kwargs))
-    found = {_kinds.get(cls, cls) for cls in set(map(type, leaves))}
-    if not found <= _KINDS:  # a type that was not met before
-        found = set(map(_kind, leaves))
-    if _JAX in found:
-        if _TORCH not in found:
-            return TRANSFORMS
-        if all(_kind(x) is not _JAX or is_key(x) for x in leaves):
+    found = set(map(_kind, set(map(type, leaves))))
+    if _TORCH in found and _JAX in found:
+        if all(_kind(type(x)) != _JAX or is_key(x) for x in leaves):
             return None
         raise TypeError(_mixed(api, args, kwargs))
-    if _TORCH not in found and is_tracing() and not _torch.tracing():
-        return TRANSFORMS
+    if _JAX in found or (_TORCH not in found and is_tracing() and not _torch.tracing()):
+        return sys.modules[__name__]
     return None
 
 
-def _kind(x: Any) -> str | None:
-    cls = type(x)
-    try:
-        return _kinds[cls]
-    except KeyError:
-        is_jax = isinstance(x, jax.Array) or issubclass(cls, jax.core.Tracer)
-        kind = _TORCH if issubclass(cls, torch.Tensor) else _JAX if is_jax else _OTHER
-        _kinds[cls] = kind
-        return kind
+@functools.lru_cache(1024)
+def _kind(cls: type) -> str | None:
+    if issubclass(cls, torch.Tensor):
+        return _TORCH
+    return _JAX if issubclass(cls, (jax.Array, jax.core.Tracer)) else None
 
 
 def _mixed(api: str, args: Any, kwargs: Any) -> str:
@@ -72,7 +64,7 @@ def _mixed(api: str, args: Any, kwargs: Any) -> str:
     named, _ = jax.tree_util.tree_flatten_with_path(kwargs)
     found = [(f"args{jax.tree_util.keystr(path)}", x) for path, x in paths]
     found += [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in named]
-    what = ", ".join(f"{name} is a {_kind(x)}" for name, x in found if _kind(x) is not _OTHER)
+    what = ", ".join(f"{name} is a {_kind(type(x))}" for name, x in found if _kind(type(x)))
     return (
         f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
         " other (torch.from_dlpack, jax.numpy.asarray), or the function:"
@@ -90,163 +82,131 @@ def _refuse(api: str, option: str, value: Any, default: Any, instead: str) -> No
 _KEYS = "JAX draws from explicit keys: split the key, and map over the keys"
 
 
-class JaxTransforms:
-    """What functx's transforms are in JAX; each takes the options of the functx transform."""
+grad, value_and_grad, linearize, hessian = jax.grad, jax.value_and_grad, jax.linearize, jax.hessian
+remat_scan, remat_loop = _loops.scan, _loops.loop
 
-    def vmap(
-        self,
-        func: Callable[..., Any],
-        in_dims: Any = 0,
-        out_dims: Any = 0,
-        randomness: str = "error",
-        *,
-        chunk_size: int | None = None,
-    ) -> Callable[..., Any]:
-        """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
-        _refuse("vmap", "randomness", randomness, "error", _KEYS)
-        _refuse("vmap", "chunk_size", chunk_size, None, "use jax.lax.map(..., batch_size=)")
 
-        def batched(*args: Any, **kwargs: Any) -> Any:
-            f = functools.partial(func, **kwargs) if kwargs else func
-            return jax.vmap(f, in_axes=in_dims, out_axes=out_dims)(*args)
+def vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str = "error",
+    *,
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
+    _refuse("vmap", "randomness", randomness, "error", _KEYS)
+    _refuse("vmap", "chunk_size", chunk_size, None, "use jax.lax.map(..., batch_size=)")
 
-        return batched
+    def batched(*args: Any, **kwargs: Any) -> Any:
+        f = functools.partial(func, **kwargs) if kwargs else func
+        return jax.vmap(f, in_axes=in_dims, out_axes=out_dims)(*args)
 
-    def grad(self, func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Any:
-        """``jax.grad``."""
-        return jax.grad(func, argnums, has_aux)
+    return batched
 
-    def value_and_grad(
-        self, func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
-    ) -> Any:
-        """``jax.value_and_grad``."""
-        return jax.value_and_grad(func, argnums, has_aux)
 
-    def grad_and_value(
-        self, func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
-    ) -> Any:
-        """``jax.value_and_grad``, the other way round."""
-        transformed = jax.value_and_grad(func, argnums, has_aux)
-        return lambda *args, **kwargs: transformed(*args, **kwargs)[::-1]
+def grad_and_value(func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Any:
+    """``jax.value_and_grad``, the other way round."""
+    transformed = jax.value_and_grad(func, argnums, has_aux)
+    return lambda *args, **kwargs: transformed(*args, **kwargs)[::-1]
 
-    def vjp(self, func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-        """``jax.vjp``; its pullback can always be called again, and differentiated."""
-        transform: Any = jax.vjp
-        output, pullback, *aux = transform(func, *primals, has_aux=has_aux)
 
-        def vjp_fn(
-            cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
-        ) -> Any:
-            return pullback(cotangents)
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """``jax.vjp``; its pullback can always be called again, and differentiated."""
+    transform: Any = jax.vjp
+    output, pullback, *aux = transform(func, *primals, has_aux=has_aux)
 
-        return (output, vjp_fn, *aux)
+    def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        return pullback(cotangents)
 
-    def jvp(
-        self,
-        func: Callable[..., Any],
-        primals: Sequence[Any],
-        tangents: Sequence[Any],
-        *,
-        strict: bool = False,
-        has_aux: bool = False,
-    ) -> Any:
-        """``jax.jvp``."""
-        _refuse("jvp", "strict", strict, False, "JAX gives zeros for what does not depend on x")
-        return jax.jvp(func, primals, tangents, has_aux=has_aux)
+    return (output, vjp_fn, *aux)
 
-    def linearize(self, func: Callable[..., Any], *primals: Any) -> Any:
-        """``jax.linearize``."""
-        return jax.linearize(func, *primals)
 
-    def jacrev(
-        self,
-        func: Callable[..., Any],
-        argnums: Any = 0,
-        *,
-        has_aux: bool = False,
-        chunk_size: int | None = None,
-        _preallocate_and_copy: bool = False,
-    ) -> Any:
-        """``jax.jacrev``."""
-        instead = "use jax.lax.map(..., batch_size=) of the pullback"
-        _refuse("jacrev", "chunk_size", chunk_size, None, instead)
-        return jax.jacrev(func, argnums, has_aux)
+def jvp(
+    func: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    strict: bool = False,
+    has_aux: bool = False,
+) -> Any:
+    """``jax.jvp``."""
+    _refuse("jvp", "strict", strict, False, "JAX gives zeros for what does not depend on x")
+    return jax.jvp(func, primals, tangents, has_aux=has_aux)
 
-    def jacfwd(
-        self,
-        func: Callable[..., Any],
-        argnums: Any = 0,
-        has_aux: bool = False,
-        *,
-        randomness: str = "error",
-    ) -> Any:
-        """``jax.jacfwd``."""
-        _refuse("jacfwd", "randomness", randomness, "error", _KEYS)
-        return jax.jacfwd(func, argnums, has_aux)
 
-    def hessian(self, func: Callable[..., Any], argnums: Any = 0) -> Any:
-        """``jax.hessian``."""
-        return jax.hessian(func, argnums)
+def jacrev(
+    func: Callable[..., Any],
+    argnums: Any = 0,
+    *,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Any:
+    """``jax.jacrev``."""
+    instead = "use jax.lax.map(..., batch_size=) of the pullback"
+    _refuse("jacrev", "chunk_size", chunk_size, None, instead)
+    return jax.jacrev(func, argnums, has_aux)
 
-    def remat_scan(
-        self,
-        body: Callable[..., Any],
-        carry: Any,
-        xs: Any,
-        length: int | None,
-        reverse: bool,
-        slots: int | None,
-    ) -> tuple[Any, Any]:
-        """Nested ``jax.lax.scan`` of checkpointed bodies."""
-        return _loops.scan(body, carry, xs, length, reverse, slots)
 
-    def remat_loop(
-        self,
-        body: Callable[[Any], Any],
-        state: Any,
-        steps: int | None,
-        cond: Callable[[Any], Any] | None,
-        slots: int | None,
-    ) -> Any:
-        """The same of a state of arrays; ``lax.while_loop`` where the length has no bound."""
-        return _loops.loop(body, state, steps, cond, slots)
+def jacfwd(
+    func: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    randomness: str = "error",
+) -> Any:
+    """``jax.jacfwd``."""
+    _refuse("jacfwd", "randomness", randomness, "error", _KEYS)
+    return jax.jacfwd(func, argnums, has_aux)
 
-    def can_scan(self, state: Any) -> bool:
-        """Whether a loop's state is all arrays: a Python number stays one from step to step."""
-        return all(map(_is_array, jax.tree_util.tree_leaves(state)))
 
-    def checkpoint_name(self, x: Any, name: str) -> Any:
-        """``jax.ad_checkpoint.checkpoint_name``."""
-        return jax.tree.map(lambda a: checkpoint_name(a, name) if _is_array(a) else a, x)
+def can_scan(state: Any) -> bool:
+    """Whether a loop's state is all arrays: a Python number stays one from step to step."""
+    return all(map(_is_array, jax.tree_util.tree_leaves(state)))
 
-    def remat(self, f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
-        """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
-        translated = jax_policy(policy)
 
-        def rematted(*args: Any, **kwargs: Any) -> Any:
-            leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-            out_tree: Any = None
-            passed: list[Any] = []
+def checkpoint_name(x: Any, name: str) -> Any:
+    """``jax.ad_checkpoint.checkpoint_name``."""
+    return jax.tree.map(lambda a: name_of_jax(a, name) if _is_array(a) else a, x)
 
-            def flat(arrays: list[Any]) -> list[Any]:
-                nonlocal out_tree, passed
-                given = iter(arrays)
-                full = [next(given) if _is_array(x) else x for x in leaves]
-                inner_args, inner_kwargs = jax.tree_util.tree_unflatten(tree, full)
-                outs, out_tree = jax.tree_util.tree_flatten(f(*inner_args, **inner_kwargs))
-                passed = [None if _is_array(x) else (x,) for x in outs]
-                return [x for x in outs if _is_array(x)]
 
-            arrays = [x for x in leaves if _is_array(x)]
-            outs = iter(jax.checkpoint(flat, policy=translated)(arrays))
-            values = [next(outs) if x is None else x[0] for x in passed]
-            return jax.tree_util.tree_unflatten(out_tree, values)
+def remat(f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
+    """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
+    translated = jax_policy(policy)
 
-        return rematted
+    def rematted(*args: Any, **kwargs: Any) -> Any:
+        arrays, join = _parted((args, kwargs))
+        join_results: Any = None
 
-    def saved_residuals(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
-        return [_residual(value, text) for value, text in saved_residuals(f, *args, **kwargs)]
+        def flat(arrays: list[Any]) -> list[Any]:
+            nonlocal join_results
+            inner_args, inner_kwargs = join(arrays)
+            outs, join_results = _parted(f(*inner_args, **inner_kwargs))
+            return outs
+
+        outs = jax.checkpoint(flat, policy=translated)(arrays)
+        return join_results(outs)
+
+    return rematted
+
+
+def _parted(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays among the leaves, and what puts such arrays in their place."""
+    leaves, spec = jax.tree_util.tree_flatten(tree)
+    others = [None if _is_array(x) else (x,) for x in leaves]
+
+    def joined(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        full = [next(given) if x is None else x[0] for x in others]
+        return jax.tree_util.tree_unflatten(spec, full)
+
+    return [x for x in leaves if _is_array(x)], joined
+
+
+def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
+    return [_residual(value, text) for value, text in _jax.saved_residuals(f, *args, **kwargs)]
 
 
 def _residual(value: Any, text: str) -> Residual:
@@ -265,7 +225,4 @@ def _residual(value: Any, text: str) -> Residual:
 
 
 def _is_array(x: Any) -> bool:
-    return _kind(x) is _JAX or isinstance(x, (np.ndarray, np.generic))
-
-
-TRANSFORMS = JaxTransforms()
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))

@@ -1,7 +1,6 @@
 """Real-valued draws from keys, and masks made of them.
 
-Invariant: each takes as many bits as ``jax.random`` does, from the same counters, and rounds as XLA
-does where rounding decides a bit (``_fused.py``).
+Invariant: each takes as many bits as ``jax.random`` does, from the same counters.
 
 A uniform number has as many random bits as its dtype has mantissa bits.  JAX sets them into the
 mantissa of a number in [1, 2) and subtracts 1; an integer times a power of two is the same number.
@@ -11,17 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from functx.compat._erfinv import erfinv
 from functx.compat._fused import divide, multiply_add
 from functx.compat._keys import check_broadcast, check_key, check_shape
-from functx.compat._log1p import log1p
-from functx.compat._threefry import random_long, random_word, shift_right
+from functx.compat._threefry import random_long, random_word
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+# Of how many random bits the mantissa's are the upper ones.
+_DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
 _UNSIGNED = {torch.uint8: 0xFF, torch.uint16: 0xFFFF, torch.uint32: 0, torch.uint64: 0}
 
 
@@ -80,8 +78,7 @@ def uniform(
         maxval: the upper bound; the result is differentiable in both.
 
     Returns:
-        Numbers of that shape and dtype.  In ``float16`` between bounds they are rounded as JAX
-        rounds them on this CPU: once if it computes in ``float16``, else twice.
+        Numbers of that shape and dtype.
 
     Raises:
         ValueError: the dtype is not real, or a bound does not broadcast.
@@ -96,26 +93,21 @@ def uniform(
     shape = check_shape("uniform", shape)
     dtype = _real("uniform", dtype)
     unit = _unit(key, shape, dtype)
-    if not _is_number(minval, 0) or not _is_number(maxval, 1):
-        low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
-        check_broadcast("uniform", shape, low.shape, high.shape)
-        return torch.maximum(low, multiply_add(unit, high - low, low))
-    return unit
+    if not any(isinstance(x, torch.Tensor) for x in (minval, maxval)) and (minval, maxval) == (
+        0,
+        1,
+    ):
+        return unit
+    low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
+    check_broadcast("uniform", shape, low.shape, high.shape)
+    return torch.maximum(low, multiply_add(unit, high - low, low))
 
 
 def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Uniform numbers in [0, 1)."""
     digits = _MANTISSA[dtype]
-    if dtype == torch.float64:
-        long = random_long(key, shape)
-        return ((long >> 12) & ((1 << digits) - 1)).to(dtype) * 2.0**-digits
-    word = random_word(key, shape)
-    if dtype == torch.float32:
-        word = shift_right(word, 32 - digits)
-    elif dtype == torch.float16:
-        word = (word >> (16 - digits)) & ((1 << digits) - 1)
-    else:  # bfloat16 takes its seven from eight random bits
-        word = (word >> (8 - digits)) & ((1 << digits) - 1)
+    word = (random_long if dtype == torch.float64 else random_word)(key, shape)
+    word = (word >> (_DRAWN[dtype] - digits)) & ((1 << digits) - 1)
     return word.to(dtype) * 2.0**-digits
 
 
@@ -228,7 +220,7 @@ def dropout(
 def normal(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Standard normal numbers, as ``jax.random.normal``, within 3 ulp.
+    """Standard normal numbers, as ``jax.random.normal``, but for torch's inverse error function.
 
     Args:
         key: a key, shape ``(2,)``.
@@ -252,7 +244,7 @@ def normal(
     # From the smallest number above -1 to 1, whose distance rounds to 2.
     above = -1.0 + 2.0 ** -(_MANTISSA[dtype] + 1)
     u = _unit(key, shape, dtype) * 2.0 + above
-    return erfinv(u) * _root_of_two(dtype)
+    return torch.erfinv(u) * math.sqrt(2)
 
 
 def truncated_normal(
@@ -284,10 +276,10 @@ def truncated_normal(
         shape = torch.broadcast_shapes(low.shape, high.shape)
     shape = check_shape("truncated_normal", shape)
     check_broadcast("truncated_normal", shape, low.shape, high.shape)
-    root = _root_of_two(dtype)
+    root = math.sqrt(2)
     u = uniform(key, shape, dtype, torch.erf(low / root), torch.erf(high / root))
     infinity = torch.full((), math.inf, dtype=dtype, device=key.device)
-    inside = torch.maximum(erfinv(u) * root, torch.nextafter(low.detach(), infinity))
+    inside = torch.maximum(torch.erfinv(u) * root, torch.nextafter(low.detach(), infinity))
     return torch.minimum(inside, torch.nextafter(high.detach(), -infinity))
 
 
@@ -308,7 +300,7 @@ def exponential(
         ValueError: the dtype is not real.
     """
     check_key("exponential", key)
-    return -log1p(-uniform(key, shape, _real("exponential", dtype)))
+    return -torch.log1p(-uniform(key, shape, _real("exponential", dtype)))
 
 
 def gumbel(
@@ -341,7 +333,7 @@ def gumbel(
         raise ValueError(f"random.gumbel: mode is 'low' or 'high', not {mode!r}")
     high, low = uniform(key, (2, *shape), dtype).unbind(0)
     fine = high + 2.0 ** -_MANTISSA[dtype] * low + tiny
-    return -torch.log(-log1p(-torch.where(high >= 0.5, high, fine)))
+    return -torch.log(-torch.log1p(-torch.where(high >= 0.5, high, fine)))
 
 
 def _real(name: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -349,15 +341,6 @@ def _real(name: str, dtype: torch.dtype | None) -> torch.dtype:
     if dtype not in _MANTISSA:
         raise ValueError(f"random.{name} gives float16, bfloat16, float32 or float64, not {dtype}")
     return dtype
-
-
-def _root_of_two(dtype: torch.dtype) -> float:
-    # Rounded to ten bits and to seven it is the same number.
-    return math.sqrt(2) if dtype in (torch.float32, torch.float64) else 181 / 128
-
-
-def _is_number(x: Any, number: int) -> bool:
-    return isinstance(x, int | float) and x == number
 
 
 def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

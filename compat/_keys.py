@@ -16,16 +16,6 @@ from functx.compat._threefry import key_of, random_words, threefry2x32, words
 
 _DTYPES = (torch.int64, torch.int32, torch.uint32)
 _WORD = 0xFFFFFFFF
-_INTEGERS = (
-    torch.bool,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
 
 
 def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -52,11 +42,7 @@ def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -
         tensor([ 0, 42])
     """
     if isinstance(seed, torch.Tensor):
-        if seed.ndim or seed.dtype not in _INTEGERS:
-            raise TypeError(
-                "random.key takes one integer, got a tensor of shape"
-                f" {tuple(seed.shape)} and dtype {seed.dtype}; use vmap for many seeds"
-            )
+        _check_scalar("key", seed, "seeds")
         low = seed.to(torch.int64) if device is None else seed.to(device, torch.int64)
         high = low >> 32 if seed.dtype == torch.int64 else torch.zeros_like(low)
         return key_of(high.to(torch.int32), low.to(torch.int32), torch.int64)
@@ -118,22 +104,17 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         torch.Size([4, 2])
     """
     check_key("fold_in", key)
-    first, second = words(key)
     if isinstance(data, torch.Tensor):
-        if data.ndim or data.dtype not in _INTEGERS:
-            raise TypeError(
-                "random.fold_in takes one integer, got a tensor of shape"
-                f" {tuple(data.shape)} and dtype {data.dtype}; use vmap for many"
-            )
+        _check_scalar("fold_in", data, "integers")
         low = data.to(key.device, torch.int32)
-    elif isinstance(data, int | torch.SymInt):
-        if not 0 <= data <= _WORD:
-            raise OverflowError(f"random.fold_in: {data} is outside [0, 2**32)")
+    elif not isinstance(data, int | torch.SymInt):
+        raise TypeError(f"random.fold_in takes an integer, not {type(data).__name__}")
+    elif not 0 <= data <= _WORD:
+        raise OverflowError(f"random.fold_in: {data} is outside [0, 2**32)")
+    else:
         signed = data - (1 << 32) if data > _WORD >> 1 else data
         low = torch.full((), signed, dtype=torch.int32, device=key.device)
-    else:
-        raise TypeError(f"random.fold_in takes an integer, not {type(data).__name__}")
-    return key_of(*threefry2x32((first, second), torch.zeros_like(low), low), key.dtype)
+    return key_of(*threefry2x32(words(key), torch.zeros_like(low), low), key.dtype)
 
 
 def key_data(key: torch.Tensor) -> torch.Tensor:
@@ -235,16 +216,21 @@ def to_jax(key: torch.Tensor) -> Any:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
+def _check_scalar(name: str, x: torch.Tensor, what: str) -> None:
+    if x.ndim or x.is_floating_point() or x.is_complex():
+        raise TypeError(
+            f"random.{name} takes one integer, got a tensor of shape {tuple(x.shape)} and dtype"
+            f" {x.dtype}; use vmap for many {what}"
+        )
+
+
 def check_key(name: str, key: Any, batched: bool = False) -> None:
     """Refuse what is no key, or is several."""
     if not isinstance(key, torch.Tensor):
-        package = type(key).__module__.partition(".")[0]
-        how = {
-            "jax": "convert it with functx.compat.random.from_jax",
-            "jaxlib": "convert it with functx.compat.random.from_jax",
-            "numpy": "convert it with functx.compat.random.wrap_key_data",
-        }.get(package, "make one with functx.compat.random.key(seed)")
-        raise TypeError(f"random.{name} takes a key first, not a {type(key).__name__}: {how}")
+        raise TypeError(
+            f"random.{name} takes a key first, not a {type(key).__name__}: make one with"
+            " functx.compat.random.key(seed), or of JAX's key with functx.compat.random.from_jax"
+        )
     if key.dtype not in _DTYPES or not key.ndim or key.shape[-1] != 2:
         raise TypeError(
             f"random.{name} takes a key, two integer words in the last axis (int64, int32 or"
@@ -264,13 +250,11 @@ def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
         raise TypeError(
             f"random.{name}: a shape is a sequence of sizes such as (3,), not {shape!r}"
         )
-    sizes = tuple(shape)
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-            raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
-        if size < 0:
-            raise ValueError(f"random.{name}: {shape!r} has a negative size")
-    return sizes
+    if any(not isinstance(size, int | torch.SymInt) for size in shape):
+        raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"random.{name}: {shape!r} has a negative size")
+    return tuple(shape)
 
 
 def check_broadcast(name: str, shape: tuple[int, ...], *parameters: Sequence[int]) -> None:

@@ -61,11 +61,9 @@ class Difference:
         absolute: the largest absolute difference.
         relative: the largest difference, divided by the largest magnitude of its tensor.
         ulps: the same in units of the dtype's precision at that magnitude.
-        torch_error: torch's largest distance from its own float64 result, relative; None if the
+        torch_ulps: torch's largest distance from its own float64 result, in ulps; None if the
             function can't run in float64.
-        jax_error: JAX's distance from it.
-        torch_ulps: torch's distance from it, in ulps.
-        jax_ulps: JAX's distance from it, in ulps.
+        jax_ulps: JAX's distance from it.
         where: the tensor that is farthest apart, as ``[0]['weight']``.
         dtype: of that tensor.
         allowed: the relative difference that is allowed there.
@@ -75,8 +73,6 @@ class Difference:
     absolute: float
     relative: float
     ulps: float
-    torch_error: float | None
-    jax_error: float | None
     torch_ulps: float | None
     jax_ulps: float | None
     where: str
@@ -136,8 +132,6 @@ def difference(
         absolute=_most(d.absolute for d in found),
         relative=worst.relative,
         ulps=_most(d.ulps for d in found),
-        torch_error=_most_known(d.torch_error for d in found),
-        jax_error=_most_known(d.jax_error for d in found),
         torch_ulps=_most_known(d.torch_ulps for d in found),
         jax_ulps=_most_known(d.jax_ulps for d in found),
         where=worst.where,
@@ -187,8 +181,6 @@ def _of_leaf(
         absolute=absolute,
         relative=absolute / scale,
         ulps=absolute / (scale * eps),
-        torch_error=errors[0],
-        jax_error=errors[1],
         torch_ulps=None if errors[0] is None else errors[0] / eps,
         jax_ulps=None if errors[1] is None else errors[1] / eps,
         where=path,

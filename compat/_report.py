@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from functx.compat._kept import Kept
 from functx.compat._operations import Operation
 from functx.compat._precision import Difference
 from functx.compat._recompute import Products
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>crosscheck {title}</title></head>
+<body><pre>{text}</pre></body>
+</html>
+"""
 
 
 @dataclass(frozen=True)
@@ -105,16 +113,20 @@ class Crosscheck:
                 " What is left are second derivatives, batching, where derivatives stop, what XLA"
                 " makes of several operations, and state that is not the same at every call"
             )
-        if (
-            kept
-            and not self.kept_equal
-            and self.kept_torch is not None
-            and self.kept_jax is not None
-        ):
+        a, b = self.kept_torch, self.kept_jax
+        if kept and a is not None and b is not None and not self.kept_equal:
+            regions = enumerate(zip(a.by_region, b.by_region), 1)
+            first = next(
+                (
+                    f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
+                    for n, (r, s) in regions
+                    if r.activations != s.activations
+                ),
+                "",
+            )
             found.append(
-                f"bytes kept at region boundaries differ: torch {_say(self.kept_torch)}, JAX"
-                f" {_say(self.kept_jax)}{_where(self.kept_torch, self.kept_jax)}; the cuts are not"
-                " at the same places"
+                f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}{first};"
+                " the cuts are not at the same places"
             )
         return found
 
@@ -165,10 +177,14 @@ class Crosscheck:
         Returns:
             The path.
         """
-        from functx.compat._html import page
-
+        problems = self.problems()
+        said = [f"torch and JAX {'disagree:' if problems else 'agree.'}", *problems]
+        if self.first is not None and self.first.source is not None:
+            source = self.first.source
+            said.append(f"\nWhere it starts:\n{source}\n    {source.text}")
+        said += ["", str(self), "", json.dumps(self.figures(), indent=1)]
         path = Path(path)
-        path.write_text(page(self))
+        path.write_text(_PAGE.format(title=escape(self.name), text=escape("\n".join(said))))
         return path
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
@@ -187,7 +203,7 @@ class Crosscheck:
                 names = f"{what}: peak / XLA temporary bytes"
                 yield names, _count(run.torch_peak), _count(run.xla_temp), ""
             if run.torch_seconds is not None:
-                yield f"{what}: seconds", _time(run.torch_seconds), _time(run.jax_seconds), ""
+                yield f"{what}: seconds", f"{run.torch_seconds:.4f}", f"{run.jax_seconds:.4f}", ""
             p = run.products
             if p is not None:
                 recomputed = f"{p.torch_recomputed} and {p.jax_recomputed} recomputed"
@@ -241,13 +257,6 @@ def _whose(d: Difference) -> str:
     return said
 
 
-def _where(a: Kept, b: Kept) -> str:
-    for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
-        if r.activations != s.activations:
-            return f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
-    return ""
-
-
 def _say(kept: Kept) -> str:
     return (
         f"{kept.activations:,} of activations and {kept.arguments:,} of arguments in"
@@ -263,10 +272,6 @@ def _ulps(x: float | None) -> str:
 
 def _count(x: int | None) -> str:
     return "" if x is None else f"{x:,}"
-
-
-def _time(x: float | None) -> str:
-    return "" if x is None else f"{x:.4f}"
 
 
 def _rich(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

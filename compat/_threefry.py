@@ -24,13 +24,13 @@ _PARITY = 0x1BD11BDA
 _WORD = 0xFFFFFFFF
 
 
-def shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
     """Shift ``int32`` words right, filling with zeros."""
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
 def _rotate_left(x: torch.Tensor, by: int) -> torch.Tensor:
-    return (x << by) | shift_right(x, 32 - by)
+    return (x << by) | _shift_right(x, 32 - by)
 
 
 def threefry2x32(
