@@ -28,6 +28,7 @@ _SCALARS: dict[type, tuple[torch.dtype, torch.dtype]] = {
     float: (torch.float32, torch.float64),
     complex: (torch.complex64, torch.complex128),
 }
+_SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,20 @@ def read_leaf(
         if is_key(x) or not (x.weak_type and x.ndim == 0):
             return Leaf((x.shape, x.dtype), decode=decoder(x)), tensor_from_jax(encode(x), device)
         x = x.item()
-    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        x = _plain_number(x)
+    if type(x) in _SYMBOLS:
+        x = _SYMBOLS[type(x)](x)
     for kind, dtypes in _SCALARS.items():
         if isinstance(x, kind):
             return Leaf(kind, decode=weakly_typed), _as_tensor(x, dtypes[x64], device, name)
-    _check_hashable(x, name)
-    return Leaf((type(x), x), traced=False, static=x), None
+    try:
+        hash(x)
+    except TypeError:
+        raise TypeError(
+            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
+            " register it as a JAX pytree, or make it hashable to pass it as a static value"
+        ) from None
+    static = x if isinstance(x, Static) else Static(type(x), x)
+    return Leaf(static, traced=False, static=static.value), None
 
 
 def static_shape(t: Tensor) -> tuple[int, ...]:
@@ -123,66 +131,41 @@ def _as_tensor(x: Any, dtype: torch.dtype, device: torch.device | None, name: st
     return torch.tensor(x, dtype=dtype, device=device)
 
 
-def _plain_number(x: Any) -> Any:
-    kinds: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return kinds[type(x)](x)
-
-
-def _check_hashable(x: Any, name: str) -> None:
-    try:
-        hash(x)
-    except TypeError:
-        raise TypeError(
-            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
-            " register it as a JAX pytree, or make it hashable to pass it as a static value"
-        ) from None
-
-
 @dataclass(frozen=True)
-class StaticArguments:
-    """Which arguments are static: those that ``jax.jit`` would take for static.
+class Static:
+    """A static argument: no pytree, and so one leaf of the arguments; ``True`` is not 1."""
 
-    Attributes:
-        argnums: positions, negative ones from the end.
-        argnames: keywords.
+    kind: type
+    value: Any
+
+
+def mark_static(
+    names: tuple[tuple[int, ...], tuple[str, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with those that ``jax.jit`` would take for static as `Static`.
+
+    Args:
+        names: positions, negative ones from the end, and keywords.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        ValueError: a static argument is not hashable.
     """
+    argnums, argnames = names
+    full = [*args]
+    for i in {i % len(args) for i in argnums if -len(args) <= i < len(args)}:
+        full[i] = _static(i, args[i])
+    return tuple(full), {k: _static(k, v) if k in argnames else v for k, v in kwargs.items()}
 
-    argnums: tuple[int, ...] = ()
-    argnames: tuple[str, ...] = ()
 
-    def split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Hashable, Callable[[Any], tuple[Any, Any]]]:
-        """Dynamic arguments, static ones, and what puts the two together again.
-
-        Raises:
-            ValueError: a static argument is not hashable.
-        """
-        if not self.argnums and not self.argnames:
-            return (args, kwargs), None, lambda dynamic: dynamic
-        n = len(args)
-        places = sorted({i % n for i in self.argnums if -n <= i < n})
-        names = sorted(name for name in self.argnames if name in kwargs)
-        static = [(i, args[i]) for i in places] + [(name, kwargs[name]) for name in names]
-        for where, value in static:
-            try:
-                hash(value)
-            except TypeError:
-                raise ValueError(
-                    f"from_jax: the static argument {where!r} is a {type(value).__name__}, which is"
-                    " not hashable; pass a tuple in place of a list, or leave it out of"
-                    " static_argnums and static_argnames"
-                ) from None
-
-        def join(dynamic: Any) -> tuple[Any, Any]:
-            rest, named = dynamic
-            full = list(rest)
-            for where, value in static:
-                if isinstance(where, int):
-                    full.insert(where, value)
-            return full, {**named, **{k: v for k, v in static if isinstance(k, str)}}
-
-        moving = tuple(a for i, a in enumerate(args) if i not in places)
-        named = {k: v for k, v in kwargs.items() if k not in names}
-        key = tuple((where, type(value), value) for where, value in static)
-        return (moving, named), key, join
+def _static(where: int | str, value: Any) -> Static:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"from_jax: the static argument {where!r} is a {type(value).__name__}, which is not"
+            " hashable; pass a tuple in place of a list, or leave it out of static_argnums and"
+            " static_argnames"
+        ) from None
+    return Static(type(value), value)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from functx import _tree
+from functx.compat._modules import function_of
 
 Dims = Any
 Flat = Callable[[list[Any], list[Any]], list[Any]]
@@ -90,7 +91,7 @@ def case_of(
     dims = [in_dims] * len(args) if not isinstance(in_dims, Sequence) else list(in_dims)
     if isinstance(f, torch.nn.Module):
         params = {key: value.detach() for key, value in f.named_parameters()}
-        f = _functional(f)
+        f = function_of(f)
         args, dims = (params, *args), [None, *dims]
     if not args:
         raise TypeError(
@@ -105,7 +106,7 @@ def case_of(
 
     leaves, spec = _tree.flatten((args, dict(kwargs)))
     paths = _paths(args, kwargs)
-    of_leaf = [d for arg, d in zip(args, dims) for d in _broadcast(d, arg, name)]
+    of_leaf = [d for arg, d in zip(args, dims) for d in _spread(d, arg, name)]
     of_leaf += [None] * (len(leaves) - len(of_leaf))
     chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
     chosen += [False] * (len(leaves) - len(chosen))
@@ -148,13 +149,6 @@ def _kind(f: Any) -> str:
     return f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
 
 
-def _functional(module: torch.nn.Module) -> Callable[..., Any]:
-    def call(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, params, args, kwargs)
-
-    return call
-
-
 def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
     package = type(leaf).__module__.partition(".")[0]
     if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
@@ -188,25 +182,12 @@ def _walk(tree: Any, prefix: str) -> list[tuple[str, Any]]:
     return [(f"{prefix}{path}", leaf) for path, leaf in zip(_tree.paths(tree), leaves)]
 
 
-def _broadcast(dims: Dims, tree: Any, name: str) -> list[int | None]:
+def _spread(dims: Any, tree: Any, name: str) -> list[int | None]:
     """``dims``, a prefix of the structure of ``tree``, for each of its leaves."""
-    return [leaf.axis for leaf in _tree.leaves(_labelled(dims, tree, name))]
-
-
-@dataclass(frozen=True)
-class _Axis:
-    axis: int | None
-
-
-def _labelled(dims: Dims, tree: Any, name: str) -> Any:
-    if dims is None or isinstance(dims, int):
-        return _tree.map_(lambda _: _Axis(dims), tree)
-    if isinstance(dims, dict) and isinstance(tree, dict) and dims.keys() == tree.keys():
-        return {key: _labelled(dims[key], tree[key], name) for key in tree}
-    if isinstance(dims, list | tuple) and type(dims) is type(tree) and len(dims) == len(tree):
-        parts = [_labelled(d, t, name) for d, t in zip(dims, tree)]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    raise ValueError(
-        f"crosscheck {name}: in_dims has {dims!r} for an argument of type {type(tree).__name__},"
-        " which has another structure"
-    )
+    try:
+        return _tree.spread(dims, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"crosscheck {name}: in_dims has {dims!r} for an argument of type"
+            f" {type(tree).__name__}, which has another structure"
+        ) from error
