@@ -19,7 +19,6 @@ import torch
 
 from functx._errors import LoweringError
 from functx.compat._encoding import torch_dtype_of
-from functx.compat._jax import x64_enabled
 from functx.compat._lowering._dtypes import check_fits, to_jax_dtype
 from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
 
@@ -34,14 +33,6 @@ _FROM_BITS = {np.dtype(np_dtype): (dtype, bits) for dtype, (bits, np_dtype) in _
 
 # XLA reads memory that starts at a multiple of this many bytes.
 ALIGNMENT = 64
-
-# What 64-bit types become with x64 off; for floats `check_fits` never lets it come to that.
-MAY_NOT_FIT = {
-    torch.int64: torch.int32,
-    torch.uint64: torch.uint32,
-    torch.float64: torch.float32,
-    torch.complex128: torch.complex64,
-}
 
 
 def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
@@ -81,8 +72,7 @@ def is_still(array: jax.Array, x: torch.Tensor) -> bool:
         return False
     values, held = _values(x, "a tensor"), np.asarray(array)
     if values.dtype == held.dtype:
-        words = np.uint64 if values.nbytes % 8 == 0 else np.uint8
-        values, held = values.reshape(-1).view(words), held.reshape(-1).view(words)
+        values, held = values.reshape(-1).view(np.uint8), held.reshape(-1).view(np.uint8)
     return bool(np.array_equal(values, held))
 
 
@@ -118,12 +108,13 @@ def borrow(x: torch.Tensor, what: str) -> jax.Array:
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     x = x.resolve_conj().resolve_neg().contiguous()
-    if x.dtype in MAY_NOT_FIT and not x64_enabled():
+    dtype = torch_dtype_of(to_jax_dtype(x.dtype))
+    if dtype != x.dtype:
         try:
             check_fits(x.cpu().numpy(), what)
         except LoweringError as err:
             raise LoweringError(f"{err}; or use from_jax(..., enable_x64=True)") from None
-        x = x.to(MAY_NOT_FIT[x.dtype])
+        x = x.to(dtype)
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
     try:
@@ -147,14 +138,12 @@ def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
     """
     if x.size == 0:
         return torch.empty(x.shape, dtype=torch_dtype_of(x.dtype), device=device)
-    if len(x.devices()) > 1 or (device is None and not _reaches(x)):
+    platforms = [own.platform for own in x.devices()]
+    if len(platforms) > 1 or (
+        device is None and platforms != ["cpu"] and not torch.cuda.is_available()
+    ):
         return tensor_from_jax(x, device)
     return torch.from_dlpack(x).to(device)
-
-
-def _reaches(x: jax.Array) -> bool:
-    (device,) = x.devices()
-    return device.platform == "cpu" or torch.cuda.is_available()
 
 
 def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:

@@ -100,7 +100,7 @@ def difference(
         ours: torch's results.
         theirs: JAX's.
         reference: torch's in float64, if there are.
-        paths: names the results.
+        paths: names the results; if there are not as many, they are numbered.
         rtol: the difference allowed, relative to the largest entry of a tensor; None for what is
             usual for its dtype.
         atol: allowed on top, absolute.
@@ -118,7 +118,7 @@ def difference(
     found = []
     top = max((_magnitude(numbers(x)) for x in ours if x.dtype in RTOL), default=0.0)
     for n, (x, y) in enumerate(zip(ours, theirs)):
-        path = paths[n] if n < len(paths) else f"[{n}]"
+        path = paths[n] if len(paths) == len(ours) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
             raise Mismatch(f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}")
         if dtypes and str(x.dtype).removeprefix("torch.") != str(y.dtype):

@@ -57,7 +57,6 @@ class Crosscheck:
         kept_jax: bytes that JAX's pullback keeps there.
         first: the first operation that differs, if a value or derivative does and one was found.
         searched: whether it was looked for.
-        barriers_kept: whether XLA was seen to keep recomputations in the programs measured here.
         environment: versions and devices.
     """
 
@@ -68,7 +67,6 @@ class Crosscheck:
     kept_jax: Kept | None
     first: Operation | None = None
     searched: bool = False
-    barriers_kept: bool = True
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
