@@ -22,7 +22,7 @@ import functx
 from functx import _tree
 from functx._errors import LoweringError
 from functx.compat._case import Case, case_of
-from functx.compat._derivatives import TRANSFORMS, Library, as_torch_says, chosen, libraries
+from functx.compat._derivatives import TRANSFORMS, Library, as_torch_says, chosen
 from functx.compat._dlpack import array_from_torch
 from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._kept import Kept, kept_by_jax, kept_by_torch
@@ -130,7 +130,7 @@ def _compare(
     locate: bool,
 ) -> Crosscheck:
     lowered = to_jax(case.function)
-    ours, theirs = libraries(case, lowered)
+    ours, theirs = Library(case, case.function, functx), Library(case, lowered, jax)
     torch_args = (case.primals, case.rest)
     jax_args = _arrays(case.primals), _arrays(case.rest)
     results = ours.value(*torch_args)

@@ -73,24 +73,13 @@ def static_arguments(
         TypeError: the options are of a wrong type.
         ValueError: they name arguments that ``f`` does not have.
     """
-    import functools
-
     import jax
 
-    infos = [getattr(f, "_jit_info", None)]
-    if argnums is not None or argnames is not None:
-
-        @functools.wraps(f)
-        def target(*args: Any, **kwargs: Any) -> Any:
-            return f(*args, **kwargs)
-
-        infos.append(
-            jax.jit(target, static_argnums=argnums, static_argnames=argnames)._jit_info  # type: ignore[attr-defined]
-        )
-    known = [info for info in infos if info is not None]
+    jitted: Any = jax.jit(f, static_argnums=argnums, static_argnames=argnames)
+    infos = [info._jit_info for info in (f, jitted) if hasattr(info, "_jit_info")]
     return (
-        tuple({i: None for info in known for i in info.static_argnums}),
-        tuple({name: None for info in known for name in info.static_argnames}),
+        tuple({i for info in infos for i in info.static_argnums}),
+        tuple({name for info in infos for name in info.static_argnames}),
     )
 
 
