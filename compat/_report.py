@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
 import math
 from collections.abc import Iterator
@@ -114,17 +112,14 @@ class Crosscheck:
         a, b = self.kept_torch, self.kept_jax
         if kept and a is not None and b is not None and not self.kept_equal:
             regions = enumerate(zip(a.by_region, b.by_region), 1)
-            first = next(
-                (
-                    f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
-                    for n, (r, s) in regions
-                    if r.activations != s.activations
-                ),
-                "",
-            )
+            differ = [
+                f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
+                for n, (r, s) in regions
+                if r.activations != s.activations
+            ]
             found.append(
-                f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}{first};"
-                " the cuts are not at the same places"
+                f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}"
+                f"{''.join(differ[:1])}; the cuts are not at the same places"
             )
         return found
 
@@ -226,33 +221,32 @@ class Crosscheck:
             yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
     def __str__(self) -> str:
-        header = ("", "torch", "JAX", "")
-        if importlib.util.find_spec("rich") is not None:
-            return _rich(f"crosscheck {self.name}", header, list(self.rows()))
-        return _plain(f"crosscheck {self.name}", [header, *self.rows()])
+        rows = [("", "torch", "JAX", ""), *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = (
+            "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>><", widths)).rstrip()
+            for row in rows
+        )
+        return "\n".join([f"crosscheck {self.name}", *lines])
 
     __repr__ = __str__
 
 
 def _how_far(d: Difference, allowed: float) -> str:
-    if math.isfinite(d.absolute):
-        return (
-            f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more"
-            f" than rtol={allowed:g}{_whose(d)}"
-        )
-    return ": NaN or infinity in one framework where the other has another value"
-
-
-def _whose(d: Difference) -> str:
-    if d.torch_ulps is None or d.jax_ulps is None:
-        return ""
+    if not math.isfinite(d.absolute):
+        return ": NaN or infinity in one framework where the other has another value"
     said = (
+        f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than"
+        f" rtol={allowed:g}"
+    )
+    if d.torch_ulps is None or d.jax_ulps is None:
+        return said
+    said += (
         f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and JAX"
         f" {_ulps(d.jax_ulps)} ulp"
     )
-    if d.torch_ulps > max(64, 4 * d.jax_ulps):
-        return f"{said}: it is torch that has lost precision"
-    return said
+    lost = d.torch_ulps > max(64, 4 * d.jax_ulps)
+    return f"{said}: it is torch that has lost precision" if lost else said
 
 
 def _say(kept: Kept) -> str:
@@ -270,26 +264,3 @@ def _ulps(x: float | None) -> str:
 
 def _count(x: int | None) -> str:
     return "" if x is None else f"{x:,}"
-
-
-def _rich(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header, title=title)
-    for column in (1, 2):
-        table.columns[column].justify = "right"
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    Console(file=out, width=110).print(table)
-    return out.getvalue().rstrip()
-
-
-def _plain(title: str, rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
-    ]
-    return "\n".join([title, *lines])
