@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -79,10 +79,25 @@ def _refuse(api: str, option: str, value: Any, default: Any, instead: str) -> No
         )
 
 
-_KEYS = "JAX draws from explicit keys: split the key, and map over the keys"
+def _without(
+    transform: Callable[..., Any], option: str, default: Any, instead: str
+) -> Callable[..., Any]:
+    """A transform of JAX, called with an option that JAX does not have."""
 
+    def chosen(*args: Any, **options: Any) -> Any:
+        _refuse(transform.__name__, option, options.pop(option, default), default, instead)
+        return transform(*args, **options)
+
+    return chosen
+
+
+_KEYS = "JAX draws from explicit keys: split the key, and map over the keys"
+_MAP = "use jax.lax.map(..., batch_size=)"
 
 grad, value_and_grad, linearize, hessian = jax.grad, jax.value_and_grad, jax.linearize, jax.hessian
+jvp = _without(jax.jvp, "strict", False, "JAX gives zeros for what does not depend on x")
+jacrev = _without(jax.jacrev, "chunk_size", None, f"{_MAP} of the pullback")
+jacfwd = _without(jax.jacfwd, "randomness", "error", _KEYS)
 remat_scan, remat_loop = _loops.scan, _loops.loop
 
 
@@ -96,7 +111,7 @@ def vmap(
 ) -> Callable[..., Any]:
     """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
     _refuse("vmap", "randomness", randomness, "error", _KEYS)
-    _refuse("vmap", "chunk_size", chunk_size, None, "use jax.lax.map(..., batch_size=)")
+    _refuse("vmap", "chunk_size", chunk_size, None, _MAP)
 
     def batched(*args: Any, **kwargs: Any) -> Any:
         f = functools.partial(func, **kwargs) if kwargs else func
@@ -120,45 +135,6 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         return pullback(cotangents)
 
     return (output, vjp_fn, *aux)
-
-
-def jvp(
-    func: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    strict: bool = False,
-    has_aux: bool = False,
-) -> Any:
-    """``jax.jvp``."""
-    _refuse("jvp", "strict", strict, False, "JAX gives zeros for what does not depend on x")
-    return jax.jvp(func, primals, tangents, has_aux=has_aux)
-
-
-def jacrev(
-    func: Callable[..., Any],
-    argnums: Any = 0,
-    *,
-    has_aux: bool = False,
-    chunk_size: int | None = None,
-    _preallocate_and_copy: bool = False,
-) -> Any:
-    """``jax.jacrev``."""
-    instead = "use jax.lax.map(..., batch_size=) of the pullback"
-    _refuse("jacrev", "chunk_size", chunk_size, None, instead)
-    return jax.jacrev(func, argnums, has_aux)
-
-
-def jacfwd(
-    func: Callable[..., Any],
-    argnums: Any = 0,
-    has_aux: bool = False,
-    *,
-    randomness: str = "error",
-) -> Any:
-    """``jax.jacfwd``."""
-    _refuse("jacfwd", "randomness", randomness, "error", _KEYS)
-    return jax.jacfwd(func, argnums, has_aux)
 
 
 def can_scan(state: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.fx.traceback import preserve_node_meta
 
 import functx
 from functx import _tree
@@ -30,7 +31,7 @@ from functx.compat._operations import Operation, first_difference
 from functx.compat._precision import Difference, difference, in_float64
 from functx.compat._recompute import count
 from functx.compat._report import Crosscheck, Run
-from functx.compat._sources import noted, noting
+from functx.compat._sources import noted
 from functx.compat._to_jax import Lowered, to_jax
 
 
@@ -217,7 +218,7 @@ def _first(
     case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
 ) -> Operation | None:
     """The first operation that differs, for the first example."""
-    with noting():
+    with preserve_node_meta():
         program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
     primals, rest = _first_example(case, (case.primals, case.rest))
     return first_difference(program, [*primals, *rest], derivatives, rtol, atol)

@@ -19,8 +19,6 @@ from functx._policy_kinds import Dots, Names, Offloaded
 
 JaxPolicy = Callable[..., Any]
 
-_NAME = "name"  # what the primitive of a name is called
-
 
 def jax_policy(policy: Any) -> JaxPolicy | None:
     """The policy of ``jax.checkpoint`` that means the same.
@@ -93,22 +91,16 @@ def _combined(
         return None
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return rule(
-            _answer(first(primitive, *avals, **params)),
-            _answer(second(primitive, *avals, **params)),
-        )
+        said = (p(primitive, *avals, **params) for p in (first, second))
+        # An answer is true if the value is kept: JAX's "recompute" is an object, too.
+        return rule(*(type(x).__name__ != "RecomputeType" and x for x in said))
 
     return policy
-
-
-def _answer(said: Any) -> Any:
-    """An answer that is true if the value is kept: JAX's "recompute" is an object, too."""
-    return False if type(said).__name__ == "RecomputeType" else said
 
 
 def _of_operations(policy: JaxPolicy | None) -> JaxPolicy | None:
     if policy is None:
         return None
     return lambda primitive, *avals, **params: (
-        primitive.name != _NAME and policy(primitive, *avals, **params)
+        primitive.name != "name" and policy(primitive, *avals, **params)
     )
