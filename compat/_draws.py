@@ -89,9 +89,7 @@ def uniform(
         >>> random.uniform(random.key(0), (2,), minval=-1.0, maxval=1.0)
         tensor([0.8953, 0.9572])
     """
-    check_key("uniform", key)
-    shape = check_shape("uniform", shape)
-    dtype = _real("uniform", dtype)
+    shape, dtype = _checked("uniform", key, shape, dtype)
     unit = _unit(key, shape, dtype)
     if not any(isinstance(x, torch.Tensor) for x in (minval, maxval)) and (minval, maxval) == (
         0,
@@ -158,16 +156,9 @@ def rademacher(
 ) -> torch.Tensor:
     """Signs, -1 or 1 with equal probability, as ``jax.random.rademacher``.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: of the result; ``int32`` if None, as JAX with 64-bit types off.
-
-    Returns:
-        Signs of that shape and dtype.
+    The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.
     """
-    check_key("rademacher", key)
-    heads = uniform(key, check_shape("rademacher", shape), torch.float32) < 0.5
+    heads = _unit(key, *_checked("rademacher", key, shape, torch.float32)) < 0.5
     return heads.to(dtype or torch.int32) * 2 - 1
 
 
@@ -222,25 +213,14 @@ def normal(
 ) -> torch.Tensor:
     """Standard normal numbers, as ``jax.random.normal``, but for torch's inverse error function.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: as in `uniform`.
-
-    Returns:
-        Numbers of that shape and dtype.
-
-    Raises:
-        ValueError: the dtype is not real.
+    Arguments and errors are those of `uniform`.
 
     Example:
         >>> from functx.compat import random
         >>> random.normal(random.key(0), (2,))
         tensor([1.6226, 2.0253])
     """
-    check_key("normal", key)
-    shape = check_shape("normal", shape)
-    dtype = _real("normal", dtype)
+    shape, dtype = _checked("normal", key, shape, dtype)
     # From the smallest number above -1 to 1, whose distance rounds to 2.
     above = -1.0 + 2.0 ** -(_MANTISSA[dtype] + 1)
     u = _unit(key, shape, dtype) * 2.0 + above
@@ -269,13 +249,11 @@ def truncated_normal(
     Raises:
         ValueError: the dtype is not real, or a bound does not broadcast.
     """
-    check_key("truncated_normal", key)
-    dtype = _real("truncated_normal", dtype)
+    _, dtype = _checked("truncated_normal", key, (), dtype)
     low, high = _bound(lower, key.device, dtype), _bound(upper, key.device, dtype)
-    if shape is None:
-        shape = torch.broadcast_shapes(low.shape, high.shape)
-    shape = check_shape("truncated_normal", shape)
-    check_broadcast("truncated_normal", shape, low.shape, high.shape)
+    bounds = low.shape, high.shape
+    shape = torch.broadcast_shapes(*bounds) if shape is None else shape
+    check_broadcast("truncated_normal", check_shape("truncated_normal", shape), *bounds)
     root = math.sqrt(2)
     u = uniform(key, shape, dtype, torch.erf(low / root), torch.erf(high / root))
     infinity = torch.full((), math.inf, dtype=dtype, device=key.device)
@@ -286,21 +264,11 @@ def truncated_normal(
 def exponential(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Exponentially distributed numbers of mean 1, as ``jax.random.exponential``.
+    """Exponentially distributed numbers of mean 1, in ``[0, inf)``, as ``jax.random.exponential``.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: as in `uniform`.
-
-    Returns:
-        Numbers of that shape and dtype, in ``[0, inf)``.
-
-    Raises:
-        ValueError: the dtype is not real.
+    Arguments and errors are those of `uniform`.
     """
-    check_key("exponential", key)
-    return -torch.log1p(-uniform(key, shape, _real("exponential", dtype)))
+    return -torch.log1p(-_unit(key, *_checked("exponential", key, shape, dtype)))
 
 
 def gumbel(
@@ -311,21 +279,9 @@ def gumbel(
 ) -> torch.Tensor:
     """Gumbel distributed numbers, as ``jax.random.gumbel``.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: as in `uniform`.
-        mode: ``"low"`` (the default), or ``"high"`` for twice the random bits.
-
-    Returns:
-        Numbers of that shape and dtype.
-
-    Raises:
-        ValueError: the dtype is not real, or there is no such mode.
+    Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`.
     """
-    check_key("gumbel", key)
-    shape = check_shape("gumbel", shape)
-    dtype = _real("gumbel", dtype)
+    shape, dtype = _checked("gumbel", key, shape, dtype)
     tiny = torch.finfo(dtype).tiny
     if mode in (None, "low"):
         return -torch.log(-torch.log(uniform(key, shape, dtype, tiny, 1.0)))
@@ -336,11 +292,14 @@ def gumbel(
     return -torch.log(-torch.log1p(-torch.where(high >= 0.5, high, fine)))
 
 
-def _real(name: str, dtype: torch.dtype | None) -> torch.dtype:
+def _checked(
+    name: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    check_key(name, key)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in _MANTISSA:
         raise ValueError(f"random.{name} gives float16, bfloat16, float32 or float64, not {dtype}")
-    return dtype
+    return check_shape(name, shape), dtype
 
 
 def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
