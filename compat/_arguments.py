@@ -5,7 +5,7 @@ Everything that JAX would trace travels as a tensor; everything else is static.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from functx._errors import LoweringError
-from functx.compat._dlpack import tensor_from_jax
-from functx.compat._encoding import decoder, encode, is_key
+from functx.compat._dlpack import decoder, encode, is_key, tensor_from_jax
 from functx.compat._jax import weakly_typed
 from functx.compat._lowering._dtypes import check_fits
 
@@ -36,20 +35,18 @@ class Leaf:
     """What is known of one leaf of the arguments, its values aside.
 
     Attributes:
-        key: its part of the signature.
-        traced: whether JAX traces it; it travels as a tensor then.
-        static: the leaf itself, if not.
-        decode: what makes it from what travelled.
+        key: its part of the signature; of what JAX does not trace the leaf itself, as `Static`.
+        decode: what makes it from the array that travelled, if it is not that array.
     """
 
     key: Hashable
-    traced: bool = True
-    static: Any = None
     decode: Callable[[Any], Any] | None = None
 
-    def value(self, array: Any) -> Any:
-        """What the function is given for the array that travelled."""
-        return array if self.decode is None else self.decode(array)
+    def value(self, arrays: Iterator[Any]) -> Any:
+        """What the function is given; takes the next of the arrays that travelled."""
+        if isinstance(self.key, Static):
+            return self.key.value
+        return next(arrays) if self.decode is None else self.decode(next(arrays))
 
 
 def read_leaf(
@@ -83,7 +80,8 @@ def read_leaf(
                 f"from_jax: {name} got a nested tensor, which JAX has no arrays for; pad it with"
                 " torch.nested.to_padded_tensor"
             )
-        return Leaf((static_shape(x), x.dtype)), x
+        # A shape in plain numbers: each is a signature of its own, also while torch traces.
+        return Leaf((tuple(map(int, x.shape)), x.dtype)), x
     if isinstance(x, (np.ndarray, np.generic)):
         check_fits(np.asarray(x), f"from_jax: an argument of {name}")
         x = jnp.asarray(x)
@@ -110,14 +108,7 @@ def read_leaf(
             f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
             " register it as a JAX pytree, or make it hashable to pass it as a static value"
         ) from None
-    static = x if isinstance(x, Static) else Static(type(x), x)
-    return Leaf(static, traced=False, static=static.value), None
-
-
-def static_shape(t: Tensor) -> tuple[int, ...]:
-    """A shape in plain numbers: each is a signature of its own, also while torch traces."""
-    shape = t.shape
-    return shape if all(type(n) is int for n in shape) else tuple(map(int, shape))
+    return Leaf(x if isinstance(x, Static) else Static(type(x), x)), None
 
 
 def _as_tensor(x: Any, dtype: torch.dtype, device: torch.device | None, name: str) -> Tensor:

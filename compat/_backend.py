@@ -3,6 +3,12 @@
 An option that has no meaning there raises and says what to use instead; those that only concern
 when torch frees memory are accepted, since JAX decides that by itself. Reached through
 ``functx._arrays``.
+
+NOTE [names in JAX]
+A name is an operation of its own in JAX, an identity; a policy is asked about each operation
+before it is known whether a name will follow. So policies of operations do not look at names here
+(the value was judged where it was computed), and those that need both, such as "everything except
+these names", have no counterpart: they raise.
 """
 
 from __future__ import annotations
@@ -21,11 +27,14 @@ import torch
 from jax.ad_checkpoint import checkpoint_name as name_of_jax
 
 from functx import _torch, _tree
+from functx._policies import Both, Either, Everything, Not
+from functx._policy_kinds import Dots, Names, Offloaded
 from functx._residuals import Residual, Value
 from functx.compat import _jax, _loops
-from functx.compat._encoding import is_key
+from functx.compat._dlpack import is_key
 from functx.compat._jax import is_tracing
-from functx.compat._policies import jax_policy
+
+JaxPolicy = Callable[..., Any]
 
 _TORCH, _JAX = "torch tensor", "JAX array"
 
@@ -60,10 +69,9 @@ def _kind(cls: type) -> str | None:
 
 
 def _mixed(api: str, args: Any, kwargs: Any) -> str:
-    paths, _ = jax.tree_util.tree_flatten_with_path(args)
-    named, _ = jax.tree_util.tree_flatten_with_path(kwargs)
-    found = [(f"args{jax.tree_util.keystr(path)}", x) for path, x in paths]
-    found += [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in named]
+    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    found = [(f"args{keystr(path)}", x) for path, x in leaves(args)]
+    found += [(keystr(path, simple=True, separator="."), x) for path, x in leaves(kwargs)]
     what = ", ".join(f"{name} is a {_kind(type(x))}" for name, x in found if _kind(type(x)))
     return (
         f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
@@ -149,7 +157,7 @@ def checkpoint_name(x: Any, name: str) -> Any:
 
 def remat(f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
     """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
-    translated = jax_policy(policy)
+    translated = _jax_policy(policy)
 
     def rematted(*args: Any, **kwargs: Any) -> Any:
         arrays, join = _parted((args, kwargs))
@@ -202,3 +210,89 @@ def _residual(value: Any, text: str) -> Residual:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _jax_policy(policy: Any) -> JaxPolicy | None:
+    """The policy of ``jax.checkpoint`` that means the same.
+
+    Raises:
+        TypeError: JAX has none.
+    """
+    if policy is None:
+        return None
+    translated = _translate(policy)
+    if translated is None:
+        raise TypeError(
+            f"functx.remat: policy={policy!r} has no counterpart for JAX arrays. Of"
+            " functx.checkpoint_policies, those that are in jax.checkpoint_policies too have one"
+            " (but save_anything_except_these_names), what | makes of them, and what & and ~ make"
+            " of those that know no names"
+        )
+    return translated
+
+
+def _translate(policy: Any) -> JaxPolicy | None:
+    policies = jax.checkpoint_policies
+    match policy:
+        case Everything(saved):
+            return policies.everything_saveable if saved else policies.nothing_saveable
+        case Dots(batch_dims=True, offload=None):
+            return policies.dots_saveable
+        case Dots(batch_dims=False, offload=None):
+            return policies.dots_with_no_batch_dims_saveable
+        case Dots(batch_dims=False, offload=(_, _) as places):
+            return policies.offload_dot_with_no_batch_dims(*places)
+        case Names():
+            return _names(policy)
+        case Offloaded(Dots(batch_dims=False, offload=None)):
+            return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        case Offloaded(Names("only", names)):
+            return _names(Names("only", frozenset(), names))
+        case Either(first, second):
+            return _combined(_translate(first), _translate(second), lambda a, b: a or b)
+        case Both(first, second) if not (first.reads_names or second.reads_names):
+            both = _combined(_translate(first), _translate(second), lambda a, b: a and b)
+            return _of_operations(both)
+        case Not(inner) if not policy.reads_names:
+            translated = _translate(inner)
+            return _of_operations(_combined(translated, translated, lambda a, _: not a))
+    return None
+
+
+def _names(policy: Names) -> JaxPolicy | None:
+    policies = jax.checkpoint_policies
+    if policy.rule == "except":
+        return None  # NOTE [names in JAX]
+    if policy.rule == "but":
+        return policies.save_any_names_but_these(*policy.names)
+    if not policy.offload:
+        return policies.save_only_these_names(*policy.names)
+    source, destination = policy.places
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(policy.names),
+        names_which_can_be_offloaded=sorted(policy.offload),
+        offload_src=source,
+        offload_dst=destination,
+    )
+
+
+def _combined(
+    first: JaxPolicy | None, second: JaxPolicy | None, rule: Callable[[Any, Any], Any]
+) -> JaxPolicy | None:
+    if first is None or second is None:
+        return None
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        said = (p(primitive, *avals, **params) for p in (first, second))
+        # An answer is true if the value is kept: JAX's "recompute" is an object, too.
+        return rule(*(type(x).__name__ != "RecomputeType" and x for x in said))
+
+    return policy
+
+
+def _of_operations(policy: JaxPolicy | None) -> JaxPolicy | None:
+    if policy is None:
+        return None
+    return lambda primitive, *avals, **params: (
+        primitive.name != "name" and policy(primitive, *avals, **params)
+    )

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from functx.compat._fused import divide, multiply_add
-from functx.compat._keys import check_broadcast, check_key, check_shape
-from functx.compat._threefry import random_long, random_word
+from functx.compat._keys import check_broadcast, check_key, check_shape, random_long, random_word
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 # Of how many random bits the mantissa's are the upper ones.

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 
 from functx.compat._draws import gumbel
-from functx.compat._keys import check_broadcast, check_key, check_shape, split
-from functx.compat._threefry import random_long, random_word
+from functx.compat._keys import (
+    check_broadcast,
+    check_key,
+    check_shape,
+    random_long,
+    random_word,
+    split,
+)
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 Bound = int | torch.Tensor

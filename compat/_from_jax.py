@@ -23,8 +23,7 @@ from functx._torch.compiler import uncompiled
 from functx.compat import _inline as _inline  # to_jax learns the operator
 from functx.compat._arguments import Leaf, mark_static, read_leaf
 from functx.compat._call import call
-from functx.compat._dlpack import array_from_torch
-from functx.compat._encoding import decoder, encode
+from functx.compat._dlpack import array_from_torch, decoder, encode
 from functx.compat._jax import static_arguments
 from functx.compat._program import Program
 from functx.compat._settings import Settings, current_settings
@@ -122,8 +121,7 @@ class _Signature:
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            values = [leaf.value(next(given)) if leaf.traced else leaf.static for leaf in leaves]
-            args, kwargs = jax.tree_util.tree_unflatten(in_tree, values)
+            args, kwargs = jax.tree_util.tree_unflatten(in_tree, [x.value(given) for x in leaves])
             outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
             outs = [_result(out, name) for out in outs]
             self.decoders = [decoder(out) for out in outs]

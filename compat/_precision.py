@@ -8,7 +8,7 @@ wrong for having lost its own last digits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,22 +127,16 @@ def difference(
             x = x.to(_NARROWER[str(y.dtype)])
         r = None if reference is None else reference[n]
         found.append(_of_leaf(x, y, r, path, rtol, atol, top))
-    worst = max(found, key=lambda d: _order(d.relative / d.allowed if d.allowed else d.relative))
-    return Difference(
+    far = [d.relative / (d.allowed or 1.0) for d in found]
+    worst = found[int(np.argmax(np.nan_to_num(far, nan=np.inf)))]
+    return replace(
+        worst,
         absolute=_most(d.absolute for d in found),
-        relative=worst.relative,
         ulps=_most(d.ulps for d in found),
         torch_ulps=_most_known(d.torch_ulps for d in found),
         jax_ulps=_most_known(d.jax_ulps for d in found),
-        where=worst.where,
-        dtype=worst.dtype,
-        allowed=worst.allowed,
         agrees=all(d.agrees for d in found),
     )
-
-
-def _order(x: float) -> float:
-    return float("inf") if np.isnan(x) else x
 
 
 def _most(values: Any) -> float:
@@ -206,13 +200,8 @@ def _usual(dtype: torch.dtype, error: float | None) -> float:
 def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """A tensor's values as NumPy's widest of their kind."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
-    if x.is_complex():
-        return x.to(torch.complex128).numpy()
-    if x.is_floating_point():
-        return x.to(torch.float64).numpy()
-    if x.dtype == torch.bool:
-        return x.to(torch.int64).numpy()
-    return x.numpy()
+    kinds = {torch.bool: torch.int64, **_WIDE}
+    return x.to(kinds.get(x.dtype, x.dtype)).numpy()
 
 
 def _largest(a: Any, b: Any) -> float:
