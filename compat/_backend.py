@@ -53,7 +53,7 @@ def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
         leaves = _tree.leaves((args, kwargs))
     found = set(map(_kind, set(map(type, leaves))))
     if _TORCH in found and _JAX in found:
-        if all(_kind(type(x)) != _JAX or is_key(x) for x in leaves):
+        if all(is_key(x) for x in leaves if isinstance(x, jax.Array)):
             return None
         raise TypeError(_mixed(api, args, kwargs))
     if _JAX in found or (_TORCH not in found and is_tracing() and not _torch.tracing()):
@@ -72,7 +72,11 @@ def _mixed(api: str, args: Any, kwargs: Any) -> str:
     keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
     found = [(f"args{keystr(path)}", x) for path, x in leaves(args)]
     found += [(keystr(path, simple=True, separator="."), x) for path, x in leaves(kwargs)]
-    what = ", ".join(f"{name} is a {_kind(type(x))}" for name, x in found if _kind(type(x)))
+    what = ", ".join(
+        f"{name} is a {_TORCH if isinstance(x, torch.Tensor) else _JAX}"
+        for name, x in found
+        if isinstance(x, (torch.Tensor, jax.Array))
+    )
     return (
         f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
         " other (torch.from_dlpack, jax.numpy.asarray), or the function:"

@@ -19,7 +19,7 @@ from functx.compat._keys import check_broadcast, check_key, check_shape, random_
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 # Of how many random bits the mantissa's are the upper ones.
 _DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
-_UNSIGNED = {torch.uint8: 0xFF, torch.uint16: 0xFFFF, torch.uint32: 0, torch.uint64: 0}
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def bits(
@@ -48,12 +48,8 @@ def bits(
     dtype = torch.uint32 if dtype is None else dtype
     if dtype not in _UNSIGNED:
         raise ValueError(f"random.bits gives unsigned integers, not {dtype}")
-    if dtype == torch.uint64:
-        return random_long(key, shape).to(dtype)
-    word = random_word(key, shape)
-    if dtype != torch.uint32:
-        return (word & _UNSIGNED[dtype]).to(dtype)
-    if torch.compiler.is_compiling() and shape:
+    word = (random_long if dtype == torch.uint64 else random_word)(key, shape)
+    if torch.compiler.is_compiling() and shape and dtype == torch.uint32:
         # Inductor does not vectorize a loop that holds a uint32.  A view as bytes ends the loop,
         # the other view is for free.
         return word.view(torch.uint8).view(dtype)
@@ -90,10 +86,8 @@ def uniform(
     """
     shape, dtype = _checked("uniform", key, shape, dtype)
     unit = _unit(key, shape, dtype)
-    if not any(isinstance(x, torch.Tensor) for x in (minval, maxval)) and (minval, maxval) == (
-        0,
-        1,
-    ):
+    numbers = not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor)
+    if numbers and (minval, maxval) == (0, 1):
         return unit
     low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
     check_broadcast("uniform", shape, low.shape, high.shape)

@@ -38,7 +38,7 @@ def teach_jax(tree: Any) -> bool:
     new = [cls for cls in found if pytree_node(cls) is not None]
     for cls in new:
         with _lock:
-            _register(cls)
+            _register(cls)  # type: ignore[arg-type]
     return bool(new)
 
 
