@@ -10,11 +10,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-INSTALL = (
-    "needs JAX, which is not installed: pip install 'functx[jax]' "
-    "(or, for CUDA, pip install 'functx[cuda]')"
-)
-
 
 def require(what: str) -> None:
     """Raise an ImportError that says how to install JAX, unless it is there.
@@ -26,7 +21,11 @@ def require(what: str) -> None:
         ImportError: if JAX can't be found.
     """
     if importlib.util.find_spec("jax") is None:
-        raise ImportError(f"functx.compat.{what} {INSTALL}", name="jax")
+        raise ImportError(
+            f"functx.compat.{what} needs JAX, which is not installed: pip install 'functx[jax]' (or,"
+            " for CUDA, pip install 'functx[cuda]')",
+            name="jax",
+        )
 
 
 def x64_enabled() -> bool:

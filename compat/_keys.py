@@ -123,7 +123,7 @@ def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -
     if isinstance(seed, torch.Tensor):
         _check_scalar("key", seed, "seeds")
         low = seed.to(torch.int64) if device is None else seed.to(device, torch.int64)
-        high = low >> 32 if seed.dtype == torch.int64 else torch.zeros_like(low)
+        high = low >> 32 if seed.dtype.itemsize == 8 else torch.zeros_like(low)
         return key_of(high.to(torch.int32), low.to(torch.int32), torch.int64)
     if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt):
         raise TypeError(f"random.key takes an integer seed, not {type(seed).__name__}")
