@@ -22,8 +22,8 @@ def require(what: str) -> None:
     """
     if importlib.util.find_spec("jax") is None:
         raise ImportError(
-            f"functx.compat.{what} needs JAX, which is not installed: pip install 'functx[jax]' (or,"
-            " for CUDA, pip install 'functx[cuda]')",
+            f"functx.compat.{what} needs JAX, which is not installed: pip install 'functx[jax]'"
+            " (or, for CUDA, pip install 'functx[cuda]')",
             name="jax",
         )
 
