@@ -5,7 +5,7 @@ Everything that JAX would trace travels as a tensor; everything else is static.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from functx._errors import LoweringError
-from functx.compat._dlpack import tensor_from_jax
-from functx.compat._encoding import decoder, encode, is_key
+from functx.compat._dlpack import decoder, encode, is_key, tensor_from_jax
 from functx.compat._jax import weakly_typed
 from functx.compat._lowering._dtypes import check_fits
 
@@ -28,6 +27,7 @@ _SCALARS: dict[type, tuple[torch.dtype, torch.dtype]] = {
     float: (torch.float32, torch.float64),
     complex: (torch.complex64, torch.complex128),
 }
+_SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,18 @@ class Leaf:
     """What is known of one leaf of the arguments, its values aside.
 
     Attributes:
-        key: its part of the signature.
-        traced: whether JAX traces it; it travels as a tensor then.
-        static: the leaf itself, if not.
-        decode: what makes it from what travelled.
+        key: its part of the signature; of what JAX does not trace the leaf itself, as `Static`.
+        decode: what makes it from the array that travelled, if it is not that array.
     """
 
     key: Hashable
-    traced: bool = True
-    static: Any = None
     decode: Callable[[Any], Any] | None = None
 
-    def value(self, array: Any) -> Any:
-        """What the function is given for the array that travelled."""
-        return array if self.decode is None else self.decode(array)
+    def value(self, arrays: Iterator[Any]) -> Any:
+        """What the function is given; takes the next of the arrays that travelled."""
+        if isinstance(self.key, Static):
+            return self.key.value
+        return next(arrays) if self.decode is None else self.decode(next(arrays))
 
 
 def read_leaf(
@@ -82,7 +80,8 @@ def read_leaf(
                 f"from_jax: {name} got a nested tensor, which JAX has no arrays for; pad it with"
                 " torch.nested.to_padded_tensor"
             )
-        return Leaf((static_shape(x), x.dtype)), x
+        # A shape in plain numbers: each is a signature of its own, also while torch traces.
+        return Leaf((tuple(map(int, x.shape)), x.dtype)), x
     if isinstance(x, (np.ndarray, np.generic)):
         check_fits(np.asarray(x), f"from_jax: an argument of {name}")
         x = jnp.asarray(x)
@@ -97,19 +96,19 @@ def read_leaf(
         if is_key(x) or not (x.weak_type and x.ndim == 0):
             return Leaf((x.shape, x.dtype), decode=decoder(x)), tensor_from_jax(encode(x), device)
         x = x.item()
-    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        x = _plain_number(x)
+    if type(x) in _SYMBOLS:
+        x = _SYMBOLS[type(x)](x)
     for kind, dtypes in _SCALARS.items():
         if isinstance(x, kind):
             return Leaf(kind, decode=weakly_typed), _as_tensor(x, dtypes[x64], device, name)
-    _check_hashable(x, name)
-    return Leaf((type(x), x), traced=False, static=x), None
-
-
-def static_shape(t: Tensor) -> tuple[int, ...]:
-    """A shape in plain numbers: each is a signature of its own, also while torch traces."""
-    shape = t.shape
-    return shape if all(type(n) is int for n in shape) else tuple(map(int, shape))
+    try:
+        hash(x)
+    except TypeError:
+        raise TypeError(
+            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
+            " register it as a JAX pytree, or make it hashable to pass it as a static value"
+        ) from None
+    return Leaf(x if isinstance(x, Static) else Static(type(x), x)), None
 
 
 def _as_tensor(x: Any, dtype: torch.dtype, device: torch.device | None, name: str) -> Tensor:
@@ -123,66 +122,41 @@ def _as_tensor(x: Any, dtype: torch.dtype, device: torch.device | None, name: st
     return torch.tensor(x, dtype=dtype, device=device)
 
 
-def _plain_number(x: Any) -> Any:
-    kinds: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return kinds[type(x)](x)
-
-
-def _check_hashable(x: Any, name: str) -> None:
-    try:
-        hash(x)
-    except TypeError:
-        raise TypeError(
-            f"from_jax: {name} got a {type(x).__name__}, which is neither an array nor hashable;"
-            " register it as a JAX pytree, or make it hashable to pass it as a static value"
-        ) from None
-
-
 @dataclass(frozen=True)
-class StaticArguments:
-    """Which arguments are static: those that ``jax.jit`` would take for static.
+class Static:
+    """A static argument: no pytree, and so one leaf of the arguments; ``True`` is not 1."""
 
-    Attributes:
-        argnums: positions, negative ones from the end.
-        argnames: keywords.
+    kind: type
+    value: Any
+
+
+def mark_static(
+    names: tuple[tuple[int, ...], tuple[str, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with those that ``jax.jit`` would take for static as `Static`.
+
+    Args:
+        names: positions, negative ones from the end, and keywords.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        ValueError: a static argument is not hashable.
     """
+    argnums, argnames = names
+    full = [*args]
+    for i in {i % len(args) for i in argnums if -len(args) <= i < len(args)}:
+        full[i] = _static(i, args[i])
+    return tuple(full), {k: _static(k, v) if k in argnames else v for k, v in kwargs.items()}
 
-    argnums: tuple[int, ...] = ()
-    argnames: tuple[str, ...] = ()
 
-    def split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Hashable, Callable[[Any], tuple[Any, Any]]]:
-        """Dynamic arguments, static ones, and what puts the two together again.
-
-        Raises:
-            ValueError: a static argument is not hashable.
-        """
-        if not self.argnums and not self.argnames:
-            return (args, kwargs), None, lambda dynamic: dynamic
-        n = len(args)
-        places = sorted({i % n for i in self.argnums if -n <= i < n})
-        names = sorted(name for name in self.argnames if name in kwargs)
-        static = [(i, args[i]) for i in places] + [(name, kwargs[name]) for name in names]
-        for where, value in static:
-            try:
-                hash(value)
-            except TypeError:
-                raise ValueError(
-                    f"from_jax: the static argument {where!r} is a {type(value).__name__}, which is"
-                    " not hashable; pass a tuple in place of a list, or leave it out of"
-                    " static_argnums and static_argnames"
-                ) from None
-
-        def join(dynamic: Any) -> tuple[Any, Any]:
-            rest, named = dynamic
-            full = list(rest)
-            for where, value in static:
-                if isinstance(where, int):
-                    full.insert(where, value)
-            return full, {**named, **{k: v for k, v in static if isinstance(k, str)}}
-
-        moving = tuple(a for i, a in enumerate(args) if i not in places)
-        named = {k: v for k, v in kwargs.items() if k not in names}
-        key = tuple((where, type(value), value) for where, value in static)
-        return (moving, named), key, join
+def _static(where: int | str, value: Any) -> Static:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"from_jax: the static argument {where!r} is a {type(value).__name__}, which is not"
+            " hashable; pass a tuple in place of a list, or leave it out of static_argnums and"
+            " static_argnames"
+        ) from None
+    return Static(type(value), value)

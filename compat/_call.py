@@ -31,8 +31,7 @@ from torch.autograd import forward_ad
 from functx import _torch
 from functx._errors import LoweringError
 from functx._torch.compiler import uncompiled
-from functx.compat._dlpack import borrow, give
-from functx.compat._encoding import torch_dtype_of
+from functx.compat._dlpack import borrow, give, torch_dtype_of
 from functx.compat._lowering._dtypes import to_jax_dtype
 from functx.compat._program import PROGRAMS, Program
 from functx.compat._settings import restored

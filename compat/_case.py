@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from functx import _tree
+from functx.compat._modules import function_of
 
 Dims = Any
 Flat = Callable[[list[Any], list[Any]], list[Any]]
@@ -73,7 +74,8 @@ def case_of(
         ValueError: if ``argnums`` or ``in_dims`` don't fit the arguments.
     """
     if isinstance(f, type) or not callable(f):
-        raise TypeError(f"crosscheck takes a torch function or module, not {_kind(f)}")
+        what = f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
+        raise TypeError(f"crosscheck takes a torch function or module, not {what}")
     if type(f).__module__.partition(".")[0] in ("jax", "jaxlib"):
         raise TypeError(
             "crosscheck takes the torch function and runs it in JAX by itself, not a function of"
@@ -90,7 +92,7 @@ def case_of(
     dims = [in_dims] * len(args) if not isinstance(in_dims, Sequence) else list(in_dims)
     if isinstance(f, torch.nn.Module):
         params = {key: value.detach() for key, value in f.named_parameters()}
-        f = _functional(f)
+        f = function_of(f)
         args, dims = (params, *args), [None, *dims]
     if not args:
         raise TypeError(
@@ -103,30 +105,24 @@ def case_of(
             raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments")
     numbers = [number % len(args) for number in numbers]
 
-    leaves, spec = _tree.flatten((args, dict(kwargs)))
-    paths = _paths(args, kwargs)
-    of_leaf = [d for arg, d in zip(args, dims) for d in _broadcast(d, arg, name)]
-    of_leaf += [None] * (len(leaves) - len(of_leaf))
+    call = (args, dict(kwargs))
+    leaves, spec = _tree.flatten(call)
+    paths = [path[3:] for path in _tree.paths(call)]  # within args or kwargs
+    leaf_dims = [d for arg, d in zip(args, dims) for d in _spread(d, arg, name)]
+    leaf_dims += [None] * (len(leaves) - len(leaf_dims))
     chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
     chosen += [False] * (len(leaves) - len(chosen))
-    places: list[tuple[bool, int] | None] = []
-    sides: tuple[list[int], list[int]] = ([], [])
-    for i, leaf in enumerate(leaves):
-        _refuse_arrays(leaf, name, paths[i])
-        if not isinstance(leaf, torch.Tensor):
-            places.append(None)
-            continue
-        primal = chosen[i] and (leaf.is_floating_point() or leaf.is_complex())
-        side = sides[0] if primal else sides[1]
-        places.append((primal, len(side)))
-        side.append(i)
+    for leaf, path in zip(leaves, paths):
+        _refuse_arrays(leaf, name, path)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
+    primals = [i for i in inexact if chosen[i]]
+    rest = [i for i in tensors if i not in primals]
     result_paths: list[str] = []
 
-    def flat(primals: list[Any], rest: list[Any]) -> list[Any]:
-        full = [
-            leaf if place is None else (primals if place[0] else rest)[place[1]]
-            for leaf, place in zip(leaves, places)
-        ]
+    def flat(primal_values: list[Any], rest_values: list[Any]) -> list[Any]:
+        given = dict(zip((*primals, *rest), (*primal_values, *rest_values)))
+        full = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
         positional, keywords = _tree.unflatten(spec, full)
         return _tensors(f(*positional, **keywords), result_paths, name)
 
@@ -134,25 +130,14 @@ def case_of(
     return Case(
         name=name,
         function=flat,
-        primals=[leaves[i].detach() for i in sides[0]],
-        rest=[leaves[i].detach() for i in sides[1]],
-        paths=[paths[i] for i in sides[0]],
-        primal_dims=[of_leaf[i] for i in sides[0]],
-        rest_dims=[of_leaf[i] for i in sides[1]],
+        primals=[leaves[i].detach() for i in primals],
+        rest=[leaves[i].detach() for i in rest],
+        paths=[paths[i] for i in primals],
+        primal_dims=[leaf_dims[i] for i in primals],
+        rest_dims=[leaf_dims[i] for i in rest],
         batched=batched,
         result_paths=result_paths,
     )
-
-
-def _kind(f: Any) -> str:
-    return f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
-
-
-def _functional(module: torch.nn.Module) -> Callable[..., Any]:
-    def call(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, params, args, kwargs)
-
-    return call
 
 
 def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
@@ -165,7 +150,8 @@ def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
 
 
 def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
-    found = [(path, x) for path, x in _walk(result, "") if isinstance(x, torch.Tensor)]
+    every = zip(_tree.paths(result), _tree.leaves(result))
+    found = [(path, x) for path, x in every if isinstance(x, torch.Tensor)]
     if not found:
         raise TypeError(
             f"crosscheck compares tensors, but {name} returned {type(result).__name__} without any"
@@ -174,39 +160,12 @@ def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
     return [x for _, x in found]
 
 
-def _paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    positional = [path for n, arg in enumerate(args) for path, _ in _walk(arg, f"[{n}]")]
-    keywords = [path for key, arg in kwargs.items() for path, _ in _walk(arg, f"[{key!r}]")]
-    return positional + keywords
-
-
-def _walk(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Leaves with their paths, in the order of ``_tree.leaves``."""
-    leaves = _tree.leaves(tree)
-    if len(leaves) == 1 and leaves[0] is tree:
-        return [(prefix, tree)]
-    return [(f"{prefix}{path}", leaf) for path, leaf in zip(_tree.paths(tree), leaves)]
-
-
-def _broadcast(dims: Dims, tree: Any, name: str) -> list[int | None]:
+def _spread(dims: Any, tree: Any, name: str) -> list[int | None]:
     """``dims``, a prefix of the structure of ``tree``, for each of its leaves."""
-    return [leaf.axis for leaf in _tree.leaves(_labelled(dims, tree, name))]
-
-
-@dataclass(frozen=True)
-class _Axis:
-    axis: int | None
-
-
-def _labelled(dims: Dims, tree: Any, name: str) -> Any:
-    if dims is None or isinstance(dims, int):
-        return _tree.map_(lambda _: _Axis(dims), tree)
-    if isinstance(dims, dict) and isinstance(tree, dict) and dims.keys() == tree.keys():
-        return {key: _labelled(dims[key], tree[key], name) for key in tree}
-    if isinstance(dims, list | tuple) and type(dims) is type(tree) and len(dims) == len(tree):
-        parts = [_labelled(d, t, name) for d, t in zip(dims, tree)]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    raise ValueError(
-        f"crosscheck {name}: in_dims has {dims!r} for an argument of type {type(tree).__name__},"
-        " which has another structure"
-    )
+    try:
+        return _tree.spread(dims, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"crosscheck {name}: in_dims has {dims!r} for an argument of type"
+            f" {type(tree).__name__}, which has another structure"
+        ) from error

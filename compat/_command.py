@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import importlib.util
 import inspect
+import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--argnums",
-        type=_literal("argnums"),
+        type=_literal,
         default=0,
         help="which arguments derivatives are taken in: a number or a tuple; of a module, 0 is its "
         "parameters (default: 0)",
     )
     parser.add_argument(
         "--in-dims",
-        type=_literal("in-dims"),
+        type=_literal,
         help="the function is that of one example: which axis of each argument numbers the "
         "examples, such as None,0",
     )
@@ -98,16 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 _OF_JAX = "JAX_TRACEBACK_FILTERING"  # a note about tracebacks, of which there are none here
 
 
-def _literal(name: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no Python literal; --{name} takes one such as None,0"
-            ) from None
-
-    return parse
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no Python literal, such as None,0") from None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -178,47 +172,41 @@ def _report(options: argparse.Namespace) -> Any:
 def _named(text: str, module: Any) -> tuple[Any, Any]:
     """The module and the object that ``MODULE:NAME`` says, or ``NAME`` in a module."""
     where, colon, name = text.rpartition(":")
-    if not colon and module is None:
+    if colon:
+        module = _module(where)
+    elif module is None:
         raise CommandError(
             f"{text!r} names no function: say where, as in module:function or file.py:function"
         )
-    if colon:
-        module = _module(where)
-    found = module
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
-            raise CommandError(
-                f"{module.__name__} has no {name!r}; it has {public or 'nothing'}"
-            ) from None
-    return module, found
+    try:
+        return module, operator.attrgetter(name)(module)
+    except AttributeError:
+        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
+        raise CommandError(
+            f"{module.__name__} has no {name!r}; it has {public or 'nothing'}"
+        ) from None
 
 
 def _module(where: str) -> Any:
     path = Path(where)
+    if path.suffix == ".py" and not path.is_file():
+        raise CommandError(f"there is no file {where}")
     try:
         if path.suffix == ".py":
-            if not path.is_file():
-                raise CommandError(f"there is no file {where}")
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
             sys.path.insert(0, str(path.parent.resolve()))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None  # noqa: PT018
+            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module
         sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(where)
-    except CommandError:
-        raise
-    except ModuleNotFoundError as error:
-        hint = "; is it another folder, or a file (file.py:name)?" if error.name == where else ""
-        raise CommandError(f"can't import {where}: {error}{hint}") from error
     except Exception as error:
-        raise CommandError(f"importing {where} raised {type(error).__name__}: {error}") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == where
+        hint = "; is it another folder, or a file (file.py:name)?" if missing else ""
+        raise CommandError(
+            f"importing {where} raised {type(error).__name__}: {error}{hint}"
+        ) from error
 
 
 def _inputs(options: argparse.Namespace, module: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -245,8 +233,8 @@ def _argument(text: str) -> Any:
     match = _SPEC.match(text)
     if match is None:
         try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+            return _literal(text)
+        except argparse.ArgumentTypeError:
             raise CommandError(
                 f"--args {text!r} is neither a tensor such as 'float32[4,3]' or 'int64[5]<10' nor a"
                 " Python literal"
@@ -254,12 +242,7 @@ def _argument(text: str) -> Any:
     dtype = getattr(torch, match["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise CommandError(f"--args {text!r}: torch has no dtype {match['dtype']!r}")
-    shape = _sizes(match["shape"])
+    shape = [int(size) for size in match["shape"].replace(" ", "").split(",") if size]
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, dtype=dtype)
-    below = int(match["below"] or 2)
-    return torch.randint(below, shape).to(dtype)
-
-
-def _sizes(text: str) -> Sequence[int]:
-    return [int(size) for size in text.replace(" ", "").split(",") if size]
+    return torch.randint(int(match["below"] or 2), shape).to(dtype)

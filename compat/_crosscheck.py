@@ -8,7 +8,7 @@ torch's peak and XLA's temporary bytes are shown side by side, since they count 
 from __future__ import annotations
 
 import platform
-import time as clock
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,20 +17,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.fx.traceback import preserve_node_meta
 
 import functx
 from functx import _tree
 from functx._errors import LoweringError
-from functx.compat import _xla
 from functx.compat._case import Case, case_of
-from functx.compat._derivatives import TRANSFORMS, Library, as_torch_says, chosen, libraries
+from functx.compat._derivatives import TRANSFORMS, Library, as_torch_says, chosen
 from functx.compat._dlpack import array_from_torch
+from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._kept import Kept, kept_by_jax, kept_by_torch
 from functx.compat._operations import Operation, first_difference
 from functx.compat._precision import Difference, difference, in_float64
 from functx.compat._recompute import count
 from functx.compat._report import Crosscheck, Run
-from functx.compat._sources import noted, noting
+from functx.compat._sources import noted
 from functx.compat._to_jax import Lowered, to_jax
 
 
@@ -130,13 +131,14 @@ def _compare(
     locate: bool,
 ) -> Crosscheck:
     lowered = to_jax(case.function)
-    ours, theirs = libraries(case, lowered)
+    ours, theirs = Library(case, case.function, functx), Library(case, lowered, jax)
     torch_args = (case.primals, case.rest)
     jax_args = _arrays(case.primals), _arrays(case.rest)
     results = ours.value(*torch_args)
     differentiable = bool(case.primals) and any(
         x.is_floating_point() or x.is_complex() for x in results
     )
+    options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
     differences: dict[str, Difference] = {}
     runs: dict[str, Run] = {}
     names = chosen(transforms, case, differentiable)
@@ -145,7 +147,7 @@ def _compare(
         kept = _kept(ours, theirs, lowered, jax_args)
     for what in names:
         in_torch, in_jax = TRANSFORMS[what](ours), TRANSFORMS[what](theirs)
-        program = _xla.compiled(in_jax, *jax_args)
+        program: Any = jax.jit(in_jax).lower(*jax_args).compile(compiler_options=options)
         got = _tree.leaves(in_torch(*torch_args))
         expected = as_torch_says(what, jax.tree_util.tree_leaves(program(*jax_args)))
         reference = in_float64(lambda *xs, f=in_torch: _tree.leaves(f(*xs)), *torch_args)
@@ -153,20 +155,18 @@ def _compare(
             got,
             expected,
             reference,
-            _result_paths(what, case, len(got)),
+            case.result_paths if what in ("value", "jvp") else case.paths,
             rtol,
             atol,
             dtypes=what == "value",
         )
-        products = None
-        if what != "value":
-            products = count(partial(in_torch, *torch_args), program)
+        run_torch = partial(in_torch, *torch_args)
         runs[what] = Run(
-            torch_peak=functx.memory.peak(in_torch, *torch_args) if peak else None,
-            xla_temp=_xla.temporary_bytes(program) if peak else None,
-            torch_seconds=_seconds(partial(in_torch, *torch_args), repeats),
-            jax_seconds=_seconds(partial(_finish, program, jax_args), repeats),
-            products=products,
+            torch_peak=functx.memory.peak(run_torch) if peak else None,
+            xla_temp=program.memory_analysis().temp_size_in_bytes if peak else None,
+            torch_seconds=_seconds(run_torch, repeats),
+            jax_seconds=_seconds(lambda: jax.block_until_ready(program(*jax_args)), repeats),  # noqa: B023
+            products=None if what == "value" else count(run_torch, program),
         )
     differ = [what for what, d in differences.items() if not d.agrees]
     first = None
@@ -180,19 +180,12 @@ def _compare(
         kept_jax=kept[1],
         first=first,
         searched=locate and bool(differ),
-        barriers_kept=_xla.keep_recompute()[1],
         environment=_environment(),
     )
 
 
 def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:
     return [array_from_torch(x) for x in xs]
-
-
-def _result_paths(what: str, case: Case, number: int) -> list[str]:
-    if what in ("value", "jvp"):
-        return case.result_paths
-    return case.paths if number == len(case.paths) else [f"[{n}]" for n in range(number)]
 
 
 def _kept(
@@ -225,26 +218,16 @@ def _first(
     case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
 ) -> Operation | None:
     """The first operation that differs, for the first example."""
-    with noting():
+    with preserve_node_meta():
         program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
     primals, rest = _first_example(case, (case.primals, case.rest))
     return first_difference(program, [*primals, *rest], derivatives, rtol, atol)
 
 
-def _finish(program: Any, args: Any) -> None:
-    jax.block_until_ready(program(*args))
-
-
 def _seconds(run: Callable[[], Any], repeats: int) -> float | None:
     if not repeats:
         return None
-    run()
-    times = []
-    for _ in range(repeats):
-        start = clock.perf_counter()
-        run()
-        times.append(clock.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # the first warms up
 
 
 def _environment() -> dict[str, str]:

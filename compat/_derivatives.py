@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-import functx
 from functx.compat._case import Case
 
 Function = Callable[..., Any]
@@ -33,19 +31,19 @@ class Library:
         case: dims and counts of the arguments.
         one: the function of the case in this framework, of one example if it is batched.
         module: `functx` or `jax`.
-        array: takes a NumPy array to the framework.
-        dot: the sum of the products of two arrays of the framework, as a real number.
     """
 
     case: Case
     one: Function
     module: Any
-    array: Callable[[Any, Any], Any]
-    dot: Callable[[Any, Any], Any]
 
     def value(self, primals: Any, rest: Any) -> Any:
         """The results: of all examples, if the case is batched."""
         return self.over_examples(self.one)(primals, rest)
+
+    def inexact_results(self, primals: Any, rest: Any) -> list[Any]:
+        """Of the results those that have derivatives."""
+        return [x for x in self.value(primals, rest) if _inexact(x)]
 
     def over_examples(self, f: Function) -> Function:
         """``f`` of every example, or ``f`` itself."""
@@ -60,7 +58,7 @@ class Library:
         for n, x in enumerate(self.one(primals, rest)):
             if not _inexact(x):
                 continue
-            part = x.real if not x.shape else self.dot(x, self.array(_weights(x.shape, n), x))
+            part = (x * _like(_weights(x.shape, n), x)).sum().real if x.shape else x.real
             total = part if total is None else total + part
         return total
 
@@ -72,15 +70,7 @@ class Library:
 
     def tangents(self, primals: Sequence[Any]) -> list[Any]:
         """A direction in the primals, the same for both frameworks."""
-        return [self.array(_numbers(x.shape, 1000 + n), x) for n, x in enumerate(primals)]
-
-
-def libraries(case: Case, lowered: Function) -> tuple[Library, Library]:
-    """The case in functx and in JAX."""
-    return (
-        Library(case, case.function, functx, _tensor_like, _torch_dot),
-        Library(case, lowered, jax, _array_like, _jax_dot),
-    )
+        return [_like(_numbers(x.shape, 1000 + n), x) for n, x in enumerate(primals)]
 
 
 def _inexact(x: Any) -> bool:
@@ -89,19 +79,10 @@ def _inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _torch_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x * y).sum().real
-
-
-def _jax_dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    return (x * y).sum().real
-
-
-def _tensor_like(numbers: Numbers, x: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(numbers).to(x.device, x.dtype)
-
-
-def _array_like(numbers: Numbers, x: jax.Array) -> jax.Array:
+def _like(numbers: Numbers, x: Any) -> Any:
+    """An array of the framework and dtype of another."""
+    if isinstance(x, torch.Tensor):
+        return torch.from_numpy(numbers).to(x.device, x.dtype)
     return jnp.asarray(numbers).astype(x.dtype)
 
 
@@ -116,10 +97,6 @@ def _numbers(shape: Sequence[int], number: int) -> Numbers:
     return np.asarray(np.round(np.clip(found, -3, 3) * 16) / 16)
 
 
-def _per_example(of: Library) -> Function:
-    return of.over_examples(of.module.grad(of.scalar))
-
-
 def _hvp(of: Library) -> Function:
     def run(primals: Any, rest: Any) -> Any:
         gradient = lambda p: of.module.grad(of.loss)(p, rest)  # noqa: E731
@@ -129,29 +106,21 @@ def _hvp(of: Library) -> Function:
 
 
 def _jvp(of: Library) -> Function:
-    def run(primals: Any, rest: Any) -> Any:
-        f = lambda p: _real_outputs(of.value(p, rest))  # noqa: E731
-        return of.module.jvp(f, (primals,), (of.tangents(primals),))[1]
-
-    return run
-
-
-def _real_outputs(outs: Sequence[Any]) -> list[Any]:
-    return [x for x in outs if _inexact(x)]
+    return lambda primals, rest: of.module.jvp(
+        lambda p: of.inexact_results(p, rest), (primals,), (of.tangents(primals),)
+    )[1]
 
 
 def _jacobian(which: str) -> Callable[[Library], Function]:
-    def transform(of: Library) -> Function:
-        make = getattr(of.module, which)
-        return lambda p, rest: make(lambda q: _real_outputs(of.value(q, rest)))(p)
-
-    return transform
+    return lambda of: (
+        lambda p, rest: getattr(of.module, which)(lambda q: of.inexact_results(q, rest))(p)
+    )
 
 
 TRANSFORMS: dict[str, Callable[[Library], Function]] = {
     "value": lambda of: of.value,
     "grad": lambda of: of.module.grad(of.loss),
-    "vmap(grad)": _per_example,
+    "vmap(grad)": lambda of: of.over_examples(of.module.grad(of.scalar)),
     "jvp": _jvp,
     "hvp": _hvp,
     "jacrev": _jacobian("jacrev"),
@@ -172,6 +141,10 @@ def chosen(transforms: Sequence[str] | None, case: Case, differentiable: bool) -
             return ("value",)
         return ("value", "grad", "vmap(grad)") if case.batched else ("value", "grad")
     names = (transforms,) if isinstance(transforms, str) else tuple(transforms)
+    if not names:
+        raise ValueError(
+            f"crosscheck: no transform was asked for; there are {', '.join(TRANSFORMS)}"
+        )
     for name in names:
         if name not in TRANSFORMS:
             raise ValueError(
@@ -188,14 +161,10 @@ def chosen(transforms: Sequence[str] | None, case: Case, differentiable: bool) -
                 " arguments that argnums chooses, and one in the result; transforms=('value',)"
                 " compares the values alone"
             )
-    if not names:
-        there = ", ".join(TRANSFORMS)
-        raise ValueError(f"crosscheck: no transform was asked for; there are {there}")
     return names
 
 
 def as_torch_says(name: str, theirs: Sequence[Any]) -> list[Any]:
     """JAX's derivatives in torch's convention: gradients in complex numbers are conjugated."""
-    if name in ("grad", "vmap(grad)", "hvp"):
-        return [x.conj() if jnp.iscomplexobj(x) else x for x in theirs]
-    return list(theirs)
+    gradients = name in ("grad", "vmap(grad)", "hvp")
+    return [x.conj() if gradients and jnp.iscomplexobj(x) else x for x in theirs]

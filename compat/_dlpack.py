@@ -5,10 +5,14 @@ other's later writes.  Conversions copy: a tensor that torch may still write to 
 memory with an immutable JAX array.  Lazily negated or conjugated tensors are resolved first
 (exported as they are, the sign is lost silently), strided ones are made contiguous, and values that
 JAX would narrow with 64-bit types off are refused (see ``_lowering/_dtypes.py``).
+
+Of dtypes that torch lacks, typed random keys travel as the integers they are made of, 4-bit ones
+as 8-bit integers, and floats of one byte that torch has no name for as their bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +22,15 @@ import numpy as np
 import torch
 
 from functx._errors import LoweringError
-from functx.compat._encoding import torch_dtype_of
-from functx.compat._jax import x64_enabled
 from functx.compat._lowering._dtypes import check_fits, to_jax_dtype
 from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
+
+_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 
 # numpy has no such types of its own: their bits travel as integers of the same width.
 _AS_BITS = {
@@ -34,14 +43,6 @@ _FROM_BITS = {np.dtype(np_dtype): (dtype, bits) for dtype, (bits, np_dtype) in _
 
 # XLA reads memory that starts at a multiple of this many bytes.
 ALIGNMENT = 64
-
-# What 64-bit types become with x64 off; for floats `check_fits` never lets it come to that.
-MAY_NOT_FIT = {
-    torch.int64: torch.int32,
-    torch.uint64: torch.uint32,
-    torch.float64: torch.float32,
-    torch.complex128: torch.complex64,
-}
 
 
 def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
@@ -81,8 +82,7 @@ def is_still(array: jax.Array, x: torch.Tensor) -> bool:
         return False
     values, held = _values(x, "a tensor"), np.asarray(array)
     if values.dtype == held.dtype:
-        words = np.uint64 if values.nbytes % 8 == 0 else np.uint8
-        values, held = values.reshape(-1).view(words), held.reshape(-1).view(words)
+        values, held = values.reshape(-1).view(np.uint8), held.reshape(-1).view(np.uint8)
     return bool(np.array_equal(values, held))
 
 
@@ -118,12 +118,13 @@ def borrow(x: torch.Tensor, what: str) -> jax.Array:
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     x = x.resolve_conj().resolve_neg().contiguous()
-    if x.dtype in MAY_NOT_FIT and not x64_enabled():
+    dtype = torch_dtype_of(to_jax_dtype(x.dtype))
+    if dtype != x.dtype:
         try:
             check_fits(x.cpu().numpy(), what)
         except LoweringError as err:
             raise LoweringError(f"{err}; or use from_jax(..., enable_x64=True)") from None
-        x = x.to(MAY_NOT_FIT[x.dtype])
+        x = x.to(dtype)
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
     try:
@@ -147,14 +148,12 @@ def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
     """
     if x.size == 0:
         return torch.empty(x.shape, dtype=torch_dtype_of(x.dtype), device=device)
-    if len(x.devices()) > 1 or (device is None and not _reaches(x)):
+    platforms = [own.platform for own in x.devices()]
+    if len(platforms) > 1 or (
+        device is None and platforms != ["cpu"] and not torch.cuda.is_available()
+    ):
         return tensor_from_jax(x, device)
     return torch.from_dlpack(x).to(device)
-
-
-def _reaches(x: jax.Array) -> bool:
-    (device,) = x.devices()
-    return device.platform == "cpu" or torch.cuda.is_available()
 
 
 def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:
@@ -206,3 +205,42 @@ def _has_plain_data(x: torch.Tensor, what: str) -> None:
         problem = "is quantized; call .dequantize() first"
     if problem:
         raise LoweringError(f"{what} can't be converted to a JAX array: it {problem}")
+
+
+def has_torch_dtype(dtype: Any) -> bool:
+    """Whether torch has this JAX dtype."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype).name in _TORCH
+
+
+def torch_dtype_of(dtype: Any) -> torch.dtype:
+    """The torch dtype of the same name."""
+    return _TORCH[np.dtype(dtype).name]
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of typed random keys."""
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def encode(x: Any) -> Any:
+    """An array that torch can hold."""
+    if is_key(x):
+        return jax.random.key_data(x)
+    if has_torch_dtype(x.dtype):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.uint8)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def decoder(x: Any) -> Callable[[Any], Any] | None:
+    """What makes ``x`` from its encoding; ``None`` where that is itself."""
+    if is_key(x):
+        impl = jax.random.key_impl(x)
+        return lambda data: jax.random.wrap_key_data(data, impl=impl)
+    dtype = x.dtype
+    if has_torch_dtype(dtype):
+        return None
+    if jnp.issubdtype(dtype, jnp.integer):
+        return lambda data: data.astype(dtype)
+    return lambda data: jax.lax.bitcast_convert_type(data, dtype)

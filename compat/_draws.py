@@ -1,7 +1,6 @@
 """Real-valued draws from keys, and masks made of them.
 
-Invariant: each takes as many bits as ``jax.random`` does, from the same counters, and rounds as XLA
-does where rounding decides a bit (``_fused.py``).
+Invariant: each takes as many bits as ``jax.random`` does, from the same counters.
 
 A uniform number has as many random bits as its dtype has mantissa bits.  JAX sets them into the
 mantissa of a number in [1, 2) and subtracts 1; an integer times a power of two is the same number.
@@ -11,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from functx.compat._erfinv import erfinv
 from functx.compat._fused import divide, multiply_add
-from functx.compat._keys import check_broadcast, check_key, check_shape
-from functx.compat._log1p import log1p
-from functx.compat._threefry import random_long, random_word, shift_right
+from functx.compat._keys import check_broadcast, check_key, check_shape, random_long, random_word
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
-_UNSIGNED = {torch.uint8: 0xFF, torch.uint16: 0xFFFF, torch.uint32: 0, torch.uint64: 0}
+# Of how many random bits the mantissa's are the upper ones.
+_DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def bits(
@@ -51,12 +48,8 @@ def bits(
     dtype = torch.uint32 if dtype is None else dtype
     if dtype not in _UNSIGNED:
         raise ValueError(f"random.bits gives unsigned integers, not {dtype}")
-    if dtype == torch.uint64:
-        return random_long(key, shape).to(dtype)
-    word = random_word(key, shape)
-    if dtype != torch.uint32:
-        return (word & _UNSIGNED[dtype]).to(dtype)
-    if torch.compiler.is_compiling() and shape:
+    word = (random_long if dtype == torch.uint64 else random_word)(key, shape)
+    if torch.compiler.is_compiling() and shape and dtype == torch.uint32:
         # Inductor does not vectorize a loop that holds a uint32.  A view as bytes ends the loop,
         # the other view is for free.
         return word.view(torch.uint8).view(dtype)
@@ -80,8 +73,7 @@ def uniform(
         maxval: the upper bound; the result is differentiable in both.
 
     Returns:
-        Numbers of that shape and dtype.  In ``float16`` between bounds they are rounded as JAX
-        rounds them on this CPU: once if it computes in ``float16``, else twice.
+        Numbers of that shape and dtype.
 
     Raises:
         ValueError: the dtype is not real, or a bound does not broadcast.
@@ -92,30 +84,21 @@ def uniform(
         >>> random.uniform(random.key(0), (2,), minval=-1.0, maxval=1.0)
         tensor([0.8953, 0.9572])
     """
-    check_key("uniform", key)
-    shape = check_shape("uniform", shape)
-    dtype = _real("uniform", dtype)
+    shape, dtype = _checked("uniform", key, shape, dtype)
     unit = _unit(key, shape, dtype)
-    if not _is_number(minval, 0) or not _is_number(maxval, 1):
-        low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
-        check_broadcast("uniform", shape, low.shape, high.shape)
-        return torch.maximum(low, multiply_add(unit, high - low, low))
-    return unit
+    numbers = not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor)
+    if numbers and (minval, maxval) == (0, 1):
+        return unit
+    low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
+    check_broadcast("uniform", shape, low.shape, high.shape)
+    return torch.maximum(low, multiply_add(unit, high - low, low))
 
 
 def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Uniform numbers in [0, 1)."""
     digits = _MANTISSA[dtype]
-    if dtype == torch.float64:
-        long = random_long(key, shape)
-        return ((long >> 12) & ((1 << digits) - 1)).to(dtype) * 2.0**-digits
-    word = random_word(key, shape)
-    if dtype == torch.float32:
-        word = shift_right(word, 32 - digits)
-    elif dtype == torch.float16:
-        word = (word >> (16 - digits)) & ((1 << digits) - 1)
-    else:  # bfloat16 takes its seven from eight random bits
-        word = (word >> (8 - digits)) & ((1 << digits) - 1)
+    word = (random_long if dtype == torch.float64 else random_word)(key, shape)
+    word = (word >> (_DRAWN[dtype] - digits)) & ((1 << digits) - 1)
     return word.to(dtype) * 2.0**-digits
 
 
@@ -166,16 +149,9 @@ def rademacher(
 ) -> torch.Tensor:
     """Signs, -1 or 1 with equal probability, as ``jax.random.rademacher``.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: of the result; ``int32`` if None, as JAX with 64-bit types off.
-
-    Returns:
-        Signs of that shape and dtype.
+    The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.
     """
-    check_key("rademacher", key)
-    heads = uniform(key, check_shape("rademacher", shape), torch.float32) < 0.5
+    heads = _unit(key, *_checked("rademacher", key, shape, torch.float32)) < 0.5
     return heads.to(dtype or torch.int32) * 2 - 1
 
 
@@ -228,31 +204,20 @@ def dropout(
 def normal(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Standard normal numbers, as ``jax.random.normal``, within 3 ulp.
+    """Standard normal numbers, as ``jax.random.normal``, but for torch's inverse error function.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: as in `uniform`.
-
-    Returns:
-        Numbers of that shape and dtype.
-
-    Raises:
-        ValueError: the dtype is not real.
+    Arguments and errors are those of `uniform`.
 
     Example:
         >>> from functx.compat import random
         >>> random.normal(random.key(0), (2,))
         tensor([1.6226, 2.0253])
     """
-    check_key("normal", key)
-    shape = check_shape("normal", shape)
-    dtype = _real("normal", dtype)
+    shape, dtype = _checked("normal", key, shape, dtype)
     # From the smallest number above -1 to 1, whose distance rounds to 2.
     above = -1.0 + 2.0 ** -(_MANTISSA[dtype] + 1)
     u = _unit(key, shape, dtype) * 2.0 + above
-    return erfinv(u) * _root_of_two(dtype)
+    return torch.erfinv(u) * math.sqrt(2)
 
 
 def truncated_normal(
@@ -277,38 +242,26 @@ def truncated_normal(
     Raises:
         ValueError: the dtype is not real, or a bound does not broadcast.
     """
-    check_key("truncated_normal", key)
-    dtype = _real("truncated_normal", dtype)
+    _, dtype = _checked("truncated_normal", key, (), dtype)
     low, high = _bound(lower, key.device, dtype), _bound(upper, key.device, dtype)
-    if shape is None:
-        shape = torch.broadcast_shapes(low.shape, high.shape)
-    shape = check_shape("truncated_normal", shape)
-    check_broadcast("truncated_normal", shape, low.shape, high.shape)
-    root = _root_of_two(dtype)
+    bounds = low.shape, high.shape
+    shape = torch.broadcast_shapes(*bounds) if shape is None else shape
+    check_broadcast("truncated_normal", check_shape("truncated_normal", shape), *bounds)
+    root = math.sqrt(2)
     u = uniform(key, shape, dtype, torch.erf(low / root), torch.erf(high / root))
     infinity = torch.full((), math.inf, dtype=dtype, device=key.device)
-    inside = torch.maximum(erfinv(u) * root, torch.nextafter(low.detach(), infinity))
+    inside = torch.maximum(torch.erfinv(u) * root, torch.nextafter(low.detach(), infinity))
     return torch.minimum(inside, torch.nextafter(high.detach(), -infinity))
 
 
 def exponential(
     key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Exponentially distributed numbers of mean 1, as ``jax.random.exponential``.
+    """Exponentially distributed numbers of mean 1, in ``[0, inf)``, as ``jax.random.exponential``.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: as in `uniform`.
-
-    Returns:
-        Numbers of that shape and dtype, in ``[0, inf)``.
-
-    Raises:
-        ValueError: the dtype is not real.
+    Arguments and errors are those of `uniform`.
     """
-    check_key("exponential", key)
-    return -log1p(-uniform(key, shape, _real("exponential", dtype)))
+    return -torch.log1p(-_unit(key, *_checked("exponential", key, shape, dtype)))
 
 
 def gumbel(
@@ -319,21 +272,9 @@ def gumbel(
 ) -> torch.Tensor:
     """Gumbel distributed numbers, as ``jax.random.gumbel``.
 
-    Args:
-        key: a key, shape ``(2,)``.
-        shape: of the result.
-        dtype: as in `uniform`.
-        mode: ``"low"`` (the default), or ``"high"`` for twice the random bits.
-
-    Returns:
-        Numbers of that shape and dtype.
-
-    Raises:
-        ValueError: the dtype is not real, or there is no such mode.
+    Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`.
     """
-    check_key("gumbel", key)
-    shape = check_shape("gumbel", shape)
-    dtype = _real("gumbel", dtype)
+    shape, dtype = _checked("gumbel", key, shape, dtype)
     tiny = torch.finfo(dtype).tiny
     if mode in (None, "low"):
         return -torch.log(-torch.log(uniform(key, shape, dtype, tiny, 1.0)))
@@ -341,23 +282,17 @@ def gumbel(
         raise ValueError(f"random.gumbel: mode is 'low' or 'high', not {mode!r}")
     high, low = uniform(key, (2, *shape), dtype).unbind(0)
     fine = high + 2.0 ** -_MANTISSA[dtype] * low + tiny
-    return -torch.log(-log1p(-torch.where(high >= 0.5, high, fine)))
+    return -torch.log(-torch.log1p(-torch.where(high >= 0.5, high, fine)))
 
 
-def _real(name: str, dtype: torch.dtype | None) -> torch.dtype:
+def _checked(
+    name: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    check_key(name, key)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in _MANTISSA:
         raise ValueError(f"random.{name} gives float16, bfloat16, float32 or float64, not {dtype}")
-    return dtype
-
-
-def _root_of_two(dtype: torch.dtype) -> float:
-    # Rounded to ten bits and to seven it is the same number.
-    return math.sqrt(2) if dtype in (torch.float32, torch.float64) else 181 / 128
-
-
-def _is_number(x: Any, number: int) -> bool:
-    return isinstance(x, int | float) and x == number
+    return check_shape(name, shape), dtype
 
 
 def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

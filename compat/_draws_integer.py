@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from functx.compat._draws import gumbel
-from functx.compat._keys import check_broadcast, check_key, check_shape, split
-from functx.compat._threefry import random_long, random_word
+from functx.compat._keys import (
+    check_broadcast,
+    check_key,
+    check_shape,
+    random_long,
+    random_word,
+    split,
+)
 
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 Bound = int | torch.Tensor
 
 
@@ -51,22 +58,24 @@ def randint(
     check_key("randint", key)
     shape = check_shape("randint", shape)
     dtype = torch.int32 if dtype is None else dtype
-    if dtype not in (*_SIGNED, torch.uint8):
+    if dtype not in _INTEGERS:
         raise TypeError(f"random.randint gives int8, int16, int32, int64 or uint8, not {dtype}")
     for bound in (minval, maxval):
-        if isinstance(bound, torch.Tensor):
-            if bound.dtype not in (*_SIGNED, torch.uint8):
-                raise TypeError(f"random.randint: a bound is {bound.dtype}, no integer")
-            check_broadcast("randint", shape, bound.shape)
-        elif isinstance(bound, bool) or not isinstance(bound, int):
-            raise TypeError(f"random.randint: a bound is a {type(bound).__name__}, no integer")
+        kind = bound.dtype if isinstance(bound, torch.Tensor) else type(bound)
+        if kind not in (*_INTEGERS, int):
+            raise TypeError(
+                f"random.randint: a bound is a {getattr(kind, '__name__', kind)}, no integer"
+            )
+        check_broadcast("randint", shape, getattr(bound, "shape", ()))
     wide = torch.int64 if dtype == torch.int64 else torch.int32
-    limits = torch.iinfo(dtype)
+    limits, most = torch.iinfo(dtype), torch.iinfo(wide).max
     low = _clipped(minval, limits.min, limits.max, wide, key.device)
-    most = limits.max + (dtype not in (torch.int32, torch.int64))
-    high = _clipped(maxval, limits.min, most, wide, key.device)
-    beyond = _beyond(maxval, torch.iinfo(wide).max)
-    span = torch.where(high <= low, 1, high - low + torch.as_tensor(beyond, device=key.device))
+    high = _clipped(maxval, limits.min, min(limits.max + 1, most), wide, key.device)
+    # An upper bound may be one more than the dtype holds: its own last value counts too.
+    beyond: Any = False
+    if not isinstance(maxval, torch.Tensor) or torch.iinfo(maxval.dtype).max > most:
+        beyond = torch.as_tensor(maxval > most, device=key.device)
+    span = torch.where(high <= low, 1, high - low + beyond)
     first, second = split(key).unbind(0)
     draw = random_long if wide == torch.int64 else random_word
     half = 1 << (torch.iinfo(wide).bits // 2)
@@ -82,13 +91,6 @@ def _clipped(
     if isinstance(bound, torch.Tensor):
         return bound.to(device).clamp(least, most).to(dtype)
     return torch.full((), min(max(bound, least), most), dtype=dtype, device=device)
-
-
-def _beyond(bound: Bound, most: int) -> bool | torch.Tensor:
-    """Whether an upper bound is one more than the dtype holds: its own last value counts too."""
-    if not isinstance(bound, torch.Tensor):
-        return bound > most
-    return bound > most if torch.iinfo(bound.dtype).max > most else False
 
 
 def _remainder(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ compared by identity only.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -79,18 +80,13 @@ def _parts(thing: Any) -> Iterator[Any]:
     elif isinstance(thing, types.FunctionType):
         yield from _function_parts(thing)
     elif isinstance(thing, types.MethodType):
-        yield thing.__self__
-        yield thing.__func__
+        yield from (thing.__self__, thing.__func__)
     elif isinstance(thing, functools.partial):
-        yield thing.func
-        yield from thing.args
-        yield from thing.keywords.values()
+        yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, list | tuple):
         yield from thing
     elif isinstance(thing, dict):
-        for key, value in thing.items():
-            yield key
-            yield value
+        yield from itertools.chain.from_iterable(thing.items())
     elif callable(thing) and hasattr(thing, "__dict__"):
         yield from vars(thing).values()
 

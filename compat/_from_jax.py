@@ -21,13 +21,12 @@ from torch import Tensor
 
 from functx._torch.compiler import uncompiled
 from functx.compat import _inline as _inline  # to_jax learns the operator
-from functx.compat._arguments import Leaf, StaticArguments, read_leaf
+from functx.compat._arguments import Leaf, mark_static, read_leaf
 from functx.compat._call import call
-from functx.compat._dlpack import array_from_torch
-from functx.compat._encoding import decoder, encode
+from functx.compat._dlpack import array_from_torch, decoder, encode
 from functx.compat._jax import static_arguments
 from functx.compat._program import Program
-from functx.compat._settings import Settings, current_settings, with_x64, x64_of
+from functx.compat._settings import Settings, current_settings
 from functx.compat._torch import (
     is_plain,
     nonstrict_trace,
@@ -114,7 +113,7 @@ class _Signature:
         g: Callable[..., Any],
         name: str,
         leaves: Sequence[Leaf],
-        join: Callable[[Sequence[Any]], tuple[Any, Any]],
+        in_tree: Any,
         settings: Settings,
     ) -> None:
         self.out_tree: Any = None
@@ -122,8 +121,7 @@ class _Signature:
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            values = [leaf.value(next(given)) if leaf.traced else leaf.static for leaf in leaves]
-            args, kwargs = join(values)
+            args, kwargs = jax.tree_util.tree_unflatten(in_tree, [x.value(given) for x in leaves])
             outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
             outs = [_result(out, name) for out in outs]
             self.decoders = [decoder(out) for out in outs]
@@ -159,8 +157,7 @@ class TorchFunction:
         self.__wrapped__ = g
         self._name = getattr(g, "__name__", type(g).__name__)
         self._options = (static_argnums, static_argnames, enable_x64)
-        self._static = StaticArguments(*static_arguments(g, static_argnums, static_argnames))
-        self._x64 = enable_x64
+        self._static = static_arguments(g, static_argnums, static_argnames)
         self._signatures: dict[Hashable, _Signature] = {}
         # What Dynamo calls without looking inside, made when it first comes by; it finds this
         # function by its handle, since all of its versions take a string for a constant.
@@ -175,8 +172,7 @@ class TorchFunction:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        argnums, argnames, x64 = self._options
-        return _again, (self.__wrapped__, argnums, argnames, x64)
+        return TorchFunction, (self.__wrapped__, *self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchFunction:
         return self
@@ -190,32 +186,20 @@ class TorchFunction:
 
     @uncompiled
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        settings = current_settings()
-        if self._x64:
-            settings = with_x64(settings)
-        dynamic, static, join = self._static.split(args, kwargs)
-        flat, tree = jax.tree_util.tree_flatten(dynamic)
+        settings = current_settings(self._options[2])
+        flat, tree = jax.tree_util.tree_flatten(mark_static(self._static, args, kwargs))
         device = next((x.device for x in flat if isinstance(x, Tensor)), None)
         if device is None and any(isinstance(x, jax.core.Tracer) for x in flat):
             return self.__wrapped__(*args, **kwargs)  # called by another JAX function
-        x64 = x64_of(settings)
-        read = [read_leaf(x, device, self._name, x64) for x in flat]
-        key = (tree, static, settings, tuple([leaf.key for leaf, _ in read]))
+        read = [read_leaf(x, device, self._name, settings[0]) for x in flat]
+        leaves = [leaf for leaf, _ in read]
+        key = (tree, settings, tuple([leaf.key for leaf in leaves]))
         signature = self._signatures.get(key)
         if signature is None:
-
-            def joined(values: Sequence[Any]) -> tuple[Any, Any]:
-                return join(jax.tree_util.tree_unflatten(tree, values))
-
-            leaves = [leaf for leaf, _ in read]
-            made = _Signature(self.__wrapped__, self._name, leaves, joined, settings)
+            made = _Signature(self.__wrapped__, self._name, leaves, tree, settings)
             signature = self._signatures.setdefault(key, made)
         tensors = [tensor for _, tensor in read if tensor is not None]
         return signature.result(call(signature.program, tensors))
-
-
-def _again(g: Any, argnums: Any, argnames: Any, x64: bool) -> TorchFunction:
-    return TorchFunction(g, argnums, argnames, x64)
 
 
 # Dynamo can't hand None to what it does not look inside.

@@ -10,11 +10,6 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-INSTALL = (
-    "needs JAX, which is not installed: pip install 'functx[jax]' "
-    "(or, for CUDA, pip install 'functx[cuda]')"
-)
-
 
 def require(what: str) -> None:
     """Raise an ImportError that says how to install JAX, unless it is there.
@@ -26,7 +21,11 @@ def require(what: str) -> None:
         ImportError: if JAX can't be found.
     """
     if importlib.util.find_spec("jax") is None:
-        raise ImportError(f"functx.compat.{what} {INSTALL}", name="jax")
+        raise ImportError(
+            f"functx.compat.{what} needs JAX, which is not installed: pip install 'functx[jax]'"
+            " (or, for CUDA, pip install 'functx[cuda]')",
+            name="jax",
+        )
 
 
 def x64_enabled() -> bool:
@@ -73,24 +72,13 @@ def static_arguments(
         TypeError: the options are of a wrong type.
         ValueError: they name arguments that ``f`` does not have.
     """
-    import functools
-
     import jax
 
-    infos = [getattr(f, "_jit_info", None)]
-    if argnums is not None or argnames is not None:
-
-        @functools.wraps(f)
-        def target(*args: Any, **kwargs: Any) -> Any:
-            return f(*args, **kwargs)
-
-        infos.append(
-            jax.jit(target, static_argnums=argnums, static_argnames=argnames)._jit_info  # type: ignore[attr-defined]
-        )
-    known = [info for info in infos if info is not None]
+    jitted: Any = jax.jit(f, static_argnums=argnums, static_argnames=argnames)
+    infos = [info._jit_info for info in (f, jitted) if hasattr(info, "_jit_info")]
     return (
-        tuple({i: None for info in known for i in info.static_argnums}),
-        tuple({name: None for info in known for name in info.static_argnames}),
+        tuple({i for info in infos for i in info.static_argnums}),
+        tuple({name for info in infos for name in info.static_argnames}),
     )
 
 

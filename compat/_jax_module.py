@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from torch import Tensor, nn
 
-from functx.compat._dlpack import array_from_torch, tensor_from_jax
-from functx.compat._encoding import has_torch_dtype
+from functx.compat._dlpack import array_from_torch, has_torch_dtype, tensor_from_jax
 from functx.compat._from_jax import TorchFunction, from_jax
 
 

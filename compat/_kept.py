@@ -108,13 +108,15 @@ def _kept(
 
 
 def kept_by_torch(
-    f: Callable[..., Any], args: Sequence[Any], closed_over: Sequence[torch.Tensor] = ()
+    f: Callable[..., Any],
+    args: Sequence[Sequence[torch.Tensor]],
+    closed_over: Sequence[torch.Tensor],
 ) -> Kept:
     """Bytes that ``functx.vjp`` keeps, from storages that are still alive.
 
     Args:
         f: a function to a scalar; differentiated in its first argument.
-        args: pytrees of tensors, which are cloned.
+        args: lists of tensors, which are cloned.
         closed_over: tensors of the surroundings, which are not counted.
 
     Returns:
@@ -134,10 +136,8 @@ def kept_by_torch(
             buffers[buffer] = (StorageWeakRef(storage), storage.nbytes())
         entered.append((name, buffers))
 
-    clones = jax.tree_util.tree_map(
-        lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, list(args)
-    )
-    ours, outside = _views(_tensors(clones)), _views(closed_over)
+    clones = [[x.detach().clone() for x in tensors] for tensors in args]
+    ours, outside = _views([x for tensors in clones for x in tensors]), _views(closed_over)
     first, *rest = clones
 
     def entered_with(p: Any) -> Any:
@@ -178,79 +178,65 @@ def _order(x: torch.Tensor) -> Any:
     return () if x.is_contiguous() else (*x.shape, *x.stride())
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+def _passing(x: Any, arrays: list[Any]) -> Any:
+    """``x``; the concrete array that it is when a function is differentiated eagerly is noted."""
+    x_now = concrete(x)
+    if not isinstance(x_now, jax.core.Tracer):  # no derivative is taken of it
+        arrays.append(x_now)
+        return x
 
+    @jax.custom_jvp
+    def passing(x: Any) -> Any:
+        return x
 
-class _Recorder:
-    """Collects the concrete arrays that pass a point of an eagerly differentiated function."""
+    @passing.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        # Public API hands over the primal here; with an eager vjp it is the array itself.
+        arrays.append(concrete(primals[0]))
+        return primals[0], tangents[0]
 
-    def __init__(self) -> None:
-        self.regions: list[tuple[str, list[Any]]] = []
-
-    def __call__(self, operands: Sequence[Any], name: str) -> list[Any]:
-        arrays: list[Any] = []
-        self.regions.append((name, arrays))
-        return [self._pass(x, arrays) for x in operands]
-
-    def _pass(self, x: Any, arrays: list[Any]) -> Any:
-        x_now = concrete(x)
-        if not isinstance(x_now, jax.core.Tracer):  # no derivative is taken of it
-            arrays.append(x_now)
-            return x
-
-        @jax.custom_jvp
-        def passing(x: Any) -> Any:
-            return x
-
-        @passing.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            # Public API hands over the primal here; with an eager vjp it is the array itself.
-            arrays.append(concrete(primals[0]))
-            return primals[0], tangents[0]
-
-        return passing(x)
+    return passing(x)
 
 
 def kept_by_jax(
     observed: Callable[[Any], Callable[..., Any]],
-    args: Sequence[Any],
-    closed_over: Sequence[Any] = (),
+    args: Sequence[Sequence[jax.Array]],
+    closed_over: Sequence[jax.Array],
 ) -> Kept:
     """Bytes that ``jax.vjp`` keeps, from the leaves of the function that it returns.
 
     Args:
         observed: given an observer of operands (see ``Lowered.observed``), the lowered function to
             a scalar, differentiated in its first argument.
-        args: pytrees of JAX arrays.
+        args: lists of JAX arrays.
         closed_over: arrays of the surroundings, which are not counted.
 
     Returns:
         The bytes kept.
     """
-    recorder = _Recorder()
-    f = observed(recorder)
+    regions: list[tuple[str, list[Any]]] = []
+
+    def record(operands: Sequence[Any], name: str) -> list[Any]:
+        arrays: list[Any] = []
+        regions.append((name, arrays))
+        return [_passing(x, arrays) for x in operands]
+
+    f = observed(record)
     _, pullback = jax.vjp(lambda p: f(p, *args[1:]), args[0])
     leaves = [x for x in jax.tree_util.tree_leaves(pullback) if isinstance(x, jax.Array)]
     sizes = {buffer_pointer(x): x.nbytes for x in leaves}
     live = [
         (name, {(k, 0, sizes[k], ()): sizes[k] for k in map(buffer_pointer, arrays) if k in sizes})
-        for name, arrays in recorder.regions
+        for name, arrays in regions
     ]
-    given = [x for x in jax.tree_util.tree_leaves(list(args)) if isinstance(x, jax.Array)]
-    ours = {buffer_pointer(x) for x in given}
-    entered = [x for _, arrays in recorder.regions for x in arrays]
-    ours |= {buffer_pointer(x) for x in entered if _is_reshaped(x, given)}
-    theirs = {buffer_pointer(x) for x in closed_over}
-    kept = _kept(live, lambda k: k[0] in ours, lambda k: k[0] in theirs)
+    given = [x for arrays in args for x in arrays]
+    entered = [x for _, arrays in regions for x in arrays if _is_reshaped(x, given)]
+    ours = {buffer_pointer(x) for x in (*given, *entered)}
+    outside = {buffer_pointer(x) for x in closed_over}
+    kept = _kept(live, lambda k: k[0] in ours, lambda k: k[0] in outside)
     return replace(kept, storages=kept.activations)
 
 
 def _is_reshaped(x: jax.Array, given: Sequence[jax.Array]) -> bool:
-    values = np.asarray(x)
-    return any(
-        values.nbytes == a.nbytes
-        and values.dtype == a.dtype
-        and values.tobytes() == np.asarray(a).tobytes()
-        for a in given
-    )
+    same = [a for a in given if (a.dtype, a.nbytes) == (x.dtype, x.nbytes)]
+    return any(np.asarray(a).tobytes() == np.asarray(x).tobytes() for a in same)

@@ -1,7 +1,16 @@
-"""Random keys: how they are held, made, split, and exchanged with JAX.
+"""Random keys, how they are made, split and exchanged with JAX, and the generator behind them.
 
 Invariant: a key is two 32-bit words in the last axis of an integer tensor; its low 32 bits count,
-whatever the dtype.
+whatever the dtype.  Each function gives the bits that JAX gives with its default settings
+(``threefry2x32``, ``jax_threefry_partitionable=True``): the number at row-major position ``i`` of a
+draw is the hash of ``i`` under the key, so that it does not depend on the shape.  Counters are
+64-bit, two words of 32.
+
+The arithmetic is that of unsigned 32-bit words, done in ``int32``, whose sums and left shifts wrap
+alike: torch has hardly any operation for ``uint32``, its compiler does not vectorize a loop that
+holds one, and ``int64`` would need masks.  Only the right shift differs, and is masked.
+
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations
@@ -12,20 +21,80 @@ from typing import Any
 
 import torch
 
-from functx.compat._threefry import key_of, random_words, threefry2x32, words
-
 _DTYPES = (torch.int64, torch.int32, torch.uint32)
 _WORD = 0xFFFFFFFF
-_INTEGERS = (
-    torch.bool,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift ``int32`` words right, filling with zeros."""
+    return (x >> by) & ((1 << (32 - by)) - 1)
+
+
+def _rotate_left(x: torch.Tensor, by: int) -> torch.Tensor:
+    return (x << by) | _shift_right(x, 32 - by)
+
+
+def threefry2x32(
+    key: tuple[torch.Tensor, torch.Tensor], high: torch.Tensor, low: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hash pairs of words under a pair of key words; all ``int32``, broadcast together."""
+    ks = (*key, key[0] ^ key[1] ^ _PARITY)
+    a, b = high + ks[0], low + ks[1]
+    for i in range(5):
+        for by in _ROTATIONS[i % 2]:
+            a = a + b
+            b = _rotate_left(b, by) ^ a
+        a = a + ks[(i + 1) % 3]
+        b = b + (ks[(i + 2) % 3] + (i + 1))
+    return a, b
+
+
+def words(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two words of a key as ``int32``."""
+    first, second = key.to(torch.int32).unbind(-1)
+    return first, second
+
+
+def key_of(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys from their ``int32`` words, in the dtype that keys are held in."""
+    pair = torch.stack([first, second], -1)
+    # A mask would do for int64, but not where JAX has no int64 for it.
+    return pair.to(torch.uint32).to(dtype) if dtype == torch.int64 else pair.to(dtype)
+
+
+def random_words(key: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two independent random words for each position of ``shape``, as ``int32``.
+
+    Args:
+        key: one key, shape ``(2,)``.
+        shape: of the draw.
+
+    Returns:
+        Tensors of that shape, on the key's device.
+    """
+    size = math.prod(shape)
+    if size <= 1 << 31:
+        low = torch.arange(size, dtype=torch.int32, device=key.device)
+        high = torch.zeros((), dtype=torch.int32, device=key.device)
+    else:
+        counter = torch.arange(size, dtype=torch.int64, device=key.device)
+        high, low = (counter >> 32).to(torch.int32), counter.to(torch.int32)
+    a, b = threefry2x32(words(key), high, low)
+    return a.reshape(shape), b.reshape(shape)
+
+
+def random_word(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """One random word for each position of ``shape``, as ``int32``."""
+    a, b = random_words(key, shape)
+    return a ^ b
+
+
+def random_long(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """64 random bits for each position of ``shape``, as ``int64``."""
+    high, low = random_words(key, shape)
+    return (high.to(torch.int64) << 32) | (low.to(torch.int64) & _WORD)
 
 
 def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -52,13 +121,9 @@ def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -
         tensor([ 0, 42])
     """
     if isinstance(seed, torch.Tensor):
-        if seed.ndim or seed.dtype not in _INTEGERS:
-            raise TypeError(
-                "random.key takes one integer, got a tensor of shape"
-                f" {tuple(seed.shape)} and dtype {seed.dtype}; use vmap for many seeds"
-            )
+        _check_scalar("key", seed, "seeds")
         low = seed.to(torch.int64) if device is None else seed.to(device, torch.int64)
-        high = low >> 32 if seed.dtype == torch.int64 else torch.zeros_like(low)
+        high = low >> 32 if seed.dtype.itemsize == 8 else torch.zeros_like(low)
         return key_of(high.to(torch.int32), low.to(torch.int32), torch.int64)
     if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt):
         raise TypeError(f"random.key takes an integer seed, not {type(seed).__name__}")
@@ -118,22 +183,17 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         torch.Size([4, 2])
     """
     check_key("fold_in", key)
-    first, second = words(key)
     if isinstance(data, torch.Tensor):
-        if data.ndim or data.dtype not in _INTEGERS:
-            raise TypeError(
-                "random.fold_in takes one integer, got a tensor of shape"
-                f" {tuple(data.shape)} and dtype {data.dtype}; use vmap for many"
-            )
+        _check_scalar("fold_in", data, "integers")
         low = data.to(key.device, torch.int32)
-    elif isinstance(data, int | torch.SymInt):
-        if not 0 <= data <= _WORD:
-            raise OverflowError(f"random.fold_in: {data} is outside [0, 2**32)")
+    elif not isinstance(data, int | torch.SymInt):
+        raise TypeError(f"random.fold_in takes an integer, not {type(data).__name__}")
+    elif not 0 <= data <= _WORD:
+        raise OverflowError(f"random.fold_in: {data} is outside [0, 2**32)")
+    else:
         signed = data - (1 << 32) if data > _WORD >> 1 else data
         low = torch.full((), signed, dtype=torch.int32, device=key.device)
-    else:
-        raise TypeError(f"random.fold_in takes an integer, not {type(data).__name__}")
-    return key_of(*threefry2x32((first, second), torch.zeros_like(low), low), key.dtype)
+    return key_of(*threefry2x32(words(key), torch.zeros_like(low), low), key.dtype)
 
 
 def key_data(key: torch.Tensor) -> torch.Tensor:
@@ -235,16 +295,21 @@ def to_jax(key: torch.Tensor) -> Any:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
+def _check_scalar(name: str, x: torch.Tensor, what: str) -> None:
+    if x.ndim or x.is_floating_point() or x.is_complex():
+        raise TypeError(
+            f"random.{name} takes one integer, got a tensor of shape {tuple(x.shape)} and dtype"
+            f" {x.dtype}; use vmap for many {what}"
+        )
+
+
 def check_key(name: str, key: Any, batched: bool = False) -> None:
     """Refuse what is no key, or is several."""
     if not isinstance(key, torch.Tensor):
-        package = type(key).__module__.partition(".")[0]
-        how = {
-            "jax": "convert it with functx.compat.random.from_jax",
-            "jaxlib": "convert it with functx.compat.random.from_jax",
-            "numpy": "convert it with functx.compat.random.wrap_key_data",
-        }.get(package, "make one with functx.compat.random.key(seed)")
-        raise TypeError(f"random.{name} takes a key first, not a {type(key).__name__}: {how}")
+        raise TypeError(
+            f"random.{name} takes a key first, not a {type(key).__name__}: make one with"
+            " functx.compat.random.key(seed), or of JAX's key with functx.compat.random.from_jax"
+        )
     if key.dtype not in _DTYPES or not key.ndim or key.shape[-1] != 2:
         raise TypeError(
             f"random.{name} takes a key, two integer words in the last axis (int64, int32 or"
@@ -264,22 +329,20 @@ def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
         raise TypeError(
             f"random.{name}: a shape is a sequence of sizes such as (3,), not {shape!r}"
         )
-    sizes = tuple(shape)
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-            raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
-        if size < 0:
-            raise ValueError(f"random.{name}: {shape!r} has a negative size")
-    return sizes
+    if any(not isinstance(size, int | torch.SymInt) for size in shape):
+        raise TypeError(f"random.{name}: {shape!r} has a size that is no integer")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"random.{name}: {shape!r} has a negative size")
+    return tuple(shape)
 
 
 def check_broadcast(name: str, shape: tuple[int, ...], *parameters: Sequence[int]) -> None:
     """Refuse parameters that are larger than the draw."""
     try:
-        together = torch.broadcast_shapes(shape, *map(tuple, parameters))
+        fits = torch.broadcast_shapes(shape, *map(tuple, parameters)) == tuple(shape)
     except RuntimeError:
-        together = None
-    if together != torch.Size(shape):
+        fits = False
+    if not fits:
         got = ", ".join(str(tuple(p)) for p in parameters)
         raise ValueError(
             f"random.{name}: parameters of shape {got} don't broadcast to the shape {shape} asked"

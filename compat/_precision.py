@@ -8,7 +8,7 @@ wrong for having lost its own last digits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,9 @@ class Difference:
         absolute: the largest absolute difference.
         relative: the largest difference, divided by the largest magnitude of its tensor.
         ulps: the same in units of the dtype's precision at that magnitude.
-        torch_error: torch's largest distance from its own float64 result, relative; None if the
+        torch_ulps: torch's largest distance from its own float64 result, in ulps; None if the
             function can't run in float64.
-        jax_error: JAX's distance from it.
-        torch_ulps: torch's distance from it, in ulps.
-        jax_ulps: JAX's distance from it, in ulps.
+        jax_ulps: JAX's distance from it.
         where: the tensor that is farthest apart, as ``[0]['weight']``.
         dtype: of that tensor.
         allowed: the relative difference that is allowed there.
@@ -75,8 +73,6 @@ class Difference:
     absolute: float
     relative: float
     ulps: float
-    torch_error: float | None
-    jax_error: float | None
     torch_ulps: float | None
     jax_ulps: float | None
     where: str
@@ -104,7 +100,7 @@ def difference(
         ours: torch's results.
         theirs: JAX's.
         reference: torch's in float64, if there are.
-        paths: names the results.
+        paths: names the results; if there are not as many, they are numbered.
         rtol: the difference allowed, relative to the largest entry of a tensor; None for what is
             usual for its dtype.
         atol: allowed on top, absolute.
@@ -122,7 +118,7 @@ def difference(
     found = []
     top = max((_magnitude(numbers(x)) for x in ours if x.dtype in RTOL), default=0.0)
     for n, (x, y) in enumerate(zip(ours, theirs)):
-        path = paths[n] if n < len(paths) else f"[{n}]"
+        path = paths[n] if len(paths) == len(ours) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
             raise Mismatch(f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}")
         if dtypes and str(x.dtype).removeprefix("torch.") != str(y.dtype):
@@ -131,24 +127,16 @@ def difference(
             x = x.to(_NARROWER[str(y.dtype)])
         r = None if reference is None else reference[n]
         found.append(_of_leaf(x, y, r, path, rtol, atol, top))
-    worst = max(found, key=lambda d: _order(d.relative / d.allowed if d.allowed else d.relative))
-    return Difference(
+    far = [d.relative / (d.allowed or 1.0) for d in found]
+    worst = found[int(np.argmax(np.nan_to_num(far, nan=np.inf)))]
+    return replace(
+        worst,
         absolute=_most(d.absolute for d in found),
-        relative=worst.relative,
         ulps=_most(d.ulps for d in found),
-        torch_error=_most_known(d.torch_error for d in found),
-        jax_error=_most_known(d.jax_error for d in found),
         torch_ulps=_most_known(d.torch_ulps for d in found),
         jax_ulps=_most_known(d.jax_ulps for d in found),
-        where=worst.where,
-        dtype=worst.dtype,
-        allowed=worst.allowed,
         agrees=all(d.agrees for d in found),
     )
-
-
-def _order(x: float) -> float:
-    return float("inf") if np.isnan(x) else x
 
 
 def _most(values: Any) -> float:
@@ -187,8 +175,6 @@ def _of_leaf(
         absolute=absolute,
         relative=absolute / scale,
         ulps=absolute / (scale * eps),
-        torch_error=errors[0],
-        jax_error=errors[1],
         torch_ulps=None if errors[0] is None else errors[0] / eps,
         jax_ulps=None if errors[1] is None else errors[1] / eps,
         where=path,
@@ -214,13 +200,8 @@ def _usual(dtype: torch.dtype, error: float | None) -> float:
 def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """A tensor's values as NumPy's widest of their kind."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
-    if x.is_complex():
-        return x.to(torch.complex128).numpy()
-    if x.is_floating_point():
-        return x.to(torch.float64).numpy()
-    if x.dtype == torch.bool:
-        return x.to(torch.int64).numpy()
-    return x.numpy()
+    kinds = {torch.bool: torch.int64, **_WIDE}
+    return x.to(kinds.get(x.dtype, x.dtype)).numpy()
 
 
 def _largest(a: Any, b: Any) -> float:

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functx.compat._encoding import decoder, encode
+from functx.compat._dlpack import decoder, encode
 from functx.compat._jax import batch_dim_of
 from functx.compat._settings import Settings, jit_is_off
 

@@ -6,6 +6,7 @@ compiled program, whose operations are named after the scopes that they were tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from typing import Any
 
 from functx._remat import on_replay
 from functx._storages import operation_name
+from functx.compat._jax import RECOMPUTED
 from functx.compat._torch import HigherOrderOperator, TorchDispatchMode
-from functx.compat._xla import count_products
 
 # Attention's kernels hold several.
 _PRODUCTS = {
@@ -30,6 +31,12 @@ _PRODUCTS = {
     "_scaled_dot_product_efficient_attention": 2,
     "_scaled_dot_product_efficient_attention_backward": 5,
 }
+# A product of which nothing is summed (an outer one) is a multiplication that was a dot.
+_PRODUCT_OF_XLA = re.compile(
+    r"\b(?:dot|convolution)\("
+    r"|custom_call_target=\"[^\"]*(?:matmul|gemm|conv)"
+    r"|\bmultiply\(.*op_name=\"[^\"]*/dot_general\""
+)
 
 
 @dataclass(frozen=True)
@@ -91,4 +98,6 @@ def count(run_torch: Callable[[], Any], program: Any) -> Products:
     counter = _Counter()
     with counter, on_replay(counter.replaying):
         run_torch()
-    return Products(counter.all, counter.recomputed, *count_products(program), counter.replays)
+    found = [line for line in program.as_text().splitlines() if _PRODUCT_OF_XLA.search(line)]
+    again = sum(RECOMPUTED in line for line in found)
+    return Products(counter.all, counter.recomputed, len(found), again, counter.replays)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,13 @@ from functx.compat._kept import Kept
 from functx.compat._operations import Operation
 from functx.compat._precision import Difference
 from functx.compat._recompute import Products
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>crosscheck {title}</title></head>
+<body><pre>{text}</pre></body>
+</html>
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,6 @@ class Crosscheck:
         kept_jax: bytes that JAX's pullback keeps there.
         first: the first operation that differs, if a value or derivative does and one was found.
         searched: whether it was looked for.
-        barriers_kept: whether XLA was seen to keep recomputations in the programs measured here.
         environment: versions and devices.
     """
 
@@ -60,7 +65,6 @@ class Crosscheck:
     kept_jax: Kept | None
     first: Operation | None = None
     searched: bool = False
-    barriers_kept: bool = True
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -105,16 +109,17 @@ class Crosscheck:
                 " What is left are second derivatives, batching, where derivatives stop, what XLA"
                 " makes of several operations, and state that is not the same at every call"
             )
-        if (
-            kept
-            and not self.kept_equal
-            and self.kept_torch is not None
-            and self.kept_jax is not None
-        ):
+        a, b = self.kept_torch, self.kept_jax
+        if kept and a is not None and b is not None and not self.kept_equal:
+            regions = enumerate(zip(a.by_region, b.by_region), 1)
+            differ = [
+                f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
+                for n, (r, s) in regions
+                if r.activations != s.activations
+            ]
             found.append(
-                f"bytes kept at region boundaries differ: torch {_say(self.kept_torch)}, JAX"
-                f" {_say(self.kept_jax)}{_where(self.kept_torch, self.kept_jax)}; the cuts are not"
-                " at the same places"
+                f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}"
+                f"{''.join(differ[:1])}; the cuts are not at the same places"
             )
         return found
 
@@ -165,10 +170,14 @@ class Crosscheck:
         Returns:
             The path.
         """
-        from functx.compat._html import page
-
+        problems = self.problems()
+        said = [f"torch and JAX {'disagree:' if problems else 'agree.'}", *problems]
+        if self.first is not None and self.first.source is not None:
+            source = self.first.source
+            said.append(f"\nWhere it starts:\n{source}\n    {source.text}")
+        said += ["", str(self), "", json.dumps(self.figures(), indent=1)]
         path = Path(path)
-        path.write_text(page(self))
+        path.write_text(_PAGE.format(title=escape(self.name), text=escape("\n".join(said))))
         return path
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
@@ -187,7 +196,7 @@ class Crosscheck:
                 names = f"{what}: peak / XLA temporary bytes"
                 yield names, _count(run.torch_peak), _count(run.xla_temp), ""
             if run.torch_seconds is not None:
-                yield f"{what}: seconds", _time(run.torch_seconds), _time(run.jax_seconds), ""
+                yield f"{what}: seconds", f"{run.torch_seconds:.4f}", f"{run.jax_seconds:.4f}", ""
             p = run.products
             if p is not None:
                 recomputed = f"{p.torch_recomputed} and {p.jax_recomputed} recomputed"
@@ -212,40 +221,32 @@ class Crosscheck:
             yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
     def __str__(self) -> str:
-        header = ("", "torch", "JAX", "")
-        if importlib.util.find_spec("rich") is not None:
-            return _rich(f"crosscheck {self.name}", header, list(self.rows()))
-        return _plain(f"crosscheck {self.name}", [header, *self.rows()])
+        rows = [("", "torch", "JAX", ""), *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = (
+            "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>><", widths)).rstrip()
+            for row in rows
+        )
+        return "\n".join([f"crosscheck {self.name}", *lines])
 
     __repr__ = __str__
 
 
 def _how_far(d: Difference, allowed: float) -> str:
-    if math.isfinite(d.absolute):
-        return (
-            f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more"
-            f" than rtol={allowed:g}{_whose(d)}"
-        )
-    return ": NaN or infinity in one framework where the other has another value"
-
-
-def _whose(d: Difference) -> str:
-    if d.torch_ulps is None or d.jax_ulps is None:
-        return ""
+    if not math.isfinite(d.absolute):
+        return ": NaN or infinity in one framework where the other has another value"
     said = (
+        f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than"
+        f" rtol={allowed:g}"
+    )
+    if d.torch_ulps is None or d.jax_ulps is None:
+        return said
+    said += (
         f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and JAX"
         f" {_ulps(d.jax_ulps)} ulp"
     )
-    if d.torch_ulps > max(64, 4 * d.jax_ulps):
-        return f"{said}: it is torch that has lost precision"
-    return said
-
-
-def _where(a: Kept, b: Kept) -> str:
-    for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
-        if r.activations != s.activations:
-            return f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
-    return ""
+    lost = d.torch_ulps > max(64, 4 * d.jax_ulps)
+    return f"{said}: it is torch that has lost precision" if lost else said
 
 
 def _say(kept: Kept) -> str:
@@ -263,30 +264,3 @@ def _ulps(x: float | None) -> str:
 
 def _count(x: int | None) -> str:
     return "" if x is None else f"{x:,}"
-
-
-def _time(x: float | None) -> str:
-    return "" if x is None else f"{x:.4f}"
-
-
-def _rich(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header, title=title)
-    for column in (1, 2):
-        table.columns[column].justify = "right"
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    Console(file=out, width=110).print(table)
-    return out.getvalue().rstrip()
-
-
-def _plain(title: str, rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
-    ]
-    return "\n".join([title, *lines])

@@ -30,36 +30,22 @@ _ATTRIBUTES = tuple(f"jax_{name}" for name in _NAMES)
 Settings = tuple[Any, ...]
 
 
-def current_settings() -> Settings:
-    """What JAX's settings are on this thread."""
-    config = jax.config
-    return tuple([getattr(config, name) for name in _ATTRIBUTES])
+def current_settings(enable_x64: bool = False) -> Settings:
+    """JAX's settings on this thread, if asked with 64-bit types on."""
+    x64, *others = [getattr(jax.config, name) for name in _ATTRIBUTES]
+    return (x64 or enable_x64, *others)
 
 
 def jit_is_off(settings: Settings) -> bool:
     """Whether functions run as they are under these settings, untraced."""
-    return bool(settings[1])
-
-
-def x64_of(settings: Settings) -> bool:
-    """Whether 64-bit types are on in these settings."""
-    return bool(settings[0])
-
-
-def with_x64(settings: Settings) -> Settings:
-    """These settings with 64-bit types on."""
-    return (True, *settings[1:])
+    return bool(settings[_NAMES.index("disable_jit")])
 
 
 @contextmanager
 def restored(settings: Settings) -> Iterator[None]:
-    """Run with earlier settings; free where they hold anyway."""
-    now = current_settings()
-    if now == settings:
-        yield
-        return
+    """Run with earlier settings."""
     with ExitStack() as stack:
-        for name, value, present in zip(_NAMES, settings, now, strict=True):
+        for name, value, present in zip(_NAMES, settings, current_settings(), strict=True):
             if value != present:
                 stack.enter_context(getattr(jax, name)(value))
         yield

@@ -7,24 +7,23 @@ an ordinary trace does not pay for them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.traceback import preserve_node_meta, set_stack_trace
+from torch.fx.traceback import set_stack_trace
 from torch.overrides import TorchFunctionMode
 
 import functx
 
-_INTERNAL = tuple(
-    str(Path(file).parent) + "/" for file in (torch.__file__, functx.__file__, __file__) if file
-)
+_FOLDERS = (Path(str(file)).parent for file in (torch.__file__, functx.__file__, __file__))
+_INTERNAL = ("<", *(f"{folder}/" for folder in _FOLDERS))
 _MARK = "functx source: "
 
 
@@ -53,7 +52,7 @@ class _Note(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         frame = inspect.currentframe()
-        while frame is not None and _is_internal(frame.f_code.co_filename):
+        while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
             frame = frame.f_back
         if frame is not None:
             code = frame.f_code
@@ -61,25 +60,17 @@ class _Note(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_internal(file: str) -> bool:
-    return file.startswith(_INTERNAL) or file.startswith("<")
-
-
-@contextmanager
-def noting() -> Iterator[None]:
-    """Trace in this context to have `source_of` the nodes of functions that `noted` gave."""
-    with preserve_node_meta():
-        yield
-
-
 def noted(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f``, noting where it is while it runs."""
+    """``f``, noting where it is while it runs.
 
+    Trace it under ``torch.fx.traceback.preserve_node_meta()``.
+    """
+
+    @functools.wraps(f)
     def run(*args: Any) -> Any:
         with _Note():
             return f(*args)
 
-    run.__name__ = getattr(f, "__name__", type(f).__name__)
     return run
 
 

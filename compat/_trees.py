@@ -6,7 +6,9 @@ and put together as torch does it, so that results keep their type (``out.logits
 
 from __future__ import annotations
 
+import functools
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,17 +16,13 @@ import jax
 from functx.compat._torch import pytree_node
 
 _lock = threading.Lock()
-_taught: set[type] = set()
 
 
+@dataclass(frozen=True)
 class _Context:
     """What torch keeps beside the children; JAX wants it hashable."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and bool(self.value == other.value)
+    value: Any
 
     def __hash__(self) -> int:
         return hash(repr(self.value))
@@ -37,12 +35,14 @@ def teach_jax(tree: Any) -> bool:
         Whether there were any; the tree has more leaves now.
     """
     found = {type(leaf) for leaf in jax.tree_util.tree_leaves(tree)}
-    new = [t for t in found if pytree_node(t) is not None]
+    new = [cls for cls in found if pytree_node(cls) is not None]
     for cls in new:
-        _register(cls)
+        with _lock:
+            _register(cls)  # type: ignore[arg-type]
     return bool(new)
 
 
+@functools.cache
 def _register(cls: type) -> None:
     node: Any = pytree_node(cls)
 
@@ -53,7 +53,4 @@ def _register(cls: type) -> None:
     def unflatten(context: _Context, children: Any) -> Any:
         return node.unflatten_fn(list(children), context.value)
 
-    with _lock:
-        if cls not in _taught:
-            jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-            _taught.add(cls)
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)

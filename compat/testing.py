@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,33 +16,21 @@ __all__ = ["assert_agrees"]
 def assert_agrees(
     f: Callable[..., Any] | torch.nn.Module,
     *args: Any,
-    transforms: Sequence[str] | None = None,
-    rtol: float | None = None,
-    atol: float = 0.0,
-    argnums: int | Sequence[int] = 0,
-    in_dims: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
     kept: bool = True,
     peak: bool = False,
     msg: str | None = None,
+    **options: Any,
 ) -> Crosscheck:
     """Assert that a torch function and its derivatives are the same in JAX.
 
     Args:
         f: a torch function of pytrees of tensors, or a module; it may contain `functx.remat`.
         *args: its arguments.
-        transforms: what to compare, as in `functx.compat.crosscheck`: ``"value"``, ``"grad"``,
-            ``"vmap(grad)"``, ``"jvp"``, ``"hvp"``, ``"jacrev"``, ``"jacfwd"``, ``"hessian"``; by
-            default value and gradients.
-        rtol: the difference allowed, relative to the largest entry of a tensor; by default what is
-            usual for its dtype.
-        atol: the absolute difference allowed on top.
-        argnums: which positional arguments derivatives are taken in.
-        in_dims: as in `functx.vmap`; then ``f`` is the function of one example.
-        kwargs: keyword arguments of ``f``.
         kept: whether the bytes kept at the boundaries of regions must be equal too.
         peak: whether to measure torch's peak and XLA's temporary bytes, for the object returned.
         msg: said first if the assertion fails.
+        **options: ``transforms``, ``rtol``, ``atol``, ``argnums``, ``in_dims``, ``kwargs`` and the
+            others of `functx.compat.crosscheck`.
 
     Returns:
         The `functx.compat.Crosscheck`, for further assertions on its figures.
@@ -67,16 +55,6 @@ def assert_agrees(
     __tracebackhide__ = True
     from functx.compat import crosscheck
 
-    report = crosscheck(
-        f,
-        *args,
-        transforms=transforms,
-        rtol=rtol,
-        atol=atol,
-        argnums=argnums,
-        in_dims=in_dims,
-        kwargs=kwargs,
-        peak=peak,
-    )
+    report = crosscheck(f, *args, peak=peak, **options)
     report.assert_agrees(kept=kept, msg=msg)
     return report
