@@ -18,7 +18,7 @@ from functx.compat._jax import x64_enabled
 from functx.compat._lowering._dtypes import ENABLE_X64, WIDE_FLOATS, WIDE_INTEGERS
 from functx.compat._lowering._graph import custom_function_of, is_region, modules_of
 from functx.compat._lowering._interpret import NEEDS_KEY
-from functx.compat._lowering._table import lookup, refusal
+from functx.compat._lowering._table import lookup
 from functx.compat._lowering._trace import Program
 from functx.compat._torch import OpOverload, typed_arguments
 
@@ -50,22 +50,16 @@ def _calls(program: Program) -> list[Node]:
 
 def _operations(program: Program) -> list[str]:
     missing: Counter[str] = Counter()
-    refused: dict[str, str] = {}
     for node in _calls(program):
         if node.target is operator.getitem or is_region(node) or custom_function_of(node):
             continue
         op = node.target
-        if not isinstance(op, OpOverload):
+        if not isinstance(op, OpOverload) or lookup(op) is None:
             missing[str(op)] += 1
-        elif (reason := refusal(op)) is not None:
-            refused[str(op)] = reason
-        elif lookup(op) is None:
-            missing[str(op)] += 1
-    out = [f"{op} {reason}" for op, reason in sorted(refused.items())]
-    if missing:
-        counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
-        out.append(f"{len(missing)} operations have no rule: {counts}")
-    return out
+    if not missing:
+        return []
+    counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
+    return [f"{len(missing)} operations have no rule: {counts}"]
 
 
 def _random(program: Program, rng: bool) -> list[str]:
