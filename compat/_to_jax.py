@@ -46,9 +46,9 @@ def to_jax(
     ``jax.checkpoint``.  A :func:`functx.remat` region inside becomes ``jax.checkpoint`` at the same
     cut.  Gradients stop where torch's stop: at ``detach`` and in ``no_grad`` blocks.  A custom
     ``autograd.Function`` keeps its own backward and jvp; without a jvp, forward mode is the
-    transpose of its backward.  A tensor hook is part of the gradient; one that is not linear has no
-    second derivative.  A function that asks for ``requires_grad`` and the like, which is traced
-    twice then, is answered as if derivatives were taken of all its floating-point arguments.
+    transpose of its backward.  Hooks that see gradients are refused.  A function that asks for
+    ``requires_grad`` and the like, which is traced twice then, is answered as if derivatives were
+    taken of all its floating-point arguments.
 
     Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
     seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.

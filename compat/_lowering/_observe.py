@@ -84,7 +84,7 @@ class UserCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in ASKS and not called_by_us(func):
-            return self._tape(func, args, kwargs or {}, self)
+            return self._tape(func, args, kwargs or {})
         if drops_between_layers(func, args):
             return layer_by_layer(func, args)
         inside = REPLACED.get(func) or (None if types else opened(func))
@@ -172,8 +172,6 @@ class Observer(TorchDispatchMode):
             if called_by("torch.utils.checkpoint"):
                 # A tape that its hooks hand a value to takes it for the one that it saved.
                 return aten.alias.default(*args)
-        if is_mutable(func):
-            self._tape.written(args[:1])
         if torch.is_grad_enabled() or within.forward:
             self._tape.saves((args, kwargs))
             return _run(func, args, kwargs)
