@@ -91,8 +91,6 @@ __all__ = [
     "map_tensors",
     "name_of",
     "nonstrict_trace",
-    "old_batch_in_front",
-    "old_vmap_level",
     "own_tensors",
     "plain_apply",
     "pytree_node",
@@ -104,7 +102,6 @@ __all__ = [
     "typed_arguments",
     "unhooked",
     "version_of",
-    "with_old_batch_in_front",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -278,26 +275,6 @@ def below_vmap() -> Any:
     )
 
 
-def old_vmap_level() -> int:
-    """How many batched backward passes are under way: ``torch.autograd.grad(is_grads_batched=)``.
-
-    They use the vmap from before functorch, and its tensors.
-    """
-    level = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return level - 1
-
-
-def old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
-    """A tensor of such a level with its batch dimension as the first; of size 1 if it has none."""
-    return torch._remove_batch_dim(x, level, 1, 0)
-
-
-def with_old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
-    """A tensor of such a level from one whose first dimension is the batch."""
-    return torch._add_batch_dim(x, 0, level)
-
-
 def nonstrict_trace(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function that Dynamo puts into its graph without looking inside; what follows it does."""
     import torch._dynamo  # not at the top: it takes as long to import as all of torch
@@ -395,10 +372,6 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Apply a function to every tensor in the arguments or results of an operation."""
     return tree_map_only(torch.Tensor, fn, tree)
 
-
-# What ``ctc_loss`` is made of; the public function reads lengths before any operator does.
-CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
-CTC_LOSS_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
 
 # Reads a tensor as a Python number; what ``item()``, ``float()`` and ``bool()`` call.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default

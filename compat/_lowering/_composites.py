@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from functx.compat._lowering._ctc import ctc_loss
+from functx._errors import LoweringError
 
 # Those of torch that detach.
 _DETACHING = {functional.gumbel_softmax}
@@ -88,8 +88,14 @@ def _gaussian_nll_loss(
     loss = 0.5 * (spread.log() + (input - target) ** 2 / spread)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    reduce: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum}
-    return reduce[reduction](loss) if reduction != "none" else loss
+    return loss if reduction == "none" else getattr(torch, reduction)(loss)
+
+
+def _ctc_loss(*_: Any, **__: Any) -> Tensor:
+    raise LoweringError(
+        "ctc_loss keeps a buffer whose shape depends on values, the lengths of the targets: use"
+        " optax.ctc_loss in the JAX function"
+    )
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -98,6 +104,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
-    functional.ctc_loss: ctc_loss,
-    torch.ctc_loss: ctc_loss,
+    functional.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
 }

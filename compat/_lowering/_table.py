@@ -25,7 +25,7 @@ Fn = Callable[..., Any]
 
 _FAMILIES = """
 _pointwise _activations _special _reductions _sorting _views _indexing _embedding _linalg _conv
-_pool _nn _ctc _sample_grid _fft _random _checks
+_pool _nn _sample_grid _fft _random _checks
 """.split()  # noqa: SIM905
 
 
