@@ -192,15 +192,11 @@ class Lowered:
         )
         key = (kinds, tree, x64_enabled(), environment_of(self.__wrapped__))
         if key not in self._programs:
-            while len(self._programs) >= _MOST_PROGRAMS:
-                self._forget(next(iter(self._programs)))
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+                self._arrays.clear()
             self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng)
         return self._programs[key], arrays
-
-    def _forget(self, key: Hashable) -> None:
-        del self._programs[key]
-        needed = {id(t) for traced in self._programs.values() for t in traced.program.captures}
-        self._arrays = {k: held for k, held in self._arrays.items() if k in needed}
 
     def captured(self, program: Program) -> list[jax.Array]:
         """The current values of the tensors that a program closes over."""

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from functx._errors import LoweringError
 from functx.compat._jax import x64_enabled
@@ -65,19 +65,11 @@ def _operations(program: Program) -> list[str]:
 def _random(program: Program, rng: bool) -> list[str]:
     if rng:
         return []
-    found = {name for module in modules_of(program.module) for name in _drawing(module)}
+    ops = [n.target for n in _calls(program) if isinstance(n.target, OpOverload)]
+    found = {str(op) for op in ops if (known := lookup(op)) is not None and known.random}
     if not found:
         return []
     return [f"random operations ({', '.join(sorted(found))}) need a key: {NEEDS_KEY}"]
-
-
-def _drawing(module: GraphModule) -> list[str]:
-    found = []
-    for node in module.graph.nodes:
-        known = lookup(node.target) if isinstance(node.target, OpOverload) else None
-        if known is not None and known.random:
-            found.append(str(node.target))
-    return found
 
 
 def _values(node: Node) -> list[torch.Tensor]:

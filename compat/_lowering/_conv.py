@@ -57,37 +57,3 @@ def _convolution_backward(g: Any, x: Any, weight: Any, bias_sizes: Any, *rest: A
     _, pull = jax.vjp(lambda x, w: _convolution(x, w, None, *settings), x, weight)
     gradients = (*pull(g), jnp.sum(g, (0, *range(2, g.ndim))))
     return tuple(d if wanted else None for d, wanted in zip(gradients, output_mask))
-
-
-@rule("im2col")
-def _im2col(
-    x: Any, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int],
-    stride: Sequence[int], *, ctx: Any = None,
-) -> Any:  # fmt: skip
-    if x.size == 0:
-        return jnp.zeros(ctx.shape, ctx.dtype)
-    unbatched = x.ndim == 3
-    x = x[None] if unbatched else x
-    patches = lax.conv_general_dilated_patches(
-        x,
-        tuple(kernel),
-        tuple(stride),
-        [(p, p) for p in padding],
-        rhs_dilation=tuple(dilation),
-        precision=lax.Precision.HIGHEST,
-    )
-    out = patches.reshape(*patches.shape[:2], -1)
-    return out[0] if unbatched else out
-
-
-@rule("col2im")
-def _col2im(
-    x: Any, size: Sequence[int], kernel: Sequence[int], dilation: Sequence[int],
-    padding: Sequence[int], stride: Sequence[int],
-) -> Any:  # fmt: skip
-    unbatched = x.ndim == 2
-    x = x[None] if unbatched else x
-    channels = x.shape[1] // (kernel[0] * kernel[1])
-    image = jax.ShapeDtypeStruct((x.shape[0], channels, *size), x.dtype)
-    (out,) = jax.linear_transpose(lambda y: _im2col(y, kernel, dilation, padding, stride), image)(x)
-    return out[0] if unbatched else out

@@ -104,7 +104,6 @@ class Interpreter:
         """
         env: dict[Node, Any] = {}
         feed = iter(inputs)
-        last_use = _last_uses(module)
         saved = self.saved
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -116,8 +115,6 @@ class Interpreter:
             elif node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], env.__getitem__)
                 return list(outputs)
-            for dead in last_use.get(node, ()):
-                env.pop(dead, None)
         raise AssertionError("a graph without an output")
 
     def _call(self, node: Node, env: dict[Node, Any], names: tuple[str, ...] = ()) -> Any:
@@ -180,17 +177,6 @@ class Interpreter:
         elif self.depth == 0:  # not compiled, so nothing is merged
             operands = list(self.observe(operands, name))
         return jax.checkpoint(run, policy=policy)(rng, *operands)
-
-
-def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:
-    seen: set[Node] = set()
-    last: dict[Node, list[Node]] = {}
-    for node in reversed(module.graph.nodes):
-        for used in node.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                last.setdefault(node, []).append(used)
-    return last
 
 
 def apply_rule(

@@ -82,7 +82,8 @@ def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
 @rule("prims::div", cast=True)
 def _quotient(x: Any, y: Any) -> Any:
     """The quotient, of integers without its fraction."""
-    return lax.div(*jnp.broadcast_arrays(x, y))
+    kind = jnp.result_type(x, y)
+    return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, kind), jnp.asarray(y, kind)))
 
 
 @rule("div.Tensor_mode", "div.Scalar_mode", cast=True)

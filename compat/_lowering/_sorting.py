@@ -160,6 +160,6 @@ def _searchsorted(
     return find(sequence, values)
 
 
-@rule("bucketize.Tensor", "bucketize.Scalar")
-def _bucketize(x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    return jnp.searchsorted(boundaries, jnp.asarray(x), side="right" if right else "left")
+@rule("bucketize")
+def _bucketize(x: Any, boundaries: Any, **options: Any) -> Any:
+    return _searchsorted(boundaries, x, **options)
