@@ -1,10 +1,7 @@
 """Python functions of torch as a trace has to see them.
 
-A torch-function mode is shown ``torch.nn.functional.gumbel_softmax`` as one call, and nothing of
-what it does inside: a ``detach`` there would be taken for one that autograd makes.  ``opened`` is
-the same function without the check that hands it to modes, so that what it calls is shown.
-
-``REPLACED`` are functions that look at values: to refuse some, or to loop as often as they say.
+They look at values (to refuse some), or detach where a trace would take it for a detach that
+autograd makes.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,24 +17,19 @@ from torch.nn import functional
 
 from functx._errors import LoweringError
 
-# Those of torch that detach.
-_DETACHING = {functional.gumbel_softmax}
-_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-@functools.cache
-def opened(func: Any) -> Callable[..., Any] | None:
-    """A function that detaches and would hand itself to modes, without doing so; else None."""
-    if func not in _DETACHING:
-        return None
-    names = {**func.__globals__, **dict.fromkeys(_CHECKS, _never)}
-    same = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    same.__kwdefaults__ = func.__kwdefaults__
-    return same
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """``gumbel_softmax``, which detaches."""
+    gumbels = -torch.empty_like(logits).exponential_().log()
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.max(dim, keepdim=True)[1]
+    with torch.no_grad():
+        away = torch.zeros_like(logits).scatter_(dim, index, 1.0) - soft
+    return away + soft
 
 
 def _cov(
@@ -103,6 +94,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    functional.gumbel_softmax: _gumbel_softmax,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     functional.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,7 +39,6 @@ from functx.compat._torch import name_of
 # keeping every activation.  ``optimization_barrier`` on the twin's operands makes them different
 # values; and because the cotangent is among them, the recomputation can't be scheduled before it.
 
-_NOTHING: Mapping[Node, tuple[str, ...]] = MappingProxyType({})
 NEEDS_KEY = "lower with to_jax(f, rng=True) and call with a jax.random key as first argument"
 _STOPS = ("aten::detach.default", "functx::straight_through.default")
 Observe = Callable[[Sequence[Any], str], Sequence[Any]]
@@ -153,10 +151,10 @@ class Interpreter:
         graph: GraphModule,
         inputs: Sequence[Any],
         stops: bool = True,
-        saved: Mapping[Node, tuple[str, ...]] = _NOTHING,
+        saved: Mapping[Node, tuple[str, ...]] | None = None,
     ) -> list[Any]:
         """Run the graph of something inside this one."""
-        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops, saved)
+        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops, saved or {})
         return inner.run(graph, inputs)
 
     def _region(self, node: Node, operands: list[Any]) -> tuple[Any, ...]:

@@ -40,22 +40,6 @@ def _log_clamped_jvp(primals: Any, tangents: Any) -> Any:
     return _log_clamped(x), t / jnp.maximum(x, 1e-12)
 
 
-@rule("nll_loss_forward", "nll_loss2d_forward")
-def _nll(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
-    axis = 0 if x.ndim == 1 else 1
-    valid = target != ignore
-    safe = jnp.where(valid, target, 0)
-    w = jnp.where(valid, 1 if weight is None else weight[safe], 0).astype(x.dtype)
-    picked = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(safe, axis), axis), axis)
-    # Not picked * w: an ignored -inf times zero is NaN.
-    loss = jnp.where(w != 0, -picked * w, 0)
-    if reduction == _NONE:
-        return loss, jnp.zeros((), x.dtype)
-    total = jnp.sum(w)
-    summed = jnp.sum(loss)
-    return (summed / total if reduction == _MEAN else summed), total
-
-
 @rule("multilabel_margin_loss_forward")
 def _multilabel(x: Any, target: Any, reduction: int = _MEAN) -> Any:
     # Not torch's decomposition, in which what follows the first negative label counts.

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx.compat._lowering._checks import is_check
-from functx.compat._lowering._composites import REPLACED, opened
+from functx.compat._lowering._composites import REPLACED
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
@@ -87,14 +87,9 @@ class UserCalls(TorchFunctionMode):
             return self._tape(func, args, kwargs or {})
         if drops_between_layers(func, args):
             return layer_by_layer(func, args)
-        inside = REPLACED.get(func) or (None if types else opened(func))
-        if inside is not None:
+        if func in _INSIDE:
             with self:
-                return inside(*args, **(kwargs or {}))
-        if func is torch.autograd.grad or func is torch.Tensor.backward:
-            pull_back = grad_under_modes if func is torch.autograd.grad else _backward
-            with self:
-                return pull_back(*args, **(kwargs or {}))
+                return _INSIDE[func](*args, **(kwargs or {}))
         if func not in _SAYS_DETACH or called_by_us(func):
             return with_examples(func, args, kwargs or {})
         _state.user_detach += 1
@@ -115,6 +110,13 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_INSIDE = {
+    **REPLACED,
+    torch.autograd.grad: grad_under_modes,
+    torch.Tensor.backward: _backward,
+}
 
 
 def _differentiable(x: torch.Tensor) -> bool:

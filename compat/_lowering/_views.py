@@ -107,16 +107,6 @@ def _full(_: Any, *args: Any, ctx: Any, **kwargs: Any) -> Any:
     return jnp.full(ctx.shape, value, ctx.dtype)
 
 
-@rule("arange", "arange.start", "arange.start_step")
-def _arange(*args: Any, ctx: Any, **kwargs: Any) -> Any:
-    names = ("end",) if len(args) == 1 and "end" not in kwargs else ("start", "end", "step")
-    given = dict(zip(names, args)) | kwargs
-    wide = jnp.promote_types(ctx.dtype, jnp.float32)
-    whole = jnp.issubdtype(ctx.dtype, jnp.integer)
-    count = jnp.arange(ctx.shape[0]).astype(int if whole else wide)
-    return (count * given.get("step", 1) + given.get("start", 0)).astype(ctx.dtype)
-
-
 def _slice_of(x: Any, dim: int, start: int | None, end: int | None, step: int) -> Any:
     where = [slice(None)] * x.ndim
     where[dim] = slice(start, end, step)
@@ -185,13 +175,6 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
         tensors = [t for t in tensors if t.shape != (0,)]
     dtype = jnp.result_type(*tensors)
     return jnp.concatenate([t.astype(dtype) for t in tensors], dim)
-
-
-@rule("roll")
-def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
-    if isinstance(dims, int) or len(dims):
-        return jnp.roll(x, shifts, dims)
-    return jnp.roll(x, shifts[0] if isinstance(shifts, list | tuple) else shifts)
 
 
 @rule("constant_pad_nd")
