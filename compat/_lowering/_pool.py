@@ -72,6 +72,16 @@ def _adaptive(size: int, out: int) -> tuple[Any, Any]:
     return i * size // out, -((-(i + 1) * size) // out)
 
 
+@rule("adaptive_max_pool2d", "adaptive_max_pool3d")
+def _adaptive_max(x: Any, out: Ints) -> tuple[Any, Any]:
+    positions = []
+    for size, o in zip(x.shape[-len(out) :], out):
+        start, end = _adaptive(size, o)
+        p = start[:, None] + np.arange((end - start).max())
+        positions.append(np.where(p < end[:, None], p, -1))
+    return _largest(x, positions)
+
+
 def _fractional_starts(sample: Any, size: int, kernel: int, out: int) -> Any:
     """Where each window of a plane starts: steps of a fractional size, from a random offset."""
     last = jnp.full((*sample.shape, 1), size - kernel, jnp.int32)

@@ -41,6 +41,9 @@ rules(
 )
 
 
+rule("mvlgamma")(special.multigammaln)
+
+
 @rule("polygamma")
 def _polygamma(n: int, x: Any) -> Any:
     return special.digamma(x) if n == 0 else special.polygamma(n, x)

@@ -65,6 +65,7 @@ rules(
         "flip prims::rev": _flip,
         "functx::identity": _same,
         "functx::straight_through": straight_through,
+        "logspace": lambda a, b, steps, base=10.0, **_: jnp.logspace(a, b, steps, base=base),
         "ones ones_like new_ones": _ones,
         "permute prims::transpose": _permute,
         "prims::broadcast_in_dim": lambda x, shape, dims: lax.broadcast_in_dim(x, shape, dims),
@@ -78,7 +79,9 @@ rules(
         "t": jnp.transpose,
         "transpose.int": lambda x, a, b: jnp.swapaxes(x, a, b) if x.ndim else x,
         "tril": jnp.tril,
+        "tril_indices": lambda m, n, k=0, **_: jnp.stack(jnp.tril_indices(m, k, n)),
         "triu": jnp.triu,
+        "triu_indices": lambda m, n, k=0, **_: jnp.stack(jnp.triu_indices(m, k, n)),
         "unbind.int": lambda x, dim=0: tuple(jnp.moveaxis(x, dim, 0)),
         "unsqueeze squeeze squeeze.dim squeeze.dims": _shaped,
         "view reshape _unsafe_view _reshape_alias": _shaped,
@@ -105,6 +108,17 @@ def _expand(x: Any, *_: Any, ctx: Any, **__: Any) -> Any:
 def _full(_: Any, *args: Any, ctx: Any, **kwargs: Any) -> Any:
     value: Any = kwargs.get("fill_value", args[-1] if args else None)
     return jnp.full(ctx.shape, value, ctx.dtype)
+
+
+@rule("arange", "arange.start", "arange.start_step")
+def _arange(*args: Any, ctx: Any, **kwargs: Any) -> Any:
+    # torch's decomposition counts in float64.
+    names = ("end",) if len(args) == 1 and "end" not in kwargs else ("start", "end", "step")
+    given = dict(zip(names, args)) | kwargs
+    wide = jnp.promote_types(ctx.dtype, jnp.float32)
+    whole = jnp.issubdtype(ctx.dtype, jnp.integer)
+    count = jnp.arange(ctx.shape[0]).astype(int if whole else wide)
+    return (count * given.get("step", 1) + given.get("start", 0)).astype(ctx.dtype)
 
 
 def _slice_of(x: Any, dim: int, start: int | None, end: int | None, step: int) -> Any:
