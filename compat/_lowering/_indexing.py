@@ -187,10 +187,7 @@ def _segment_reduce(
 ) -> Any:  # fmt: skip
     if lengths is None:
         lengths = jnp.diff(offsets, axis=axis)
-    moved = jnp.moveaxis(data, axis, 0) if axis else data
     run = lambda d, n: _segments(d, n, reduce, initial)  # noqa: E731
-    if axis == 0:
-        return run(moved, lengths)
     for _ in range(axis):
         run = jax.vmap(run)
     return run(data, lengths)

@@ -196,7 +196,8 @@ def _pinv(a: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
 @rule("linalg_householder_product")
 def _householder(a: Any, tau: Any) -> Any:
     # lax's operation has no derivative: multiply the reflections onto the identity, last first.
-    return _ormqr(a, tau, jnp.broadcast_to(jnp.eye(*a.shape[-2:], dtype=a.dtype), a.shape))
+    m, n = a.shape[-2:]
+    return _ormqr(a, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=a.dtype), a.shape))
 
 
 @rule("ormqr")
@@ -211,6 +212,12 @@ def _ormqr(a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False)
         projected = jnp.sum(jnp.conj(v)[..., None] * c, -2, keepdims=True)
         c = c - t[..., None, None] * v[..., None] * projected
     return c
+
+
+@rule("linalg_cross")
+def _cross(a: Any, b: Any, *, dim: int = -1) -> Any:
+    a, b = jnp.broadcast_arrays(a, b)
+    return jnp.cross(a, b, axis=dim)
 
 
 @rule("_cdist_forward", "_euclidean_dist")
@@ -240,7 +247,6 @@ rules(
         "_linalg_check_errors": lambda *_, **__: None,
         "_linalg_slogdet": lambda a: (*jnp.linalg.slogdet(a), *_packed(a)),
         "cholesky": lambda a, upper=False: _cholesky_ex(a, upper=upper)[0],
-        "linalg_cross": lambda a, b, *, dim=-1: jnp.cross(*jnp.broadcast_arrays(a, b), axis=dim),
         "linalg_eig": lambda a: lax.linalg.eig(
             a, compute_left_eigenvectors=False, enable_eigvec_derivs=True
         ),

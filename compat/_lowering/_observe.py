@@ -17,6 +17,7 @@ as is an operation whose result shape or Python value depends on data.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -112,7 +113,7 @@ def _backward(
     torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-_INSIDE = {
+_INSIDE: dict[Any, Callable[..., Any]] = {
     **REPLACED,
     torch.autograd.grad: grad_under_modes,
     torch.Tensor.backward: _backward,

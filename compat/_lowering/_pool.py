@@ -50,8 +50,8 @@ def _largest(x: Any, positions: Sequence[Any]) -> tuple[Any, Any]:
     choice = jnp.argmax(lax.stop_gradient(values), -1, keepdims=True)
     flat = jnp.broadcast_to(flat, values.shape)
     best, index = (jnp.take_along_axis(a, choice, -1) for a in (values, flat))
-    shape = (*x.shape[:-n], *outs)
-    return best.reshape(shape), index.reshape(shape)
+    result = (*x.shape[:-n], *outs)
+    return best.reshape(result), index.reshape(result)
 
 
 def _max_pool(

@@ -61,7 +61,7 @@ rules(
         "detach": lambda x: lax.stop_gradient(x),
         "diagonal": jnp.diagonal,
         "empty new_empty empty_like empty_strided new_empty_strided empty_permuted": _zeros,
-        "eye eye.m": lambda *_, ctx, **__: jnp.eye(*ctx.shape, dtype=ctx.dtype),
+        "eye eye.m": lambda *_, ctx, **__: jnp.eye(ctx.shape[0], ctx.shape[1], dtype=ctx.dtype),
         "flip prims::rev": _flip,
         "functx::identity": _same,
         "functx::straight_through": straight_through,
