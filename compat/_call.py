@@ -42,7 +42,10 @@ from functx.compat._torch import (
     apply_function,
     below_autograd,
     below_vmap,
+    old_batch_in_front,
+    old_vmap_level,
     redispatch,
+    with_old_batch_in_front,
 )
 
 _library = torch.library.Library("functx", "FRAGMENT")
@@ -285,6 +288,28 @@ def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
     ]
 
 
+@uncompiled
+def _batch_old(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """All levels of the vmap that batched backward passes of plain autograd use."""
+    return _batch_old_levels(program_of(handle), tensors, old_vmap_level())
+
+
+def _batch_old_levels(program: Program, tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    if level == 0:
+        return call(program, tensors)
+    values = [old_batch_in_front(t, level) for t in tensors]
+    sizes = [t.shape[0] for t in values]
+    size = next((n for n in sizes if n != 1), 1)
+    dims = tuple(0 if n == size else None for n in sizes)
+    batched = program.vmapped(dims, size)
+    values = [v if dim == 0 else v[0] for v, dim in zip(values, dims, strict=True)]
+    outs = _batch_old_levels(batched, values, level - 1)
+    return [
+        out if dim is None else with_old_batch_in_front(out, level)
+        for out, dim in zip(outs, batched.info, strict=True)
+    ]
+
+
 def _is_differentiable(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
@@ -292,4 +317,5 @@ def _is_differentiable(t: Tensor) -> bool:
 _library.impl("jax_call", _run, "CompositeExplicitAutograd")
 _library.impl("jax_call", _differentiate, "Autograd", with_keyset=True)
 _library.impl("jax_call", _batch, "FuncTorchBatched", with_keyset=True)
+_library.impl("jax_call", _batch_old, "Batched", with_keyset=True)
 torch.library.register_fake("functx::jax_call", _shapes, lib=_library)

@@ -91,6 +91,8 @@ __all__ = [
     "map_tensors",
     "name_of",
     "nonstrict_trace",
+    "old_batch_in_front",
+    "old_vmap_level",
     "own_tensors",
     "plain_apply",
     "pytree_node",
@@ -102,6 +104,7 @@ __all__ = [
     "typed_arguments",
     "unhooked",
     "version_of",
+    "with_old_batch_in_front",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -273,6 +276,26 @@ def below_vmap() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
     )
+
+
+def old_vmap_level() -> int:
+    """How many batched backward passes are under way: ``torch.autograd.grad(is_grads_batched=)``.
+
+    They use the vmap from before functorch, and its tensors.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
+
+
+def old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor of such a level with its batch dimension as the first; of size 1 if it has none."""
+    return torch._remove_batch_dim(x, level, 1, 0)
+
+
+def with_old_batch_in_front(x: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor of such a level from one whose first dimension is the batch."""
+    return torch._add_batch_dim(x, 0, level)
 
 
 def nonstrict_trace(f: Callable[..., Any]) -> Callable[..., Any]:
