@@ -21,6 +21,7 @@ Forward and reverse mode share a kernel: that of the autograd key, which every l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -114,7 +115,11 @@ def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tens
     duals = _duals(tensors)
     if duals and not recorded:
         primals, tangents = zip(*duals)
-        return _push_forward(program, primals, tangents)
+        results, moved = _jvp(program, primals, tangents)
+        return [
+            out if tangent is None else forward_ad.make_dual(out, tangent)
+            for out, tangent in zip(results, moved, strict=True)
+        ]
     if not recorded:
         return _below(keyset, tensors, program)
     return _record(keyset, tensors, program, needs, [d.primal for d in duals])
@@ -131,16 +136,6 @@ def _duals(tensors: Sequence[Tensor]) -> list[Any]:
 def _below(keyset: Any, tensors: Sequence[Tensor], program: Program) -> list[Tensor]:
     with below_autograd():
         return list(redispatch(_operator, keyset, list(tensors), program.handle))
-
-
-def _push_forward(
-    program: Program, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
-) -> list[Tensor]:
-    results, moved = _jvp(program, primals, tangents)
-    return [
-        out if tangent is None else forward_ad.make_dual(out, tangent)
-        for out, tangent in zip(results, moved, strict=True)
-    ]
 
 
 def _jvp(
@@ -179,27 +174,28 @@ def _record(
     return list(apply_function(JaxCall, node, *tensors))
 
 
+@dataclass
 class _Node:
-    """What a node of the tape has beside tensors."""
+    """What a node of the tape has beside tensors.
 
-    def __init__(
-        self,
-        program: Program,
-        needs: tuple[bool, ...],
-        residuals: Any,
-        outs: Sequence[Tensor],
-        rest: Sequence[Tensor],
-        primals: Sequence[Tensor],
-    ) -> None:
-        self.program = program
-        self.needs = needs
-        self.residuals = residuals
-        self.n_outs = len(outs)
-        # Until the node is attached.
-        self.outs: Sequence[Tensor] = outs
-        self.rest: Sequence[Tensor] = rest
-        # Those of the inputs, if they are duals at the level of the node.
-        self.primals: Sequence[Tensor] = primals
+    Attributes:
+        program: that ran.
+        needs: which of its inputs are differentiated.
+        residuals: of the forward half, if there is one.
+        outs: the results, until the node is attached.
+        rest: what was returned in addition, until then.
+        primals: those of the inputs, if they are duals at the level of the node.
+    """
+
+    program: Program
+    needs: tuple[bool, ...]
+    residuals: Any
+    outs: Sequence[Tensor]
+    rest: Sequence[Tensor]
+    primals: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        self.n_outs = len(self.outs)
 
 
 class JaxCall(SingleLevelFunction):

@@ -21,12 +21,12 @@ from torch.fx import GraphModule, Node
 
 from functx.compat import random
 from functx.compat._dlpack import array_from_torch
-from functx.compat._lowering._custom_function import CustomFunction
 from functx.compat._lowering._graph import body_of, custom_function_of, is_region
 from functx.compat._lowering._interpret import Interpreter, apply_rule
 from functx.compat._lowering._trace import Program
 from functx.compat._precision import Difference, difference
 from functx.compat._sources import Source, source_of
+from functx.compat._torch import map_tensors, tree_map
 
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
@@ -121,70 +121,38 @@ class _Walk:
             elif node.target is operator.getitem:
                 of, at = node.args
                 env[node], env_jax[node] = env[of][at], env_jax[of][at]
-            elif (function := custom_function_of(node)) is not None:
-                yield from self._custom(function, node, env, env_jax, path)
             else:
                 yield from self._operation(node, env, env_jax, path)
 
     def _operation(
         self, node: Node, env: dict[Node, Any], env_jax: dict[Node, Any], path: tuple[str, ...]
     ) -> Iterator[Operation]:
+        """Run one operation; a custom autograd Function is one, with derivatives of its own."""
         self.number += 1
-        args, kwargs = _filled(node, env)
-        run_torch = _torch_call(node)
-        env[node] = run_torch(*args, **kwargs)
-        if self.drifting:
-            theirs = Interpreter()._call(node, env_jax)
-        else:
-            theirs = Interpreter()._call(node, _Converted(env))
+        function = custom_function_of(node)
+        given = (node.args if function is None else node.args[1:], node.kwargs)
+        args, kwargs = torch.fx.map_arg(given, env.__getitem__)
+        call: Any = node.target if function is None else function.results
+        env[node] = call(*args, **kwargs)
+        theirs = Interpreter()._call(node, env_jax if self.drifting else _Converted(env))
         env_jax[node] = theirs
         if not _has_values(node):
             return
-        found = self._compare(_tensors(env[node]), _tensors(theirs))
+        found, what = self._compare(_tensors(env[node]), _tensors(theirs)), "value"
+        if found is None and self.derivatives and function is None:
+            found, what = self._compare_pullbacks(node, args, kwargs), "derivative"
         if found is not None:
-            yield self._found(node, "rounding" if self.drifting else "value", args, path, found)
-        elif self.derivatives:
-            found = self._compare_pullbacks(node, args, kwargs)
-            if found is not None:
-                yield self._found(node, "derivative", args, path, found)
-
-    def _custom(
-        self,
-        function: CustomFunction,
-        node: Node,
-        env: dict[Node, Any],
-        env_jax: dict[Node, Any],
-        path: tuple[str, ...],
-    ) -> Iterator[Operation]:
-        """A custom autograd Function as one operation; its derivatives are rules of its own."""
-        self.number += 1
-        operands = [env[n] if isinstance(n, Node) else n for n in node.args[1:]]
-        env[node] = tuple(function.forward_graph(*operands)[: function.n_results])
-        env_jax[node] = Interpreter()._call(node, env_jax if self.drifting else _Converted(env))
-        found = self._compare(_tensors(env[node]), _tensors(env_jax[node]))
-        if found is not None:
-            what = "rounding" if self.drifting else "value"
-            yield self._found(node, what, operands, path, found, function.name)
+            what = "rounding" if self.drifting else what
+            tensors = [x for x in _tensors(args) if isinstance(x, torch.Tensor)]
+            operands = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape)}" for x in tensors)
+            name = str(node.target) if function is None else function.name
+            yield Operation(name, what, source_of(node), self.number, operands, path, found)
 
     def _compare(self, ours: list[Any], theirs: list[Any]) -> Difference | None:
         if not ours:
             return None
         found = difference(ours, theirs, None, [], self.rtol, self.atol)
         return None if found.agrees else found
-
-    def _found(
-        self,
-        node: Node,
-        what: str,
-        args: Any,
-        path: tuple[str, ...],
-        found: Difference,
-        name: str | None = None,
-    ) -> Operation:
-        tensors = [x for x in _tensors(args) if isinstance(x, torch.Tensor)]
-        operands = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape)}" for x in tensors)
-        name = name or str(node.target)
-        return Operation(name, what, source_of(node), self.number, operands, path, found)
 
     def _compare_pullbacks(self, node: Node, args: Any, kwargs: Any) -> Difference | None:
         """Compare what the operation's pullbacks make of one cotangent."""
@@ -197,7 +165,7 @@ class _Walk:
             random.normal(random.fold_in(random.key(7), n), x.shape, x.dtype)
             for n, x in enumerate(outs)
         ]
-        call = _torch_call(node)
+        call: Any = node.target
 
         def torch_side(*xs: Any) -> Any:
             a, k = _replaced((args, kwargs), iter(xs))
@@ -226,18 +194,6 @@ class _Converted(dict[Node, Any]):
         return _arrays(super().__getitem__(node))
 
 
-def _torch_call(node: Node) -> Callable[..., Any]:
-    target = node.target
-    assert callable(target)
-    return target
-
-
-def _filled(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
-    args: Any = torch.fx.map_arg(node.args, env.__getitem__)
-    kwargs: Any = torch.fx.map_arg(node.kwargs, env.__getitem__)
-    return args, kwargs
-
-
 def _used(node: Node) -> Callable[[Any], list[Any]]:
     """Picks the tensors that the graph uses from the results of an operation.
 
@@ -261,34 +217,18 @@ def _real(x: Any) -> bool:
 
 def _tensors(tree: Any) -> list[Any]:
     """Tensors and arrays in nested tuples, lists and dictionaries."""
-    if isinstance(tree, torch.Tensor | jax.Array):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    branches = tree if isinstance(tree, list | tuple) else ()
-    return [x for branch in branches for x in _tensors(branch)]
+    found: list[Any] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor | jax.Array) else None, tree)
+    return found
 
 
 def _replaced(tree: Any, feed: Iterator[Any]) -> Any:
     """``tree`` with its real tensors replaced."""
-    if _real(tree):
-        return next(feed)
-    return _mapped(lambda branch: _replaced(branch, feed), tree)
+    return tree_map(lambda x: next(feed) if _real(x) else x, tree)
 
 
 def _arrays(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return array_from_torch(tree)
-    return _mapped(_arrays, tree)
-
-
-def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:
-    """``f`` of each branch: graphs hold immutable kinds of lists and dictionaries."""
-    if isinstance(tree, dict):
-        return {k: f(v) for k, v in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(f(x) for x in tree)
-    return [f(x) for x in tree] if isinstance(tree, list) else tree
+    return map_tensors(array_from_torch, tree)
 
 
 def first_difference(

@@ -204,10 +204,8 @@ class Program:
             pull = residuals.rebuild(arrays[:n])
             return _pull(pull, residuals.results, arrays[n:], wanted, needs)
 
-        def make() -> Program:
-            return self._make(fn, "pullback")
-
-        return self._derive(("pullback", residuals, needs, wanted), make)
+        key = ("pullback", residuals, needs, wanted)
+        return self._derive(key, lambda: self._make(fn, "pullback"))
 
     def vjp(self, needs: tuple[bool, ...], wanted: tuple[int, ...]) -> Program:
         """The pullback of inputs and cotangents of the wanted results, by running forward again."""
@@ -218,10 +216,7 @@ class Program:
             everything = [True for _ in primals]
             return _pull(pull, _avals(outs), arrays[len(needs) :], wanted, everything)
 
-        def make() -> Program:
-            return self._make(fn, "vjp")
-
-        return self._derive(("vjp", needs, wanted), make)
+        return self._derive(("vjp", needs, wanted), lambda: self._make(fn, "vjp"))
 
 
 PROGRAMS: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()

@@ -46,9 +46,9 @@ def to_jax(
     ``jax.checkpoint``.  A :func:`functx.remat` region inside becomes ``jax.checkpoint`` at the same
     cut.  Gradients stop where torch's stop: at ``detach`` and in ``no_grad`` blocks.  A custom
     ``autograd.Function`` keeps its own backward and jvp; without a jvp, forward mode is the
-    transpose of its backward.  A tensor hook is part of the gradient; one that is not linear has no
-    second derivative.  A function that asks for ``requires_grad`` and the like, which is traced
-    twice then, is answered as if derivatives were taken of all its floating-point arguments.
+    transpose of its backward.  Hooks that see gradients are refused.  A function that asks for
+    ``requires_grad`` and the like, which is traced twice then, is answered as if derivatives were
+    taken of all its floating-point arguments.
 
     Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
     seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
@@ -192,15 +192,11 @@ class Lowered:
         )
         key = (kinds, tree, x64_enabled(), environment_of(self.__wrapped__))
         if key not in self._programs:
-            while len(self._programs) >= _MOST_PROGRAMS:
-                self._forget(next(iter(self._programs)))
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+                self._arrays.clear()
             self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng)
         return self._programs[key], arrays
-
-    def _forget(self, key: Hashable) -> None:
-        del self._programs[key]
-        needed = {id(t) for traced in self._programs.values() for t in traced.program.captures}
-        self._arrays = {k: held for k, held in self._arrays.items() if k in needed}
 
     def captured(self, program: Program) -> list[jax.Array]:
         """The current values of the tensors that a program closes over."""

@@ -345,10 +345,6 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tree_map_only(torch.Tensor, fn, tree)
 
 
-# What ``ctc_loss`` is made of; the public function reads lengths before any operator does.
-CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
-CTC_LOSS_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
-
 # Reads a tensor as a Python number; what ``item()``, ``float()`` and ``bool()`` call.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 

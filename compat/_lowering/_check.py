@@ -11,14 +11,14 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from functx._errors import LoweringError
 from functx.compat._jax import x64_enabled
 from functx.compat._lowering._dtypes import ENABLE_X64, WIDE_FLOATS, WIDE_INTEGERS
 from functx.compat._lowering._graph import custom_function_of, is_region, modules_of
 from functx.compat._lowering._interpret import NEEDS_KEY
-from functx.compat._lowering._table import lookup, refusal
+from functx.compat._lowering._table import lookup
 from functx.compat._lowering._trace import Program
 from functx.compat._torch import OpOverload, typed_arguments
 
@@ -50,40 +50,26 @@ def _calls(program: Program) -> list[Node]:
 
 def _operations(program: Program) -> list[str]:
     missing: Counter[str] = Counter()
-    refused: dict[str, str] = {}
     for node in _calls(program):
         if node.target is operator.getitem or is_region(node) or custom_function_of(node):
             continue
         op = node.target
-        if not isinstance(op, OpOverload):
+        if not isinstance(op, OpOverload) or lookup(op) is None:
             missing[str(op)] += 1
-        elif (reason := refusal(op)) is not None:
-            refused[str(op)] = reason
-        elif lookup(op) is None:
-            missing[str(op)] += 1
-    out = [f"{op} {reason}" for op, reason in sorted(refused.items())]
-    if missing:
-        counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
-        out.append(f"{len(missing)} operations have no rule: {counts}")
-    return out
+    if not missing:
+        return []
+    counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
+    return [f"{len(missing)} operations have no rule: {counts}"]
 
 
 def _random(program: Program, rng: bool) -> list[str]:
     if rng:
         return []
-    found = {name for module in modules_of(program.module) for name in _drawing(module)}
+    ops = [n.target for n in _calls(program) if isinstance(n.target, OpOverload)]
+    found = {str(op) for op in ops if (known := lookup(op)) is not None and known.random}
     if not found:
         return []
     return [f"random operations ({', '.join(sorted(found))}) need a key: {NEEDS_KEY}"]
-
-
-def _drawing(module: GraphModule) -> list[str]:
-    found = []
-    for node in module.graph.nodes:
-        known = lookup(node.target) if isinstance(node.target, OpOverload) else None
-        if known is not None and known.random:
-            found.append(str(node.target))
-    return found
 
 
 def _values(node: Node) -> list[torch.Tensor]:

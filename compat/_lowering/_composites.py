@@ -1,10 +1,7 @@
 """Python functions of torch as a trace has to see them.
 
-A torch-function mode is shown ``torch.nn.functional.gumbel_softmax`` as one call, and nothing of
-what it does inside: a ``detach`` there would be taken for one that autograd makes.  ``opened`` is
-the same function without the check that hands it to modes, so that what it calls is shown.
-
-``REPLACED`` are functions that look at values: to refuse some, or to loop as often as they say.
+They look at values (to refuse some), or detach where a trace would take it for a detach that
+autograd makes.
 """
 
 from __future__ import annotations
@@ -12,33 +9,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from functx.compat._lowering._ctc import ctc_loss
-
-# Those of torch that detach.
-_DETACHING = {functional.gumbel_softmax}
-_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+from functx._errors import LoweringError
 
 
-def _never(*_: Any) -> bool:
-    return False
-
-
-@functools.cache
-def opened(func: Any) -> Callable[..., Any] | None:
-    """A function that detaches and would hand itself to modes, without doing so; else None."""
-    if func not in _DETACHING:
-        return None
-    names = {**func.__globals__, **dict.fromkeys(_CHECKS, _never)}
-    same = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    same.__kwdefaults__ = func.__kwdefaults__
-    return same
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """``gumbel_softmax``, which detaches."""
+    gumbels = -torch.empty_like(logits).exponential_().log()
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.max(dim, keepdim=True)[1]
+    with torch.no_grad():
+        away = torch.zeros_like(logits).scatter_(dim, index, 1.0) - soft
+    return away + soft
 
 
 def _cov(
@@ -88,8 +79,14 @@ def _gaussian_nll_loss(
     loss = 0.5 * (spread.log() + (input - target) ** 2 / spread)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    reduce: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum}
-    return reduce[reduction](loss) if reduction != "none" else loss
+    return loss if reduction == "none" else getattr(torch, reduction)(loss)
+
+
+def _ctc_loss(*_: Any, **__: Any) -> Tensor:
+    raise LoweringError(
+        "ctc_loss keeps a buffer whose shape depends on values, the lengths of the targets: use"
+        " optax.ctc_loss in the JAX function"
+    )
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -97,7 +94,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    functional.gumbel_softmax: _gumbel_softmax,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
-    functional.ctc_loss: ctc_loss,
-    torch.ctc_loss: ctc_loss,
+    functional.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
 }

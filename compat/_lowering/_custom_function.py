@@ -72,6 +72,10 @@ class CustomFunction(torch.nn.Module):
         inputs = [n for n in self.forward_graph.graph.nodes if n.op == "placeholder"]
         return tuple(i for i, n in enumerate(inputs) if n.meta["val"].dtype.is_floating_point)
 
+    def results(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the forward gives."""
+        return tuple(self.forward_graph(*operands)[: self.n_results])
+
     def graphs(self) -> list[GraphModule]:
         """Every graph of the Function."""
         rules = [r for r in (self.backward, self.jvp) if isinstance(r, DerivativeRule)]
@@ -85,9 +89,9 @@ def custom_function(function: CustomFunction, *operands: torch.Tensor) -> tuple[
         return _functionalized(function, operands)
     mode = engine.proxy_mode()
     if mode is None:
-        return tuple(function.forward_graph(*operands)[: function.n_results])
+        return function.results(*operands)
     with engine.without_proxies():
-        results = tuple(function.forward_graph(*operands)[: function.n_results])
+        results = function.results(*operands)
     return emit(function, operands, results)
 
 

@@ -22,6 +22,8 @@ from functx._errors import LoweringError
 from functx.compat._lowering._custom_function import CustomFunction, DerivativeRule
 from functx.compat._lowering._linear import linear, transpose
 
+Zeros = Callable[[], list[Any]]
+
 
 class Run(Protocol):
     """Runs a graph on arrays, with a random key."""
@@ -88,46 +90,26 @@ class _Rules:
         """Tangents of the results ``to``."""
         rng, *xs = primals
         moved = [tangents[1 + i] for i in self.of]
-        zeros = [_zeros_like(xs[i]) for i in self.of], [_zeros_like(out[i]) for i in self.to]
-        kept = (rng, self._for_jvp(rng, xs, out), self._for_backward(xs, out))
-        push = partial(self._push, *zeros)
+        inputs, results = [xs[i] for i in self.of], [out[i] for i in self.to]
+        for_jvp = []
+        if self._jvp is not None:
+            middle = self._run(rng, self._jvp.forward, xs)[self.n :]
+            for_jvp = _residuals(self._jvp, xs, out, middle)
+        for_back = [] if self._back is None else _residuals(self._back, xs, out, out[self.n :])
+        kept = (rng, for_jvp, for_back)
+        push = partial(self._push, _zeros_like(inputs), _zeros_like(results))
         if self._back is None and self._jvp is not None:
             return push(kept, moved)
-        return linear(push, partial(self._pull, zeros[0]), kept, moved, [out[i] for i in self.to])
+        return linear(push, partial(self._pull, _zeros_like(inputs)), kept, moved, results)
 
-    def _for_jvp(self, rng: Any, xs: Any, out: Any) -> list[Any]:
-        if self._jvp is None:
-            return []
-        middle = self._run(rng, self._jvp.forward, xs)[self.n :]
-        return self._residuals(self._jvp, xs, out, middle)
-
-    def _for_backward(self, xs: Any, out: Any) -> list[Any]:
-        return [] if self._back is None else self._residuals(self._back, xs, out, out[self.n :])
-
-    def _residuals(self, rule: DerivativeRule, xs: Any, out: Any, middle: Any) -> list[Any]:
-        places = {
-            "operand": lambda i: xs[i],
-            "result": lambda i: out[i],
-            "intermediate": lambda i: lax.stop_gradient(middle[i]),
-        }
-        return [places[kind](i) for kind, i in rule.residuals]
-
-    def _push(self, inputs: Any, results: Any, kept: Any, tangents: Sequence[Any]) -> list[Any]:
-        if self._jvp is None:
-            return self._transposed_backward(inputs, results, kept, tangents)
+    def _push(self, inputs: Zeros, results: Zeros, kept: Any, tangents: Sequence[Any]) -> list[Any]:
         rng, residuals, _ = kept
-        found = self._run(rng, self._jvp.graph, [*residuals, *tangents])
-        return [z() if t is None else t for t, z in zip(found, results)]
-
-    def _transposed_backward(
-        self, inputs: Any, results: Any, kept: Any, tangents: Sequence[Any]
-    ) -> list[Any]:
-        zeros = [z() for z in results]
-
-        def pull(*cotangents: Any) -> list[Any]:
-            return self._pull_plainly(inputs, kept, cotangents, stops=False)
-
-        transposed = transpose(pull, zeros, list(tangents))
+        if self._jvp is not None:
+            found = self._run(rng, self._jvp.graph, [*residuals, *tangents])
+            return [z if t is None else t for t, z in zip(found, results())]
+        # The transpose of the backward.
+        pull = lambda *cotangents: self._pull(inputs, kept, cotangents, stops=False)  # noqa: E731
+        transposed = transpose(pull, results(), list(tangents))
         if transposed is None:
             raise LoweringError(
                 f"{self._function.name}, a custom autograd.Function, has no jvp, and its backward"
@@ -136,14 +118,8 @@ class _Rules:
             )
         return transposed
 
-    def _pull(self, inputs: Any, kept: Any, cotangents: Sequence[Any]) -> list[Any]:
-        found = self._pull_plainly(inputs, kept, cotangents)
-        if not self._function.once:
-            return found
-        return _once(self._function, found, [*kept[2], *cotangents])
-
-    def _pull_plainly(
-        self, inputs: Any, kept: Any, cotangents: Sequence[Any], stops: bool = True
+    def _pull(
+        self, inputs: Zeros, kept: Any, cotangents: Sequence[Any], stops: bool = True
     ) -> list[Any]:
         rng, _, residuals = kept
         function = self._function
@@ -154,18 +130,24 @@ class _Rules:
                 f" {type(error).__name__}: {error}"
             )
         # torch's gradient of a complex number is the conjugate of JAX's cotangent.
-        given = [*residuals, *map(_conjugate, cotangents)]
+        given = [*residuals, *map(jnp.conj, cotangents)]
         found = self._run(rng, self._back.graph, given, stops)
-        return [z() if g is None else _conjugate(g) for g, z in zip(found, inputs)]
+        found = [z if g is None else jnp.conj(g) for g, z in zip(found, inputs())]
+        if not stops or not function.once:
+            return found
+        return _once(function, found, [*residuals, *cotangents])
 
 
-def _zeros_like(x: Any) -> Callable[[], Any]:
-    shape, dtype = x.shape, x.dtype
-    return lambda: jnp.zeros(shape, dtype)
+def _residuals(rule: DerivativeRule, xs: Any, out: Any, middle: Any) -> list[Any]:
+    """What a rule reads; as in torch, no derivative flows through intermediates."""
+    of = {"operand": xs, "result": out, "intermediate": lax.stop_gradient(middle)}
+    return [of[kind][i] for kind, i in rule.residuals]
 
 
-def _conjugate(x: Any) -> Any:
-    return jnp.conj(x) if jnp.iscomplexobj(x) else x
+def _zeros_like(xs: Sequence[Any]) -> Zeros:
+    """Makes zeros; they close over no tracers."""
+    shapes = [(x.shape, x.dtype) for x in xs]
+    return lambda: [jnp.zeros(*shape) for shape in shapes]
 
 
 def _no_tangent(x: Any) -> Any:

@@ -44,7 +44,6 @@ def cut(
     captures: Sequence[torch.Tensor],
     n_operands: int,
     n_results: int,
-    hooked: torch.Tensor | None = None,
 ) -> tuple[GraphModule, tuple[tuple[str, int], ...], GraphModule]:
     """The rule's graph, what it reads, and the forward's graph with what the rule reads of it."""
     nodes = list(joint.graph.nodes)
@@ -57,8 +56,6 @@ def cut(
     known: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
     for i, r in enumerate(results):
         known.setdefault(_source(r), ("result", i))
-    if id(hooked) in late:  # a hook that reads the value that it hangs on: behind itself
-        known[late[id(hooked)]] = ("result", 0)
     middle: list[Node] = []
     reads: dict[tuple[str, int], None] = {}
 
@@ -125,35 +122,6 @@ def _live(nodes: Sequence[Node], outputs: Sequence[Any]) -> set[Node]:
             live.add(node)
             stack += [m for m in node.all_input_nodes if m in among]
     return live
-
-
-_LINEAR = (
-    aten.add,
-    aten.sub,
-    aten.neg,
-    aten.alias,
-    aten.detach,
-    aten.clone,
-    aten.view,
-    aten.expand,
-)
-_BILINEAR = (aten.mul, aten.mm, aten.mv, aten.div)
-
-
-def is_linear(rule: GraphModule, n_cotangents: int) -> bool:
-    """Whether a rule is plainly linear in its cotangents, which are its last inputs."""
-    depends = {*placeholders(rule)[-n_cotangents:]}
-    for node in rule.graph.nodes:
-        which = [n in depends for n in node.args if isinstance(n, Node)]
-        if node.op != "call_function" or not any(n in depends for n in node.all_input_nodes):
-            continue
-        packet = getattr(node.target, "overloadpacket", None)
-        numbers = [a for a in node.args if isinstance(a, int | float)]
-        both = packet in _BILINEAR and sum(which) == 1 and (packet is not aten.div or which[0])
-        if not both and not (packet in _LINEAR and all(which) and not any(numbers)):
-            return False
-        depends.add(node)
-    return True
 
 
 def isolate(module: GraphModule) -> None:

@@ -17,25 +17,12 @@ import torch
 from functx._errors import LoweringError
 from functx.compat._jax import x64_enabled
 
-_TO_JAX: dict[torch.dtype, Any] = {
-    torch.bool: jnp.bool_,
-    torch.uint8: jnp.uint8,
-    torch.uint16: jnp.uint16,
-    torch.uint32: jnp.uint32,
-    torch.uint64: jnp.uint64,
-    torch.int8: jnp.int8,
-    torch.int16: jnp.int16,
-    torch.int32: jnp.int32,
-    torch.int64: jnp.int64,
-    torch.float16: jnp.float16,
-    torch.bfloat16: jnp.bfloat16,
-    torch.float32: jnp.float32,
-    torch.float64: jnp.float64,
-    torch.complex64: jnp.complex64,
-    torch.complex128: jnp.complex128,
-    torch.float8_e4m3fn: jnp.float8_e4m3fn,
-    torch.float8_e5m2: jnp.float8_e5m2,
-}
+_NAMES = """
+uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64
+complex128 float8_e4m3fn float8_e5m2
+"""
+_TO_JAX: dict[torch.dtype, Any] = {getattr(torch, n): getattr(jnp, n) for n in _NAMES.split()}
+_TO_JAX[torch.bool] = jnp.bool_
 _TO_TORCH = {np.dtype(v): k for k, v in _TO_JAX.items()}
 _NARROW = {
     torch.int64: torch.int32,

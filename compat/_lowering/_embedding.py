@@ -46,21 +46,10 @@ def _embedding(
     return _differentiated_as(rows, factor[..., None])
 
 
-@rule("embedding_dense_backward")
-def _embedding_backward(
-    g: Any, indices: Any, num_weights: int, padding_idx: int, scale_by_freq: bool
-) -> Any:
-    flat, rows = indices.reshape(-1), g.reshape(-1, g.shape[-1])
-    if scale_by_freq:
-        rows = rows / _reads(flat, num_weights, g.dtype)[:, None]
-    rows = jnp.where((flat == padding_idx)[:, None], 0, rows) if padding_idx >= 0 else rows
-    return jnp.zeros((num_weights, g.shape[-1]), g.dtype).at[flat].add(rows)
-
-
 _SUM, _MEAN, _MAX = 0, 1, 2
 
 
-@rule("_embedding_bag", "_embedding_bag_forward_only", context=True)
+@rule("_embedding_bag", "_embedding_bag_forward_only")
 def _embedding_bag(
     weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = _SUM,
     sparse: bool = False, per_sample_weights: Any = None, include_last_offset: bool = False,

@@ -42,11 +42,14 @@ def with_examples(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
 
 
 def _one_example(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Node]:
+    given = args, kwargs
     tensors: list[torch.Tensor] = []
+    map_tensors(tensors.append, given)
 
-    def place(t: torch.Tensor) -> torch.Tensor:
-        tensors.append(torch.empty(t.shape, dtype=t.dtype, device="meta"))
-        return tensors[-1]
+    def run(*inputs: torch.Tensor) -> Any:
+        feed = iter(inputs)
+        again, named = map_tensors(lambda _: next(feed), given)
+        return func(*again, **named)
 
     try:
         with (
@@ -55,14 +58,8 @@ def _one_example(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
             engine.without_modes(),
             torch.no_grad(),
         ):
-            metas = map_tensors(place, (list(args), kwargs))
-
-            def run(*inputs: torch.Tensor) -> Any:
-                given = iter(inputs)
-                again, named = map_tensors(lambda _: next(given), metas)
-                return func(*again, **named)
-
-            graph = make_fx(run, decomposition_table=decompositions())(*tensors).graph
+            metas = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
+            graph = make_fx(run, decomposition_table=decompositions())(*metas).graph
     except Exception:  # what has no shapes without values
         return []
     return [n for n in graph.nodes if n.op == "call_function"]

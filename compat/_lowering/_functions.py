@@ -37,7 +37,7 @@ from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._remat import unseen
 from functx.compat._lowering._custom_function import CustomFunction, DerivativeRule, emit
-from functx.compat._lowering._cut import FORWARD, RAW, cut, is_linear, isolate
+from functx.compat._lowering._cut import FORWARD, RAW, cut, isolate
 from functx.compat._lowering._draws import Draws
 from functx.compat._lowering._functional import (
     functional,
@@ -52,14 +52,7 @@ from functx.compat._torch import (
     unhooked,
 )
 
-HOOKED = "functx_hooked"
-"""Under which the Function of a tensor hook has the tensor; see `_tape`."""
 ONCE = "is once_differentiable: it has no second derivative"
-HOOK = (
-    "has no second derivative in JAX: as a tensor hook it is asked once for a whole gradient, here"
-    " for each part, which is the same only if it is linear and reads no value that has another"
-    " hook. Say what is meant with an autograd.Function in its place"
-)
 _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -222,11 +215,9 @@ class _Tracer:
             # the transpose of the backward takes its place.
             with suppress(*_FAILURES):
                 traces.append(self._trace(self._joint_jvp, [self._operands[i] for i in of]))
-        hooked = getattr(self._cls, HOOKED, None)
         captures = list({id(t): t for _, lifted, _ in traces for t in lifted}.values())
-        captures = [t for t in captures if t is not hooked]
         rules = [
-            cut(graph, lifted, extra, captures, len(self._operands), len(self._results), hooked)
+            cut(graph, lifted, extra, captures, len(self._operands), len(self._results))
             for graph, lifted, extra in traces
         ]
         graph, residuals, forward = rules[0]
@@ -238,9 +229,6 @@ class _Tracer:
             graph, residuals, with_mids = rules[1]
             jvp = DerivativeRule(graph, residuals, tuple(of), tuple(n_cotangents), with_mids)
         once = ONCE if is_once_differentiable(self._cls) else ""
-        if hooked is not None and isinstance(backward, DerivativeRule):
-            reads = self._cls.later and any(t is hooked for _, lifted, _ in traces for t in lifted)
-            once = HOOK if reads or not is_linear(backward.graph, 1) else ""
         n = len(self._results)
         return CustomFunction(self._cls.__name__, forward, n, backward, jvp, once), captures
 

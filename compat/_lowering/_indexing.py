@@ -7,13 +7,14 @@ from several sources adds up where torch says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from functx.compat._lowering._table import rule
+from functx.compat._lowering._table import rule, rules
 
 
 def _indices(indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -23,20 +24,6 @@ def _indices(indices: Sequence[Any]) -> tuple[Any, ...]:
 @rule("index.Tensor", "_unsafe_index.Tensor")
 def _index(x: Any, indices: Sequence[Any]) -> Any:
     return x[_indices(indices)]
-
-
-@rule("_unsafe_masked_index")
-def _masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
-    safe = [None if i is None else jnp.clip(i, 0, x.shape[d] - 1) for d, i in enumerate(indices)]
-    values = x[_indices(safe)]
-    return jnp.where(mask, values, jnp.asarray(fill, values.dtype))
-
-
-@rule("_unsafe_masked_index_put_accumulate")
-def _masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
-    safe = [None if i is None else jnp.clip(i, 0, x.shape[d] - 1) for d, i in enumerate(indices)]
-    values = jnp.where(mask, values, jnp.zeros_like(values))
-    return x.at[_indices(safe)].add(values)
 
 
 @rule("index_put", "_unsafe_index_put")
@@ -65,20 +52,16 @@ def _mask_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> 
     return jnp.where(mask, x + values if accumulate else values, x)
 
 
-def _at_least_1d(x: Any, *others: Any) -> tuple[Any, ...]:
-    return tuple(jnp.atleast_1d(o) for o in (x, *others))
-
-
 @rule("gather")
 def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    shape = index.shape
     if index.size == 0:
-        return jnp.zeros(shape, x.dtype)
-    x, index = _at_least_1d(x, index)
-    return x[_places(index, dim % x.ndim)].reshape(shape)
+        return jnp.zeros(index.shape, x.dtype)
+    shape = index.shape
+    x, index = jnp.atleast_1d(x, index)
+    return x[_coordinates(index, dim % x.ndim)].reshape(shape)
 
 
-def _places(index: Any, dim: int) -> tuple[Any, ...]:
+def _coordinates(index: Any, dim: int) -> tuple[Any, ...]:
     """Full coordinates of ``index`` along ``dim``, each entry at its own position elsewhere."""
     return tuple(
         index if d == dim else lax.broadcasted_iota(index.dtype, index.shape, d)
@@ -86,32 +69,22 @@ def _places(index: Any, dim: int) -> tuple[Any, ...]:
     )
 
 
-def _scatter_values(index: Any, src: Any) -> Any:
-    src = jnp.asarray(src)
-    if src.ndim == 0:
-        return src
-    return src[tuple(slice(0, n) for n in index.shape)]
-
-
-@rule("scatter.src", "scatter.value")
-def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
-    return _scatter_reduce_with(x, dim, index, src, "set")
-
-
-@rule("scatter_add")
-def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
-    return _scatter_reduce_with(x, dim, index, src, "add")
-
-
-def _scatter_reduce_with(x: Any, dim: int, index: Any, src: Any, how: str) -> Any:
+def _scatter_by(x: Any, dim: int, index: Any, src: Any, how: str) -> Any:
     shape = x.shape
-    if jnp.ndim(src):
-        x, index, src = _at_least_1d(x, index, src)
-    else:
-        x, index = _at_least_1d(x, index)
-        src = jnp.asarray(src).reshape((1,) * x.ndim) if jnp.ndim(src) else src
-    values = jnp.asarray(_scatter_values(index, src), x.dtype)
-    return _write(x, _places(index, dim % x.ndim), values, how).reshape(shape)
+    x, index = jnp.atleast_1d(x, index)
+    values = jnp.asarray(src, x.dtype)
+    if jnp.ndim(src) or x.ndim == 1:
+        values = jnp.atleast_1d(values)[tuple(slice(0, n) for n in index.shape)]
+    return _write(x, _coordinates(index, dim % x.ndim), values, how).reshape(shape)
+
+
+rules(
+    {
+        "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
+        "scatter.src scatter.value": partial(_scatter_by, how="set"),
+        "scatter_add": partial(_scatter_by, how="add"),
+    }
+)
 
 
 def _write(x: Any, where: tuple[Any, ...], values: Any, how: str) -> Any:
@@ -143,7 +116,7 @@ def _multiply_at_jvp(primals: Any, tangents: Any) -> Any:
 
 @rule("scatter.reduce", "scatter.value_reduce")
 def _scatter_old_reduce(x: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
-    return _scatter_reduce_with(x, dim, index, src, "add" if reduce == "add" else "multiply")
+    return _scatter_by(x, dim, index, src, "add" if reduce == "add" else "multiply")
 
 
 _REDUCERS = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min", "mean": "add"}
@@ -163,79 +136,26 @@ def _neutral(reduce: str, dtype: Any) -> Any:
 def _scatter_reduce(
     x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
-    start = x
-    if not include_self:
-        start = _scatter_reduce_with(x, dim, index, _neutral(reduce, x.dtype), "set")
-    out = _scatter_reduce_with(start, dim, index, src, _REDUCERS[reduce])
+    start = x if include_self else _scatter_by(x, dim, index, _neutral(reduce, x.dtype), "set")
+    out = _scatter_by(start, dim, index, src, _REDUCERS[reduce])
     if reduce != "mean":
         return out
-    ones = jnp.ones_like(x, dtype=x.dtype)
-    base = ones if include_self else _scatter_reduce_with(ones, dim, index, 0, "set")
-    count = _scatter_reduce_with(base, dim, index, jnp.ones_like(src, dtype=x.dtype), "add")
-    return _mean_of(out, count)
-
-
-def _mean_of(total: Any, count: Any) -> Any:
-    if jnp.issubdtype(total.dtype, jnp.integer):
-        return jnp.floor_divide(total, jnp.maximum(count, 1))
-    return total / count
-
-
-@rule("index_select")
-def _index_select(x: Any, dim: int, index: Any) -> Any:
-    if x.ndim == 0:
-        return x
-    return jnp.take(x, jnp.atleast_1d(index), dim)
-
-
-def _along(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
-    return (slice(None),) * (dim % x.ndim) + (jnp.atleast_1d(index),)
-
-
-@rule("index_add", context=True)
-def _index_add(x: Any, dim: int, index: Any, src: Any, *, alpha: Any = 1, ctx: Any) -> Any:
-    if x.ndim == 0:
-        return x + alpha * jnp.reshape(src, ())
-    src = jnp.reshape(src, src.shape or (1,))
-    return x.at[_along(x, dim, index)].add((src * alpha).astype(x.dtype))
-
-
-@rule("index_copy")
-def _index_copy(x: Any, dim: int, index: Any, src: Any) -> Any:
-    if x.ndim == 0:
-        return jnp.reshape(src, ())
-    return x.at[_along(x, dim, index)].set(jnp.reshape(src, src.shape or (1,)))
-
-
-@rule("index_fill.int_Scalar", "index_fill.int_Tensor")
-def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
-    value = jnp.asarray(value, x.dtype)
-    if x.ndim == 0:
-        return value
-    return x.at[_along(x, dim, index)].set(value)
+    one = jnp.ones_like(x)
+    base = one if include_self else _scatter_by(one, dim, index, 0, "set")
+    count = _scatter_by(base, dim, index, jnp.ones_like(src, x.dtype), "add")
+    if jnp.issubdtype(out.dtype, jnp.integer):
+        return jnp.floor_divide(out, jnp.maximum(count, 1))
+    return out / count
 
 
 @rule("index_reduce")
 def _index_reduce(
     x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
-    shape = x.shape
-    x, index, src = _at_least_1d(x, index, src)
-    dim = dim % x.ndim
-    spread = index.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
-    where = _places(jnp.broadcast_to(spread, src.shape), dim)
-    start = x if include_self else x.at[where].set(_neutral(reduce, x.dtype))
-    out = _write(start, where, src, _REDUCERS[reduce])
-    if reduce == "mean":
-        ones = jnp.ones_like(x)
-        count = (ones if include_self else ones.at[where].set(0)).at[where].add(1)
-        out = _mean_of(out, count)
-    return out.reshape(shape)
-
-
-@rule("masked_fill.Scalar", "masked_fill.Tensor")
-def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
-    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+    src = jnp.reshape(src, src.shape or (1,) * x.ndim)
+    spread = jnp.reshape(index, [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)])
+    index = jnp.broadcast_to(spread, src.shape)
+    return _scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
 
 
 @rule("masked_scatter")
@@ -248,11 +168,6 @@ def _masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     return jnp.where(mask, flat[jnp.minimum(position, flat.size - 1)], x)
 
 
-@rule("take")
-def _take(x: Any, index: Any) -> Any:
-    return jnp.ravel(x)[index]
-
-
 @rule("put")
 def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     at = jnp.ravel(x).at[index.ravel()]
@@ -260,7 +175,7 @@ def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     return (at.add(flat) if accumulate else at.set(flat)).reshape(x.shape)
 
 
-@rule("bincount", context=True)
+@rule("bincount")
 def _bincount(x: Any, weights: Any = None, minlength: int = 0, *, ctx: Any) -> Any:
     return jnp.bincount(x, weights, minlength, length=ctx.shape[0])
 
@@ -272,10 +187,7 @@ def _segment_reduce(
 ) -> Any:  # fmt: skip
     if lengths is None:
         lengths = jnp.diff(offsets, axis=axis)
-    moved = jnp.moveaxis(data, axis, 0) if axis else data
     run = lambda d, n: _segments(d, n, reduce, initial)  # noqa: E731
-    if axis == 0:
-        return run(moved, lengths)
     for _ in range(axis):
         run = jax.vmap(run)
     return run(data, lengths)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,7 +39,6 @@ from functx.compat._torch import name_of
 # keeping every activation.  ``optimization_barrier`` on the twin's operands makes them different
 # values; and because the cotangent is among them, the recomputation can't be scheduled before it.
 
-_NOTHING: Mapping[Node, tuple[str, ...]] = MappingProxyType({})
 NEEDS_KEY = "lower with to_jax(f, rng=True) and call with a jax.random key as first argument"
 _STOPS = ("aten::detach.default", "functx::straight_through.default")
 Observe = Callable[[Sequence[Any], str], Sequence[Any]]
@@ -104,7 +102,6 @@ class Interpreter:
         """
         env: dict[Node, Any] = {}
         feed = iter(inputs)
-        last_use = _last_uses(module)
         saved = self.saved
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -116,8 +113,6 @@ class Interpreter:
             elif node.op == "output":
                 outputs = torch.fx.map_arg(node.args[0], env.__getitem__)
                 return list(outputs)
-            for dead in last_use.get(node, ()):
-                env.pop(dead, None)
         raise AssertionError("a graph without an output")
 
     def _call(self, node: Node, env: dict[Node, Any], names: tuple[str, ...] = ()) -> Any:
@@ -156,10 +151,10 @@ class Interpreter:
         graph: GraphModule,
         inputs: Sequence[Any],
         stops: bool = True,
-        saved: Mapping[Node, tuple[str, ...]] = _NOTHING,
+        saved: Mapping[Node, tuple[str, ...]] | None = None,
     ) -> list[Any]:
         """Run the graph of something inside this one."""
-        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops, saved)
+        inner = Interpreter(self.observe, self.depth + 1, rng, self.stops and stops, saved or {})
         return inner.run(graph, inputs)
 
     def _region(self, node: Node, operands: list[Any]) -> tuple[Any, ...]:
@@ -180,17 +175,6 @@ class Interpreter:
         elif self.depth == 0:  # not compiled, so nothing is merged
             operands = list(self.observe(operands, name))
         return jax.checkpoint(run, policy=policy)(rng, *operands)
-
-
-def _last_uses(module: GraphModule) -> dict[Node, list[Node]]:
-    seen: set[Node] = set()
-    last: dict[Node, list[Node]] = {}
-    for node in reversed(module.graph.nodes):
-        for used in node.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                last.setdefault(node, []).append(used)
-    return last
 
 
 def apply_rule(

@@ -1,4 +1,4 @@
-"""Losses and attention."""
+"""Losses, attention and the fused LSTM that torch's decomposition of recurrent layers ends in."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def _reduce(loss: Any, reduction: int) -> Any:
     return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
 
 
-@rule("mse_loss")
-def _mse(x: Any, y: Any, reduction: int = _MEAN) -> Any:
-    return _reduce(jnp.square(x - y), reduction)
-
-
 @rule("binary_cross_entropy")
 def _bce(x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
     # torch clamps the logarithms at -100, and their derivatives by an epsilon.
@@ -43,39 +38,6 @@ def _log_clamped(x: Any) -> Any:
 def _log_clamped_jvp(primals: Any, tangents: Any) -> Any:
     (x,), (t,) = primals, tangents
     return _log_clamped(x), t / jnp.maximum(x, 1e-12)
-
-
-def _weights(target: Any, weight: Any, classes: int, ignore: int, dtype: Any) -> Any:
-    valid = target != ignore
-    safe = jnp.where(valid, target, 0)
-    w = jnp.ones(target.shape, dtype) if weight is None else weight[safe]
-    return safe, jnp.where(valid, w, 0).astype(dtype)
-
-
-@rule("nll_loss_forward", "nll_loss2d_forward")
-def _nll(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
-    axis = 0 if x.ndim == 1 else 1
-    safe, w = _weights(target, weight, x.shape[axis], ignore, x.dtype)
-    picked = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(safe, axis), axis), axis)
-    # Not picked * w: an ignored -inf times zero is NaN.
-    loss = jnp.where(w != 0, -picked * w, 0)
-    if reduction == _NONE:
-        return loss, jnp.zeros((), x.dtype)
-    total = jnp.sum(w)
-    summed = jnp.sum(loss)
-    return (summed / total if reduction == _MEAN else summed), total
-
-
-@rule("nll_loss_backward", "nll_loss2d_backward")
-def _nll_backward(
-    g: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any
-) -> Any:
-    axis = 0 if x.ndim == 1 else 1
-    safe, w = _weights(target, weight, x.shape[axis], ignore, x.dtype)
-    factor = g / total if reduction == _MEAN else g
-    rows = jnp.expand_dims(jnp.broadcast_to(-w * factor, target.shape), axis)
-    hot = jnp.expand_dims(safe, axis) == lax.broadcasted_iota(safe.dtype, x.shape, axis)
-    return jnp.where(hot, rows, 0)
 
 
 @rule("multilabel_margin_loss_forward")
@@ -144,3 +106,33 @@ def _flash_backward(
 def _no_dropout(p: float) -> None:
     if p:
         raise LoweringError(f"attention with dropout_p={p} draws random numbers; use dropout_p=0")
+
+
+def _lstm(tensors: Any, reverse: bool, has_biases: bool) -> Any:
+    """One layer in one direction: ``x`` is (time, batch, features)."""
+    x, w, u, *biases, hx, cx = tensors
+    inputs = matmul(x, w.T) + (sum(biases) if has_biases else 0)
+
+    def step(state: Any, gates: Any) -> Any:
+        h, cell = state
+        i, f, g, o = jnp.split(gates + matmul(h, u.T), 4, -1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (h, cell), h
+
+    shape = hx.shape
+    start = hx.reshape(shape[-2:]), cx.reshape(shape[-2:])
+    (h, cell), out = lax.scan(step, start, inputs, reverse=reverse)
+    return out, h.reshape(shape), cell.reshape(shape)
+
+
+@rule("mkldnn_rnn_layer")
+def _rnn_layer(*args: Any) -> Any:
+    return (*_lstm(args[:7], args[7], args[12]), jnp.zeros((0,), jnp.uint8))
+
+
+@rule("mkldnn_rnn_layer_backward")
+def _rnn_layer_backward(*args: Any) -> Any:
+    cotangents, reverse, has_biases = args[10:13], args[13], args[17]
+    out, pull = jax.vjp(lambda *ts: _lstm(ts, reverse, has_biases), *args[:7])
+    return pull(tuple(jnp.zeros_like(o) if g is None else g for o, g in zip(out, cotangents)))

@@ -17,6 +17,7 @@ as is an operation whose result shape or Python value depends on data.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx.compat._lowering._checks import is_check
-from functx.compat._lowering._composites import REPLACED, opened
+from functx.compat._lowering._composites import REPLACED
 from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
@@ -84,17 +85,12 @@ class UserCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in ASKS and not called_by_us(func):
-            return self._tape(func, args, kwargs or {}, self)
+            return self._tape(func, args, kwargs or {})
         if drops_between_layers(func, args):
             return layer_by_layer(func, args)
-        inside = REPLACED.get(func) or (None if types else opened(func))
-        if inside is not None:
+        if func in _INSIDE:
             with self:
-                return inside(*args, **(kwargs or {}))
-        if func is torch.autograd.grad or func is torch.Tensor.backward:
-            pull_back = grad_under_modes if func is torch.autograd.grad else _backward
-            with self:
-                return pull_back(*args, **(kwargs or {}))
+                return _INSIDE[func](*args, **(kwargs or {}))
         if func not in _SAYS_DETACH or called_by_us(func):
             return with_examples(func, args, kwargs or {})
         _state.user_detach += 1
@@ -115,6 +111,13 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_INSIDE: dict[Any, Callable[..., Any]] = {
+    **REPLACED,
+    torch.autograd.grad: grad_under_modes,
+    torch.Tensor.backward: _backward,
+}
 
 
 def _differentiable(x: torch.Tensor) -> bool:
@@ -172,8 +175,6 @@ class Observer(TorchDispatchMode):
             if called_by("torch.utils.checkpoint"):
                 # A tape that its hooks hand a value to takes it for the one that it saved.
                 return aten.alias.default(*args)
-        if is_mutable(func):
-            self._tape.written(args[:1])
         if torch.is_grad_enabled() or within.forward:
             self._tape.saves((args, kwargs))
             return _run(func, args, kwargs)

@@ -1,7 +1,13 @@
-"""Pointwise arithmetic, comparison and logic; what has kinks is in `_kinks`."""
+"""Pointwise arithmetic, comparison and logic, with torch's values and derivatives where those jump.
+
+The derivative is zero at zero for ``abs``, one at the bounds of ``clamp``, shared equally at the
+ties of ``maximum`` and ``max``.  A NaN has sign 0; none of its derivative comes through ``clamp``,
+all of it through both sides of ``maximum``, and ``max`` gives it to the NaN.
+"""
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -12,95 +18,58 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.scipy import special
 
-from functx.compat._lowering._table import rule
+from functx.compat._lowering._table import rule, rules
 
-_FLOAT_FUNCTIONS: dict[str, Any] = {
-    "acos": jnp.arccos,
-    "acosh": jnp.arccosh,
-    "asin": jnp.arcsin,
-    "asinh": jnp.arcsinh,
-    "atan": jnp.arctan,
-    "atan2": jnp.arctan2,
-    "atanh": jnp.arctanh,
-    "cos": jnp.cos,
-    "cosh": jnp.cosh,
-    "deg2rad": jnp.deg2rad,
-    "erf": special.erf,
-    "erfc": special.erfc,
-    "erfinv": special.erfinv,
-    "exp": jnp.exp,
-    "exp2": jnp.exp2,
-    "expm1": jnp.expm1,
-    "lgamma": special.gammaln,
-    "log": jnp.log,
-    "log10": jnp.log10,
-    "log1p": jnp.log1p,
-    "log2": jnp.log2,
-    "logaddexp": jnp.logaddexp,
-    "logaddexp2": jnp.logaddexp2,
-    "rad2deg": jnp.rad2deg,
-    "reciprocal": jnp.reciprocal,
-    "rsqrt": lax.rsqrt,
-    "sigmoid": jax.nn.sigmoid,
-    "sin": jnp.sin,
-    "sinc": jnp.sinc,
-    "sinh": jnp.sinh,
-    "sqrt": jnp.sqrt,
-    "tan": jnp.tan,
-    "tanh": jnp.tanh,
-}
-_OTHER_FUNCTIONS: dict[str, Any] = {
-    "__lshift__": jnp.left_shift,
-    "__rshift__": jnp.right_shift,
-    "bitwise_and": jnp.bitwise_and,
-    "bitwise_left_shift": jnp.left_shift,
-    "bitwise_not": jnp.bitwise_not,
-    "bitwise_or": jnp.bitwise_or,
-    "bitwise_right_shift": jnp.right_shift,
-    "bitwise_xor": jnp.bitwise_xor,
-    "ceil": jnp.ceil,
-    "conj": jnp.conj,
-    "conj_physical": jnp.conj,
-    "_conj": jnp.conj,
-    "_conj_physical": jnp.conj,
-    "_neg_view": jnp.negative,
-    "copysign": jnp.copysign,
-    "floor": jnp.floor,
-    "gcd": jnp.gcd,
-    "heaviside": jnp.heaviside,
-    "hypot": jnp.hypot,
-    "lcm": jnp.lcm,
-    "mul": jnp.multiply,
-    "neg": jnp.negative,
-    "nextafter": jnp.nextafter,
-    "positive": jnp.positive,
-    "round": jnp.round,
-    "square": jnp.square,
-    "trunc": jnp.trunc,
-}
-_PREDICATES: dict[str, Any] = {
-    "eq": jnp.equal,
-    "ge": jnp.greater_equal,
-    "gt": jnp.greater,
-    "isfinite": jnp.isfinite,
-    "isinf": jnp.isinf,
-    "isnan": jnp.isnan,
-    "isneginf": jnp.isneginf,
-    "isposinf": jnp.isposinf,
-    "le": jnp.less_equal,
-    "logical_and": jnp.logical_and,
-    "logical_not": jnp.logical_not,
-    "logical_or": jnp.logical_or,
-    "logical_xor": jnp.logical_xor,
-    "lt": jnp.less,
-    "ne": jnp.not_equal,
-    "signbit": jnp.signbit,
-}
+# Functions that torch and jax.numpy have under one name, and of one meaning.
+_CAST = """
+acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+bitwise_right_shift bitwise_xor ceil copysign cos cosh deg2rad exp exp2 expm1 floor fmod gcd
+heaviside hypot lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
+round sin sinc sinh sqrt square tan tanh trunc
+"""
+_PLAIN = """
+frexp imag isfinite isinf isnan isneginf isposinf logical_and logical_not logical_or logical_xor
+real signbit
+"""
+rules({name: getattr(jnp, name) for name in _CAST.split()}, cast=True)
+rules({name: getattr(jnp, name) for name in _PLAIN.split()})
+rules({name: getattr(operator, name) for name in ("eq", "ge", "gt", "le", "lt", "ne")})
+rules(
+    {
+        "__lshift__": jnp.left_shift,
+        "__rshift__": jnp.right_shift,
+        "addcdiv": lambda x, a, b, value=1: x + value * (a / b),
+        "addcmul": lambda x, a, b, value=1: x + value * a * b,
+        "conj conj_physical _conj _conj_physical": jnp.conj,
+        "div.Tensor div.Scalar": jnp.true_divide,
+        "erf": special.erf,
+        "erfc": special.erfc,
+        "erfinv prims::erf_inv": special.erfinv,
+        "fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
+        "fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
+        "lgamma": special.gammaln,
+        "mul": jnp.multiply,
+        "neg _neg_view": jnp.negative,
+        "rsqrt": lax.rsqrt,
+        "sigmoid": jax.nn.sigmoid,
+        "special_xlog1py": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlog1py(x, y)),
+        "sub": lambda x, y, alpha=1: jnp.subtract(x, y if alpha == 1 else alpha * y),
+        "xlogy special_xlogy": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlogy(x, y)),
+    },
+    cast=True,
+)
+rules(
+    {
+        "complex": lambda a, b: lax.complex(*jnp.broadcast_arrays(a, b)),
+        "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
+        "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
+        "where": lambda condition, x, y: jnp.where(condition.astype(bool), x, y),
+    }
+)
 
-for _name, _fn in (_FLOAT_FUNCTIONS | _OTHER_FUNCTIONS).items():
-    rule(_name, cast=True)(_fn)
-for _name, _fn in _PREDICATES.items():
-    rule(_name)(_fn)
+
+def _floating(*xs: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(*xs), jnp.floating))
 
 
 @rule("add", cast=True)
@@ -110,36 +79,24 @@ def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
     return jnp.add(x, y if alpha == 1 else alpha * y)
 
 
-@rule("sub", cast=True)
-def _sub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    return jnp.subtract(x, y if alpha == 1 else alpha * y)
-
-
-@rule("rsub", cast=True)
-def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    return _sub(y, x, alpha)
-
-
-@rule("div.Tensor", "div.Scalar", "true_divide", cast=True)
-def _div(x: Any, y: Any) -> Any:
-    return jnp.true_divide(x, y)
+@rule("prims::div", cast=True)
+def _quotient(x: Any, y: Any) -> Any:
+    """The quotient, of integers without its fraction."""
+    kind = jnp.result_type(x, y)
+    return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, kind), jnp.asarray(y, kind)))
 
 
 @rule("div.Tensor_mode", "div.Scalar_mode", cast=True)
 def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is None:
         return jnp.true_divide(x, y)
-    if rounding_mode == "floor":
-        return floor_divide(x, y)
-    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        return jnp.trunc(x / y)
-    return lax.div(*jnp.broadcast_arrays(x, y))
+    return _floor_divide(x, y) if rounding_mode == "floor" else jnp.trunc(_quotient(x, y))
 
 
 @rule("floor_divide", cast=True)
-def floor_divide(x: Any, y: Any) -> Any:
+def _floor_divide(x: Any, y: Any) -> Any:
     """The floor of the quotient of two numbers, without a derivative."""
-    if not jnp.issubdtype(jnp.result_type(x, y), jnp.floating):
+    if not _floating(x, y):
         return jnp.floor_divide(x, y)
     # torch floors the exact quotient, not the rounded one (1 // 0.1 is 9), except where it is
     # infinite.
@@ -149,11 +106,6 @@ def floor_divide(x: Any, y: Any) -> Any:
     low = (x - remainder) / y - jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), 1, 0)
     rounded = jnp.where(low == 0, jnp.copysign(0.0, quotient), jnp.round(low))
     return lax.stop_gradient(jnp.where(jnp.isfinite(quotient) & (y != 0), rounded, exact))
-
-
-@rule("fmod", cast=True)
-def _fmod(x: Any, y: Any) -> Any:
-    return jnp.fmod(x, y)
 
 
 @rule("pow", cast=True)
@@ -194,34 +146,10 @@ def _power_jvp(primals: Any, tangents: Any) -> Any:
     return out, tangent
 
 
-@rule("xlogy", "special_xlogy", cast=True)
-def _xlogy(x: Any, y: Any) -> Any:
-    return jnp.where(jnp.isnan(y), jnp.nan, special.xlogy(x, y))
-
-
-@rule("special_xlog1py", cast=True)
-def _xlog1py(x: Any, y: Any) -> Any:
-    return jnp.where(jnp.isnan(y), jnp.nan, special.xlog1py(x, y))
-
-
 @rule("digamma", cast=True)
 def _digamma(x: Any) -> Any:
     # A pole of either sign at zero, where JAX has NaN.
     return jnp.where(x == 0, -1 / x, special.digamma(jnp.where(x == 0, 1, x)))
-
-
-@rule("sgn", cast=True)
-def _sgn(x: Any) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.where(jnp.isnan(x), 0, jnp.sign(x))
-    # JAX's has no derivative, and that of the phase of a complex number is not zero.
-    safe = jnp.where(x == 0, 1, x)
-    return jnp.where(x == 0, 0, safe / jnp.abs(safe))
-
-
-@rule("frac")
-def _frac(x: Any) -> Any:
-    return x - jnp.trunc(x)
 
 
 @rule("round.decimals")
@@ -230,59 +158,15 @@ def _round_decimals(x: Any, decimals: int = 0) -> Any:
     return jnp.round(x * scale) / scale if decimals >= 0 else jnp.round(x / scale) * scale
 
 
-@rule("fmax", cast=True)
-def _fmax(x: Any, y: Any) -> Any:
-    return jnp.where((x >= y) | jnp.isnan(y), x, y)
-
-
-@rule("fmin", cast=True)
-def _fmin(x: Any, y: Any) -> Any:
-    return jnp.where((x <= y) | jnp.isnan(y), x, y)
-
-
-@rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
-def _where(condition: Any, x: Any, y: Any) -> Any:
-    return jnp.where(condition.astype(bool), x, y)
-
-
-@rule("lerp", cast=True)
-def _lerp(x: Any, end: Any, weight: Any) -> Any:
-    # torch's two formulas, by the size of the weight: exact at both ends.
-    near = jnp.abs(jnp.asarray(weight)) < 0.5
-    return jnp.where(near, x + weight * (end - x), end - (end - x) * (1 - weight))
-
-
-@rule("addcmul", cast=True)
-def _addcmul(x: Any, a: Any, b: Any, value: Any = 1) -> Any:
-    return x + value * a * b
-
-
-@rule("addcdiv", cast=True)
-def _addcdiv(x: Any, a: Any, b: Any, value: Any = 1) -> Any:
-    return x + value * (a / b)
-
-
-@rule("nan_to_num", cast=True)
-def _nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    info = jnp.finfo(x.dtype)
-    return jnp.where(
-        jnp.isnan(x),
-        0.0 if nan is None else nan,
-        jnp.where(
-            jnp.isposinf(x),
-            info.max if posinf is None else posinf,
-            jnp.where(jnp.isneginf(x), info.min if neginf is None else neginf, x),
-        ),
-    )
-
-
-@rule("isclose")
-def _isclose(
-    x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> Any:
-    return jnp.isclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
+@rule("sign", "sgn")
+def _sign(x: Any) -> Any:
+    if _floating(x):
+        return jnp.where(jnp.isnan(x), 0, jnp.sign(x))
+    if not jnp.iscomplexobj(x):
+        return x if x.dtype == jnp.bool_ else jnp.sign(x)
+    # JAX's has no derivative, and that of the phase of a complex number is not zero.
+    safe = jnp.where(x == 0, 1, x)
+    return jnp.where(x == 0, 0, safe / jnp.abs(safe))
 
 
 @rule("angle")
@@ -292,41 +176,87 @@ def _angle(x: Any) -> Any:
     return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, np.pi, 0.0))
 
 
-@rule("real")
-def _real(x: Any) -> Any:
-    return jnp.real(x)
+@jax.custom_jvp
+def _magnitude(x: Any) -> Any:
+    return jnp.abs(x)
 
 
-@rule("imag")
-def _imag(x: Any) -> Any:
-    return jnp.imag(x)
+@_magnitude.defjvp
+def _magnitude_jvp(primals: Any, tangents: Any) -> Any:
+    return _magnitude(*primals), tangents[0] * lax.stop_gradient(_sign(*primals))
 
 
-@rule("complex")
-def _complex(real: Any, imag: Any) -> Any:
-    return lax.complex(*jnp.broadcast_arrays(real, imag))
+@rule("abs")
+def _abs(x: Any) -> Any:
+    if _floating(x):
+        return _magnitude(x)
+    if not jnp.iscomplexobj(x):
+        return jnp.abs(x)
+    zero = x == 0
+    return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x)))
 
 
-@rule("polar")
-def _polar(r: Any, angle: Any) -> Any:
-    return lax.complex(*jnp.broadcast_arrays(r * jnp.cos(angle), r * jnp.sin(angle)))
+@jax.custom_jvp
+def _larger(x: Any, y: Any) -> Any:
+    return jnp.maximum(x, y)
 
 
-@rule("view_as_real")
-def _view_as_real(x: Any) -> Any:
-    return jnp.stack([x.real, x.imag], -1)
+@_larger.defjvp
+def _larger_jvp(primals: Any, tangents: Any) -> Any:
+    (x, y), (dx, dy) = primals, tangents
+    share = jnp.where(x == y, 0.5, 1.0).astype(dx.dtype)
+    return _larger(x, y), jnp.where(x < y, 0, dx * share) + jnp.where(y < x, 0, dy * share)
 
 
-@rule("view_as_complex")
-def _view_as_complex(x: Any) -> Any:
-    return lax.complex(x[..., 0], x[..., 1])
+@rule("maximum", cast=True)
+def _maximum(x: Any, y: Any) -> Any:
+    return _larger(*jnp.broadcast_arrays(x, y)) if _floating(x, y) else jnp.maximum(x, y)
 
 
-@rule("frexp.Tensor")
-def _frexp(x: Any) -> Any:
-    return jnp.frexp(x)
+@rule("minimum", cast=True)
+def _minimum(x: Any, y: Any) -> Any:
+    return -_larger(*jnp.broadcast_arrays(-x, -y)) if _floating(x, y) else jnp.minimum(x, y)
 
 
-@rule("ldexp", cast=True)
-def _ldexp(x: Any, exponent: Any) -> Any:
-    return x * jnp.exp2(exponent)
+@rule("clamp", "clamp_min", cast=True)
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    # Selections, not jnp.clip: at a bound the derivative is that of x.
+    if min is not None:
+        x = jnp.where(x >= min, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), min))
+    if max is not None:
+        x = jnp.where(x <= max, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), max))
+    return x
+
+
+@rule("clamp_max", cast=True)
+def _clamp_max(x: Any, max: Any) -> Any:
+    return _clamp(x, None, max)
+
+
+def _extreme(x: Any, reduce: Any) -> Any:
+    if not _floating(x):
+        return reduce(x)
+    nan = jnp.isnan(x)
+    there = jnp.any(nan)
+    shared = jnp.sum(jnp.where(nan, x, 0)) / jnp.maximum(jnp.sum(nan), 1)
+    return jnp.where(there, shared, reduce(jnp.where(there, 0, x)))
+
+
+rules({"max": lambda x: _extreme(x, jnp.max), "min": lambda x: _extreme(x, jnp.min)})
+
+
+@jax.custom_jvp
+def _modulo(x: Any, y: Any) -> Any:
+    return jnp.remainder(x, y)
+
+
+@_modulo.defjvp
+def _modulo_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX adds up two quotients that are rounded on their own.
+    (x, y), (dx, dy) = primals, tangents
+    return _modulo(x, y), dx - _floor_divide(x, y) * dy
+
+
+@rule("remainder", cast=True)
+def _remainder(x: Any, y: Any) -> Any:
+    return _modulo(*jnp.broadcast_arrays(x, y)) if _floating(x, y) else jnp.remainder(x, y)

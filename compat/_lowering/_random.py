@@ -16,71 +16,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from functx.compat._lowering._table import rule
+from functx.compat._lowering._table import rule, rules
 
 
-def _uniform(ctx: Any, low: Any = 0.0, high: Any = 1.0) -> Any:
+def _uniform(_: Any, low: Any = 0.0, high: Any = 1.0, *, ctx: Any, **__: Any) -> Any:
     return jax.random.uniform(ctx.key(), ctx.shape, ctx.dtype, low, high)
 
 
-@rule("rand", "rand_like", random=True)
-def _rand(*_: Any, ctx: Any, **__: Any) -> Any:
-    return _uniform(ctx)
-
-
-@rule("randn", "randn_like", random=True)
-def _randn(*_: Any, ctx: Any, **__: Any) -> Any:
-    return jax.random.normal(ctx.key(), ctx.shape, ctx.dtype)
-
-
-@rule("uniform", random=True)
-def _uniform_rule(x: Any, low: float = 0.0, high: float = 1.0, *, ctx: Any, **_: Any) -> Any:
-    return _uniform(ctx, low, high)
-
-
-@rule("prims::uniform", random=True)
-def _prim_uniform(shape: Any, *, low: float, high: float, ctx: Any, **_: Any) -> Any:
-    return _uniform(ctx, low, high)
-
-
-@rule("prims::normal", random=True)
-def _prim_normal(shape: Any, *, mean: Any, std: Any, ctx: Any, **_: Any) -> Any:
+def _gaussian(_: Any, mean: Any = 0.0, std: Any = 1.0, *, ctx: Any, **__: Any) -> Any:
     return mean + std * jax.random.normal(ctx.key(), ctx.shape, ctx.dtype)
 
 
-@rule("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", random=True)
 def _normal(mean: Any, std: Any = 1.0, *_: Any, ctx: Any, **__: Any) -> Any:
-    return lax.stop_gradient(mean + std * jax.random.normal(ctx.key(), ctx.shape, ctx.dtype))
+    return lax.stop_gradient(_gaussian(None, mean, std, ctx=ctx))
 
 
-@rule("normal_functional", random=True)
-def _normal_functional(x: Any, mean: Any = 0.0, std: Any = 1.0, *, ctx: Any, **_: Any) -> Any:
-    return mean + std * jax.random.normal(ctx.key(), ctx.shape, ctx.dtype)
-
-
-def _integers(ctx: Any, low: int, high: int) -> Any:
+def _integers(low: int, high: int | None, ctx: Any) -> Any:
+    high = _whole(ctx.dtype) if high is None else high
     kind = ctx.dtype if jnp.issubdtype(ctx.dtype, jnp.integer) else jnp.int32
     return jax.random.randint(ctx.key(), ctx.shape, low, high, kind)
-
-
-@rule("randint", random=True)
-def _randint(high: int, *_: Any, ctx: Any, **__: Any) -> Any:
-    return _integers(ctx, 0, high)
-
-
-@rule("randint.low", random=True)
-def _randint_low(low: int, high: int, *_: Any, ctx: Any, **__: Any) -> Any:
-    return _integers(ctx, low, high)
-
-
-@rule("random.from", random=True)
-def _random_from(x: Any, low: int, high: int | None, *, ctx: Any, **_: Any) -> Any:
-    return _integers(ctx, low, _whole(ctx.dtype) if high is None else high)
-
-
-@rule("random", "random.to", random=True)
-def _random_to(x: Any, high: int | None = None, *, ctx: Any, **_: Any) -> Any:
-    return _integers(ctx, 0, _whole(ctx.dtype) if high is None else high)
 
 
 def _whole(dtype: Any) -> int:
@@ -90,28 +44,7 @@ def _whole(dtype: Any) -> int:
     return int(min(2 ** (jnp.finfo(dtype).nmant + 1) + 1, jnp.iinfo(jnp.int32).max))
 
 
-@rule("randint_like", random=True)
-def _randint_like(x: Any, high: int, *, ctx: Any, **_: Any) -> Any:
-    return _integers(ctx, 0, high)
-
-
-@rule("randint_like.low_dtype", random=True)
-def _randint_like_low(x: Any, low: int, high: int, *, ctx: Any, **_: Any) -> Any:
-    return _integers(ctx, low, high)
-
-
-@rule("randperm", random=True)
-def _randperm(n: int, *, ctx: Any, **_: Any) -> Any:
-    return jax.random.permutation(ctx.key(), n)
-
-
-@rule("bernoulli.p", random=True)
-def _bernoulli_p(x: Any, p: float = 0.5, *, ctx: Any, **_: Any) -> Any:
-    return jax.random.bernoulli(ctx.key(), p, ctx.shape)
-
-
-@rule("bernoulli", "bernoulli.Tensor", random=True)
-def _bernoulli(x: Any, p: Any = None, *, ctx: Any, **_: Any) -> Any:
+def _bernoulli(x: Any, p: Any = None, *_: Any, ctx: Any, **__: Any) -> Any:
     return jax.random.bernoulli(ctx.key(), x if p is None else p, ctx.shape)
 
 
@@ -147,21 +80,42 @@ def _rrelu(
     return x * slope, slope
 
 
-@rule("poisson", random=True)
 def _poisson(x: Any, *_: Any, ctx: Any) -> Any:
     return jax.random.poisson(ctx.key(), lax.stop_gradient(x), ctx.shape)
 
 
-@rule("_standard_gamma", random=True)
-def _standard_gamma(x: Any, *_: Any, ctx: Any) -> Any:
+def _gamma(x: Any, *_: Any, ctx: Any) -> Any:
     return jax.random.gamma(ctx.key(), x, ctx.shape, ctx.dtype)
 
 
-@rule("_sample_dirichlet", random=True)
 def _dirichlet(x: Any, *_: Any, ctx: Any) -> Any:
     return jax.random.dirichlet(ctx.key(), x, x.shape[:-1], ctx.dtype)
 
 
-@rule("binomial", random=True)
 def _binomial(n: Any, p: Any, *_: Any, ctx: Any) -> Any:
     return jax.random.binomial(ctx.key(), *lax.stop_gradient((n, p)), ctx.shape)
+
+
+rules(
+    {
+        "_sample_dirichlet": _dirichlet,
+        "_standard_gamma": _gamma,
+        "bernoulli": _bernoulli,
+        "bernoulli.p": lambda x, p=0.5, *, ctx, **_: _bernoulli(x, p, ctx=ctx),
+        "binomial": _binomial,
+        "normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor": _normal,
+        "normal_functional prims::normal": _gaussian,
+        "poisson": _poisson,
+        "rand rand_like": lambda _, *__, ctx, **___: _uniform(None, ctx=ctx),
+        "randint": lambda high, *_, ctx, **__: _integers(0, high, ctx),
+        "randint.low": lambda low, high, *_, ctx, **__: _integers(low, high, ctx),
+        "randint_like": lambda x, high, *_, ctx, **__: _integers(0, high, ctx),
+        "randint_like.low_dtype": lambda x, low, high, *_, ctx, **__: _integers(low, high, ctx),
+        "randn randn_like": lambda _, *__, ctx, **___: _gaussian(None, ctx=ctx),
+        "random random.to": lambda x, high=None, *, ctx, **_: _integers(0, high, ctx),
+        "random.from": lambda x, low, high, *, ctx, **_: _integers(low, high, ctx),
+        "randperm": lambda n, *, ctx, **_: jax.random.permutation(ctx.key(), n),
+        "uniform prims::uniform": _uniform,
+    },
+    random=True,
+)

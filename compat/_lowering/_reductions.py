@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from functx.compat._lowering._table import rule
+from functx.compat._lowering._table import rule, rules
 
 Dims = int | Sequence[int] | None
 
@@ -35,46 +36,56 @@ def _accumulate(x: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
-@rule("sum", context=True)
-def _sum(x: Any, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.sum(_accumulate(x, ctx.dtype))
+def _reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def reduced(x: Any, dim: Dims = None, keepdim: bool = False, *_: Any, **__: Any) -> Any:
+        return reduce(x, axes(dim, x.ndim), keepdims=keepdim)
+
+    return reduced
 
 
-@rule("sum.dim_IntList", context=True)
-def _sum_dim(x: Any, dim: Dims, keepdim: bool = False, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.sum(_accumulate(x, ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
+def _accumulating(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def reduced(x: Any, dim: Dims = None, keepdim: bool = False, *, ctx: Any, **_: Any) -> Any:
+        return reduce(_accumulate(x, ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
+
+    return reduced
 
 
-@rule("nansum", context=True)
-def _nansum(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.nansum(_accumulate(x, ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
+def _place_of(choose: Callable[..., Any]) -> Callable[..., Any]:
+    def place(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        return choose(x, dim, keepdims=keepdim) if x.ndim else jnp.zeros((), int)
+
+    return place
 
 
-@rule("mean", context=True)
-def _mean(x: Any, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.mean(_accumulate(x, ctx.dtype))
+def _cumulative(accumulate: Callable[..., Any]) -> Callable[..., Any]:
+    def accumulated(x: Any, dim: int, *, ctx: Any, **_: Any) -> Any:
+        return accumulate(x.astype(ctx.dtype), dim % x.ndim) if x.ndim else x
+
+    return accumulated
 
 
-@rule("mean.dim", context=True)
-def _mean_dim(x: Any, dim: Dims, keepdim: bool = False, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.mean(_accumulate(x, ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("prod", context=True)
-def _prod(x: Any, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.prod(_accumulate(x, ctx.dtype))
-
-
-@rule("prod.dim_int", context=True)
-def _prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.prod(_accumulate(x, ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
+rules(
+    {
+        "all all.dim all.dims _is_all_true": _reducing(jnp.all),
+        "amax prims::amax": _reducing(jnp.max),
+        "amin prims::amin": _reducing(jnp.min),
+        "any any.dim any.dims _is_any_true": _reducing(jnp.any),
+        "argmax": _place_of(jnp.argmax),
+        "argmin": _place_of(jnp.argmin),
+        "cumprod": _cumulative(jnp.cumprod),
+        "cumsum": _cumulative(jnp.cumsum),
+        "logcumsumexp": _cumulative(lax.cumlogsumexp),
+        "logsumexp": _accumulating(jax.nn.logsumexp),
+        "mean": _accumulating(jnp.mean),
+        "prod prims::prod": _accumulating(jnp.prod),
+        "sum prims::sum": _accumulating(jnp.sum),
+    }
+)
 
 
 def _moments(x: Any, dim: Dims, correction: Any, keepdim: bool) -> tuple[Any, Any]:
     dims = axes(dim, x.ndim)
-    n = 1
-    for d in dims:
-        n *= x.shape[d]
+    n = math.prod(x.shape[d] for d in dims)
     mean = jnp.mean(x, dims, keepdims=True)
     squares = jnp.sum(jnp.square(jnp.abs(x - mean)), dims, keepdims=keepdim)
     free = max(n - (1 if correction is None else correction), 0)
@@ -82,103 +93,27 @@ def _moments(x: Any, dim: Dims, correction: Any, keepdim: bool) -> tuple[Any, An
     return var, mean if keepdim else jnp.squeeze(mean, dims)
 
 
-@rule("var.correction")
-def _var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(x, dim, correction, keepdim)[0]
+def _moment(give: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def moment(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        return give(*_moments(x, dim, correction, keepdim))
+
+    return moment
 
 
-@rule("std.correction")
-def _std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _safe_sqrt(_moments(x, dim, correction, keepdim)[0])
-
-
-@rule("var_mean.correction")
-def _var_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(x, dim, correction, keepdim)
-
-
-@rule("std_mean.correction")
-def _std_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    var, mean = _moments(x, dim, correction, keepdim)
-    return _safe_sqrt(var), mean
-
-
-@rule("var", "var.dim")
-def _var_old(x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    return _moments(x, dim, int(unbiased), keepdim)[0]
+rules(
+    {
+        "std.correction": _moment(lambda var, mean: _safe_sqrt(var)),
+        "std_mean.correction": _moment(lambda var, mean: (_safe_sqrt(var), mean)),
+        "var.correction": _moment(lambda var, mean: var),
+        "var_mean.correction": _moment(lambda var, mean: (var, mean)),
+    }
+)
 
 
 def _safe_sqrt(x: Any) -> Any:
     # torch's std has derivative 0, not NaN, where all elements are equal.
     zero = x == 0
     return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, x)))
-
-
-@rule("amax")
-def _amax(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
-    return jnp.max(x, axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("amin")
-def _amin(x: Any, dim: Dims = (), keepdim: bool = False) -> Any:
-    return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("aminmax")
-def _aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    dims = axes(dim, x.ndim)
-    return jnp.min(x, dims, keepdims=keepdim), jnp.max(x, dims, keepdims=keepdim)
-
-
-@rule("argmax")
-def _argmax_rule(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    if x.ndim == 0:
-        return jnp.zeros((), int)
-    return jnp.argmax(x, dim, keepdims=keepdim)
-
-
-@rule("argmin")
-def _argmin_rule(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    if x.ndim == 0:
-        return jnp.zeros((), int)
-    return jnp.argmin(x, dim, keepdims=keepdim)
-
-
-@rule("any", "any.dim", "any.dims", "_is_any_true")
-def _any(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
-    return jnp.any(x.astype(bool), axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("all", "all.dim", "all.dims", "_is_all_true")
-def _all(x: Any, dim: Dims = None, keepdim: bool = False) -> Any:
-    return jnp.all(x.astype(bool), axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("count_nonzero.dim_IntList", "count_nonzero")
-def _count_nonzero(x: Any, dim: Dims = None) -> Any:
-    return jnp.sum(x != 0, axes(dim, x.ndim))
-
-
-@rule("logsumexp", context=True)
-def _logsumexp(x: Any, dim: Dims, keepdim: bool = False, *, ctx: Any) -> Any:
-    return jax.nn.logsumexp(x.astype(ctx.dtype), axes(dim, x.ndim), keepdims=keepdim)
-
-
-@rule("cumsum", context=True)
-def _cumsum(x: Any, dim: int, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.cumsum(x.astype(ctx.dtype), dim) if x.ndim else x
-
-
-@rule("cumprod", context=True)
-def _cumprod(x: Any, dim: int, *, dtype: Any = None, ctx: Any) -> Any:
-    return jnp.cumprod(x.astype(ctx.dtype), dim) if x.ndim else x
-
-
-@rule("logcumsumexp")
-def _logcumsumexp(x: Any, dim: int) -> Any:
-    return lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x
 
 
 @rule("histc")
@@ -208,7 +143,7 @@ def _histogram_edges(x: Any, edges: Any, *, weight: Any = None, density: bool = 
     return jnp.histogram(x.ravel(), edges, weights=flat, density=density)
 
 
-@rule("linalg_vector_norm", context=True)
+@rule("linalg_vector_norm")
 def _vector_norm(
     x: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None, ctx: Any
 ) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from functx.compat._lowering._reductions import along
-from functx.compat._lowering._table import rule
+from functx.compat._lowering._table import rule, rules
 
 
 def _pick(x: Any, index: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
@@ -25,19 +27,13 @@ def _chosen(x: Any, choose: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     return _pick(x, choose(lax.stop_gradient(x), axis=dim), dim % x.ndim, keepdim)
 
 
-def _argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-    # jnp.argmax takes bool as integers and the first NaN as the largest, as torch does.
-    return jnp.argmax(x, axis, keepdims=keepdims)
-
-
-@rule("max.dim")
-def _max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    return _chosen(x, _argmax, dim, keepdim)
-
-
-@rule("min.dim")
-def _min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    return _chosen(x, jnp.argmin, dim, keepdim)
+# jnp.argmax takes bool as integers and the first NaN as the largest, as torch does.
+rules(
+    {
+        "max.dim": lambda x, dim, keepdim=False: _chosen(x, jnp.argmax, dim, keepdim),
+        "min.dim": lambda x, dim, keepdim=False: _chosen(x, jnp.argmin, dim, keepdim),
+    }
+)
 
 
 def _running(x: Any, dim: int, better: Any) -> tuple[Any, Any]:
@@ -54,14 +50,12 @@ def _running(x: Any, dim: int, better: Any) -> tuple[Any, Any]:
     return jnp.take_along_axis(x, where, dim % x.ndim), where
 
 
-@rule("cummax")
-def _cummax(x: Any, dim: int) -> Any:
-    return _running(x, dim, lambda b, a: b >= a)
-
-
-@rule("cummin")
-def _cummin(x: Any, dim: int) -> Any:
-    return _running(x, dim, lambda b, a: b <= a)
+rules(
+    {
+        "cummax": lambda x, dim: _running(x, dim, operator.ge),
+        "cummin": lambda x, dim: _running(x, dim, operator.le),
+    }
+)
 
 
 def _order(x: Any, dim: int, descending: bool) -> Any:
@@ -72,18 +66,19 @@ def _order(x: Any, dim: int, descending: bool) -> Any:
     return n - 1 - jnp.flip(jnp.argsort(jnp.flip(x, dim), dim, stable=True), dim)
 
 
-@rule("sort", "sort.stable")
-def _sort(x: Any, *args: Any, **kwargs: Any) -> Any:
-    stable = kwargs.pop("stable", None)
-    positional = list(args)
-    if stable is None and len(positional) == 3:
-        positional = positional[1:]
-    dim = positional[0] if positional else kwargs.get("dim", -1)
-    descending = positional[1] if len(positional) > 1 else kwargs.get("descending", False)
+@rule("sort")
+def _sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
     if x.ndim == 0:
         return x, jnp.zeros((), int)
     order = _order(lax.stop_gradient(x), dim % x.ndim, descending)
     return jnp.take_along_axis(x, order, dim), order
+
+
+@rule("sort.stable")
+def _sort_stable(
+    x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> Any:
+    return _sort(x, dim, descending)
 
 
 @rule("topk")
@@ -112,27 +107,20 @@ def _median_index(x: Any, dim: int, skip_nan: bool) -> Any:
     return jnp.squeeze(jnp.take_along_axis(order, jnp.expand_dims(middle, dim), dim), dim)
 
 
-@rule("median.dim")
-def _median_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    x1, d = along(x, dim)
-    out = _pick(x1, _median_index(lax.stop_gradient(x1), d, False), d, keepdim and x.ndim > 0)
-    return out
+def _median(x: Any, dim: int | None, keepdim: bool = False, skip_nan: bool = False) -> Any:
+    x1, d = along(x if dim is not None else jnp.ravel(x), dim or 0)
+    index = _median_index(lax.stop_gradient(x1), d, skip_nan)
+    return _pick(x1, index, d, keepdim and x.ndim > 0)
 
 
-@rule("nanmedian.dim")
-def _nanmedian_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
-    x1, d = along(x, dim)
-    return _pick(x1, _median_index(lax.stop_gradient(x1), d, True), d, keepdim and x.ndim > 0)
-
-
-@rule("median")
-def _median(x: Any) -> Any:
-    return _median_dim(jnp.ravel(x), 0)[0]
-
-
-@rule("nanmedian")
-def _nanmedian(x: Any) -> Any:
-    return _nanmedian_dim(jnp.ravel(x), 0)[0]
+rules(
+    {
+        "median": lambda x: _median(x, None)[0],
+        "median.dim": _median,
+        "nanmedian": lambda x: _median(x, None, skip_nan=True)[0],
+        "nanmedian.dim": partial(_median, skip_nan=True),
+    }
+)
 
 
 @rule("mode")
@@ -172,6 +160,6 @@ def _searchsorted(
     return find(sequence, values)
 
 
-@rule("bucketize.Tensor", "bucketize.Scalar")
-def _bucketize(x: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    return jnp.searchsorted(boundaries, jnp.asarray(x), side="right" if right else "left")
+@rule("bucketize")
+def _bucketize(x: Any, boundaries: Any, **options: Any) -> Any:
+    return _searchsorted(boundaries, x, **options)

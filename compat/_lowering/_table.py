@@ -5,7 +5,8 @@ of the same shapes.  Result dtypes are set by the interpreter from the traced gr
 need not repeat torch's promotion; a rule registered with ``cast=True`` gets its arguments already
 in the result dtype (arithmetic and float functions compute there in torch).
 
-A rule named without an overload serves all overloads of its packet that have no rule of their own.
+A rule named without an overload serves all overloads of its packet that have none of their own;
+``prims`` without a rule are as in ``aten``, and ``x_copy`` is as ``x``, since arrays have no views.
 A rule goes before any decomposition.
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +23,10 @@ from functx.compat._torch import OpOverload, decompositions_without, name_of
 
 Fn = Callable[..., Any]
 
-_FAMILIES = (
-    "_pointwise",
-    "_activations",
-    "_special",
-    "_reductions",
-    "_sorting",
-    "_views",
-    "_creation",
-    "_indexing",
-    "_embedding",
-    "_kinks",
-    "_linalg",
-    "_conv",
-    "_pool",
-    "_norm",
-    "_nn",
-    "_rnn",
-    "_resize",
-    "_fft",
-    "_prims",
-    "_random",
-    "_polynomials",
-    "_bessel",
-)
+_FAMILIES = """
+_pointwise _activations _special _reductions _sorting _views _indexing _embedding _linalg _conv
+_pool _nn _sample_grid _fft _random _checks
+""".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -52,10 +34,11 @@ class Rule:
     """How one operation is said in JAX.
 
     Attributes:
-        fn: the function of JAX arrays and plain Python values.
+        fn: the function of JAX arrays and plain Python values; it may take ``ctx=``, the
+            interpreter's :class:`Context`.
         cast: whether arrays and numbers are converted to the result dtype first.
-        context: whether ``fn`` wants ``ctx=``, the interpreter's :class:`Context`.
-        random: whether ``fn`` draws (it then wants ``ctx=`` too, for its key).
+        context: whether ``fn`` takes ``ctx=``.
+        random: whether ``fn`` draws.
     """
 
     fn: Fn
@@ -65,28 +48,27 @@ class Rule:
 
 
 _rules: dict[str, Rule] = {}
-_refusals: dict[str, str] = {}
 
 
-def rule(
-    *names: str, cast: bool = False, context: bool = False, random: bool = False
-) -> Callable[[Fn], Fn]:
+def rule(*names: str, cast: bool = False, random: bool = False) -> Callable[[Fn], Fn]:
     """Register a function for ``names``: ``"add"``, ``"sum.dim_IntList"``, ``"prims::sum"``."""
 
     def register(fn: Fn) -> Fn:
-        for name in names:
-            full = name if "::" in name else f"aten::{name}"
-            if full in _rules:
-                raise ValueError(f"two rules for {full}")
-            _rules[full] = Rule(fn, cast, context or random, random)
+        rules({" ".join(names): fn}, cast=cast, random=random)
         return fn
 
     return register
 
 
-def refuse(reason: str, *names: str) -> None:
-    """Declare that operations can't be said in JAX, and why."""
-    _refusals.update((name if "::" in name else f"aten::{name}", reason) for name in names)
+def rules(table: Mapping[str, Fn], *, cast: bool = False, random: bool = False) -> None:
+    """Register functions, each for the names in its key, separated by blanks."""
+    for names, fn in table.items():
+        made = Rule(fn, cast, "ctx" in inspect.signature(fn).parameters, random)
+        for name in names.split():
+            full = name if "::" in name else f"aten::{name}"
+            if full in _rules:
+                raise ValueError(f"two rules for {full}")
+            _rules[full] = made
 
 
 @functools.cache
@@ -101,26 +83,17 @@ def names_of(op: OpOverload) -> tuple[str, str]:
     return name_of(op), name_of(op).rpartition(".")[0]
 
 
-def registered(name: str) -> Rule | None:
-    """The rule of a full name such as ``"aten::sum.dim_IntList"``, or None."""
-    return _rules.get(name)
-
-
 def lookup(op: OpOverload) -> Rule | None:
     """The rule of an overload, or None."""
     load()
     full, packet = names_of(op)
-    return _rules.get(full) or _rules.get(packet)
-
-
-def refusal(op: OpOverload) -> str | None:
-    """Why an overload is refused by name, or None."""
-    load()
-    full, packet = names_of(op)
-    return _refusals.get(full) or _refusals.get(packet)
+    same = full.replace("_copy.", "."), packet.removesuffix("_copy")
+    in_aten = packet.replace("prims::", "aten::")
+    found = (_rules[name] for name in (full, packet, *same, in_aten) if name in _rules)
+    return next(found, None)
 
 
 @functools.cache
 def decompositions() -> dict[Any, Fn]:
-    """The decomposition table for tracing: everything but what has a rule or is refused."""
-    return decompositions_without(lambda op: lookup(op) is not None or refusal(op) is not None)
+    """The decomposition table for tracing: everything but what has a rule."""
+    return decompositions_without(lambda op: lookup(op) is not None)

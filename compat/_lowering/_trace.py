@@ -81,10 +81,8 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         module, used = _run(f, specs, name, mode, tape=False)
-    except Asked:
-        module, used = _run(f, specs, name, mode, tape=True)
-    except RuntimeError as err:
-        if not any(words in str(err) for words in WITHOUT_TAPE):
+    except (Asked, RuntimeError) as err:
+        if not isinstance(err, Asked) and not any(words in str(err) for words in WITHOUT_TAPE):
             raise
         module, used = _run(f, specs, name, mode, tape=True)
     _assert_nothing_lost(module, used)

@@ -22,6 +22,7 @@ from ..helpers import apart
 TABLE = Path(__file__).parents[3] / "docs" / "opinfo_jax.md"
 _SHAPE = "the shape of the result depends on values; refused by name"
 _VALUE = "reads values as Python numbers; refused by name"
+_BUFFER = "the shape of its buffer depends on values; refused by name"
 _SPARSE = "sparse layout; JAX arrays are dense. Refused"
 _FACTOR = "LAPACK's packed factors have no counterpart in JAX; named as missing"
 _RANK = "the shape of the residuals depends on the rank; refused by name"
@@ -38,6 +39,7 @@ DATA_DEPENDENT = {
     **because(_SHAPE, "unique unique_consecutive"),
     **because(_VALUE, "allclose equal item"),
     **because(_RANK, "linalg.lstsq linalg.lstsq.grad_oriented"),
+    "nn.functional.ctc_loss": _BUFFER,
     "narrow": "a start given as a tensor is read as a number; refused by name",
     "tensor_split": "indices given as a tensor are read as numbers; refused by name",
 }

@@ -1,16 +1,18 @@
-"""Resizing, and sampling of images at computed positions."""
+"""Sampling of images at computed positions, and antialiased resizing."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from functx.compat._lowering._table import rule
+from functx._errors import LoweringError
+from functx.compat._lowering._table import rule, rules
 
-_BILINEAR, _NEAREST = 0, 1
+_NEAREST = 1
 _ZEROS, _BORDER = 0, 1
 
 
@@ -65,50 +67,27 @@ def _take(x: Any, index: list[Any], weight: Any) -> Any:
     return jnp.moveaxis(values * (weight * inside)[..., None], -1, 1)
 
 
-def _linear_filter(x: Any) -> Any:
-    return np.maximum(1 - np.abs(x), 0)
+def _antialiased(x: Any, size: Any, align: bool, *scales: Any, ctx: Any, method: str) -> Any:
+    if align:
+        raise LoweringError(
+            "antialiased resizing with align_corners=True has no counterpart in JAX: use"
+            " align_corners=False"
+        )
+    sizes = zip(x.shape[-2:], ctx.shape[-2:], (*scales, None, None))
+    return jax.image.scale_and_translate(
+        x,
+        ctx.shape,
+        (x.ndim - 2, x.ndim - 1),
+        jnp.asarray([given or out / n for n, out, given in sizes], x.dtype),
+        jnp.zeros(2, x.dtype),
+        method,
+        precision=lax.Precision.HIGHEST,
+    )
 
 
-def _cubic_filter(x: Any, a: float = -0.5) -> Any:
-    x = np.abs(x)
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    far = (((x - 5) * x + 8) * x - 4) * a
-    return np.where(x < 1, near, np.where(x < 2, far, 0))
-
-
-def _weights(n: int, out: int, scale: float, kernel: Any, reach: int) -> Any:
-    """The (out, n) matrix of an antialiased resize: the kernel is widened when shrinking."""
-    wide = max(scale, 1.0)
-    support = reach * wide
-    matrix = np.zeros((out, n))
-    for i in range(out):
-        centre = scale * (i + 0.5)
-        low = max(int(centre - support + 0.5), 0)
-        high = min(int(centre + support + 0.5), n)
-        w = kernel((np.arange(low, high) - centre + 0.5) / wide)
-        matrix[i, low:high] = w / w.sum()
-    return matrix
-
-
-def _antialiased(x: Any, shape: Any, align: bool, scales: Any, kernel: Any, reach: int) -> Any:
-    for axis, given in zip((-2, -1), (*scales, None, None)):
-        n, out = x.shape[axis], shape[axis]
-        if align:
-            scale = (n - 1) / (out - 1) if out > 1 else 0.0
-        else:
-            scale = 1 / given if given else n / out
-        matrix = jnp.asarray(_weights(n, out, scale, kernel, reach), x.dtype)
-        moved = jnp.moveaxis(x, axis, -1)
-        product = jnp.matmul(moved, matrix.T, precision=lax.Precision.HIGHEST)
-        x = jnp.moveaxis(product, -1, axis)
-    return x
-
-
-@rule("_upsample_bilinear2d_aa", context=True)
-def _bilinear_aa(x: Any, size: Any, align: bool, *scales: Any, ctx: Any) -> Any:
-    return _antialiased(x, ctx.shape, align, scales, _linear_filter, 1)
-
-
-@rule("_upsample_bicubic2d_aa", context=True)
-def _bicubic_aa(x: Any, size: Any, align: bool, *scales: Any, ctx: Any) -> Any:
-    return _antialiased(x, ctx.shape, align, scales, _cubic_filter, 2)
+rules(
+    {
+        "_upsample_bicubic2d_aa": partial(_antialiased, method="cubic"),
+        "_upsample_bilinear2d_aa": partial(_antialiased, method="linear"),
+    }
+)
