@@ -47,7 +47,7 @@ class PerSample:
         api, func = self.api, self.func
         self._module: torch.nn.Module | None = None
         if isinstance(func, (tuple, list)) and len(func) == 2:
-            self._module, self.func = func[0], _model.of_one(*func, outputs=self.outputs)
+            self._module, self.func = func[0], _model.of_one(func[0], func[1], self.outputs)
         elif isinstance(func, torch.nn.Module) and self.outputs:
             self._module, self.func = func, _model.of_one(func, _model.unchanged, outputs=True)
         elif isinstance(func, torch.nn.Module) and self.argnums != ():

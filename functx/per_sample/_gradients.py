@@ -87,7 +87,7 @@ def grads(
     over = PerSample(
         "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
-    extras = {"return_values": return_values, "return_norms": return_norms}
+    extras: dict[str, Any] = {"return_values": return_values, "return_norms": return_norms}
     return _differentiated(over, Gradients, has_aux, compile, **extras)
 
 
@@ -133,7 +133,10 @@ def norms(
     over = PerSample(
         "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
-    options = {"return_values": return_values, "accumulation_dtype": accumulation_dtype}
+    options: dict[str, Any] = {
+        "return_values": return_values,
+        "accumulation_dtype": accumulation_dtype,
+    }
     return _differentiated(over, Norms, has_aux, compile, groups, **options)
 
 

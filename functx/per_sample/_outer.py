@@ -71,9 +71,13 @@ class Outer(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, products: _Products, shadow: torch.Tensor, like: Any) -> Outer:
-        layout = {"strides": shadow.stride(), "storage_offset": shadow.storage_offset()}
         self = _torch.make_wrapper_subclass(
-            cls, shadow.shape, dtype=like.dtype, device=like.device, **layout
+            cls,
+            shadow.shape,
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
         )
         self.products, self.shadow = products, shadow
         return self
