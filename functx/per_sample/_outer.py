@@ -20,7 +20,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._remat import on_replay
-from functx.per_sample._sums import Factored, Rows, Term, product, worth
+from functx.per_sample._sums import Factored, OneHot, Rows, Term, product, worth
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -155,10 +155,14 @@ class KeepFactors(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         self.made += 1
         for factor in term:
-            reference = _torch.StorageWeakRef(factor.untyped_storage())
-            self._factors[_torch.storage_address(factor)] = reference
+            values = factor.index if isinstance(factor, OneHot) else factor
+            reference = _torch.StorageWeakRef(values.untyped_storage())
+            self._factors[_torch.storage_address(values)] = reference
         products = _Products([term])
-        return Outer(products, products.whole, args[0])
+        whole = products.whole
+        if func is aten.embedding_dense_backward.default:  # tables, one below the other
+            whole = whole.flatten(0, 1)
+        return Outer(products, whole, args[0])
 
     @contextmanager
     def pulling_back(self) -> Iterator[None]:
@@ -192,6 +196,8 @@ class KeepFactors(_torch.TorchDispatchMode):
 
     def _term(self, func: Any, args: tuple[Any, ...]) -> Term | None:
         """The factors of what an operation returns, if there are some."""
+        if func is aten.embedding_dense_backward.default:
+            return self._rows_of_tables(*args)
         # A column times a row, which broadcast, is in the pullback of ``w @ x`` with a vector.
         if func not in (aten.bmm.default, aten.mul.Tensor) or not _plain(args):
             return None
@@ -204,6 +210,23 @@ class KeepFactors(_torch.TorchDispatchMode):
         if not size == others == self._size or not worth(inner, rows, columns):
             return None
         return left.mT, right
+
+    def _rows_of_tables(
+        self, gradient: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
+    ) -> Term | None:
+        """The factors of an embedding's gradients: a table for each example, by its indices."""
+        size, table = self._size, rows // self._size
+        regular = not (rows % size or index.numel() % size)
+        if not regular or padding >= 0 or by_count or not _plain([gradient]):
+            return None
+        index = index.reshape(size, -1)
+        # (A row is an index here.)
+        if 4 * index.shape[1] >= table:
+            return None
+        index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
+        if not bool(((index >= 0) & (index < table)).all()):
+            return None  # not one table for each example
+        return OneHot(index, table), gradient.reshape(size, -1, gradient.shape[-1])
 
 
 def _plain(args: Sequence[Any]) -> bool:

@@ -14,7 +14,8 @@ Where ``T`` is small against ``m`` and ``n``, the factors have far fewer numbers
 - the weighted sum over examples is one product of matrices, that of an ordinary backward pass
   (book-keeping: Bu et al., Differentially private optimization at small cost, 2023).
 
-A weight used several times has several pairs, and its norm takes the products of every two.
+An embedding's gradient is such a product, with a one-hot ``a``. A weight used several times has
+several pairs, and its norm takes the products of every two.
 
 NOTE [cancellation]
 The sum over ``t`` and ``s`` has terms of both signs, where the sum of squares has not: rounded, it
@@ -38,7 +39,27 @@ from functx.per_sample._batch import Batch
 _WORTH = 4
 
 
-Term = tuple[torch.Tensor, torch.Tensor]  # factors, of shape (c, T, m) and (c, T, n)
+@dataclass(frozen=True)
+class OneHot:
+    """A factor with a single 1 in each row, by the places of these: of shape ``(c, T)``."""
+
+    index: torch.Tensor
+    size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the factor, ``(c, T, size)``."""
+        return torch.Size((*self.index.shape, self.size))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, part: slice) -> OneHot:
+        return OneHot(self.index[part], self.size)
+
+
+Factor = torch.Tensor | OneHot
+Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is a tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,28 @@ def worth(inner: int, rows: int, columns: int) -> bool:
 
 def product(terms: Sequence[Term]) -> torch.Tensor:
     """What the factors stand for, of shape ``(c, m, n)``."""
-    return functools.reduce(torch.add, (left.mT @ right for left, right in terms))
+    return functools.reduce(torch.add, (_product(left, right) for left, right in terms))
+
+
+def _product(left: Factor, right: Factor) -> torch.Tensor:
+    if isinstance(right, OneHot):
+        return _product(right, left).mT
+    if isinstance(left, OneHot):
+        rows = right.new_zeros(len(right), left.size, right.shape[2])
+        return rows.scatter_add(1, left.index[:, :, None].expand_as(right), right)
+    return left.mT @ right
+
+
+def _gram(one: Factor, other: Factor) -> torch.Tensor:
+    """Products of the rows of two factors, of shape ``(c, T1, T2)``. See NOTE [cancellation]."""
+    if isinstance(one, OneHot):
+        if isinstance(other, OneHot):
+            return (one.index[:, :, None] == other.index[:, None]).double()
+        return _gram(other, one).mT
+    if isinstance(other, OneHot):
+        places = other.index[:, None].expand(-1, one.shape[1], -1)
+        return one.gather(2, places).double()
+    return one.double() @ other.double().mT
 
 
 def norm_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -83,15 +125,17 @@ def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
 
 def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
     if len(terms) == 1 and terms[0][0].shape[1] == 1:
-        return squared_norms(terms[0][0], dtype) * squared_norms(terms[0][1], dtype)
-    # See NOTE [cancellation].
-    exact = [(left.double(), right.double()) for left, right in terms]
-    total = torch.zeros((), dtype=torch.float64, device=terms[0][0].device)
-    for number, (left, right) in enumerate(exact):
-        for other, (left2, right2) in enumerate(exact[: number + 1]):
-            both = ((left @ left2.mT) * (right @ right2.mT)).sum((1, 2))
+        return math.prod(_squares(factor, dtype) for factor in terms[0])
+    total: Any = 0
+    for number, (left, right) in enumerate(terms):
+        for other, (left2, right2) in enumerate(terms[: number + 1]):
+            both = (_gram(left, left2) * _gram(right, right2)).sum((1, 2))
             total = total + (both if other == number else 2 * both)
     return total.clamp_min(0).to(dtype)
+
+
+def _squares(factor: Factor, dtype: torch.dtype) -> Any:
+    return 1 if isinstance(factor, OneHot) else squared_norms(factor, dtype)
 
 
 class WeightedSum:
@@ -133,11 +177,17 @@ class WeightedSum:
         before, form = self._total, torch.contiguous_format
         self._total = total.clone(memory_format=form) if before is None else before + total
 
-    def _add_product(self, left: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> None:
-        right = right.to(self._dtype) * weights.view(-1, 1, 1)
-        left, right = left.to(self._dtype).flatten(0, 1).t(), right.flatten(0, 1)
+    def _add_product(self, left: Factor, right: Factor, weights: torch.Tensor) -> None:
         total = self.total()
-        total.view(len(left), -1).addmm_(left, right)
+        matrix = total.view(left.shape[2], -1)
+        if isinstance(right, OneHot):
+            left, right, matrix = right, left, matrix.t()
+        assert isinstance(right, torch.Tensor)
+        rows = (right.to(self._dtype) * weights.view(-1, 1, 1)).flatten(0, 1)
+        if isinstance(left, OneHot):
+            matrix.index_add_(0, left.index.flatten(), rows)
+        else:
+            matrix.addmm_(left.to(self._dtype).flatten(0, 1).t(), rows)
         self._total = total
 
     def total(self) -> torch.Tensor:
