@@ -30,7 +30,7 @@ from functx import _torch, _tree
 from functx import checkpoint_policies as ours
 from functx._residuals import Residual, Value
 from functx._save_policies import Combined, Everything, Names
-from functx.compat import _jax, _loops
+from functx.compat import _jax, _jax_loops
 from functx.compat._dlpack import is_key
 from functx.compat._jax import is_tracing
 
@@ -110,7 +110,7 @@ grad, value_and_grad, linearize, hessian = jax.grad, jax.value_and_grad, jax.lin
 jvp = _without(jax.jvp, "strict", False, "JAX gives zeros for what does not depend on x")
 jacrev = _without(jax.jacrev, "chunk_size", None, f"{_MAP} of the pullback")
 jacfwd = _without(jax.jacfwd, "randomness", "error", _KEYS)
-remat_scan, remat_loop = _loops.scan, _loops.loop
+remat_scan, remat_loop = _jax_loops.scan, _jax_loops.loop
 
 
 def vmap(

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from functx import _norms, _torch, _tree, _validate
-from functx._functions import function_classes, unwrap_for_backward
+from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
 

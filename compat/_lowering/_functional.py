@@ -17,8 +17,8 @@ from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError
 from functx._remat import keep_regions
-from functx.compat._lowering._draws import draws
 from functx.compat._lowering._graph import attribute, body_of, is_region, modules_of, placeholders
+from functx.compat._lowering._traced_draws import draws
 from functx.compat._torch import FakeTensor, FakeTensorMode, is_mutable
 
 _MOST_PASSES = 4

@@ -38,12 +38,12 @@ from functx._errors import LoweringError
 from functx._remat import unseen
 from functx.compat._lowering._custom_function import CustomFunction, DerivativeRule, emit
 from functx.compat._lowering._cut import FORWARD, RAW, cut, isolate
-from functx.compat._lowering._draws import Draws
 from functx.compat._lowering._functional import (
     functional,
     lift_constants,
     writes_to_placeholders,
 )
+from functx.compat._lowering._traced_draws import Draws
 from functx.compat._torch import (
     BackwardHookFunction,
     FakeTensorMode,

@@ -26,9 +26,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from functx._save_policies import Decision
-from functx.compat._lowering._draws import draws
 from functx.compat._lowering._graph import body_of, is_region, placeholders
 from functx.compat._lowering._saved import kept_values
+from functx.compat._lowering._traced_draws import draws
 from functx.compat._torch import OpOverload, is_mutable
 
 _ALIASES = (torch.ops.aten.alias.default,)

@@ -9,9 +9,9 @@ differentiate, and each is written into the graph while the function runs:
   is only an alias, or second derivatives would be cut;
 - a write in a ``no_grad`` block changes the value and leaves the derivative: ``straight_through``.
 
-Every draw of random numbers is numbered (:mod:`._draws`).  A custom ``autograd.Function`` has a
-node of its own (:mod:`._functions`); one that came past it would lose its backward and is refused,
-as is an operation whose result shape or Python value depends on data.
+Every draw of random numbers is numbered (:mod:`._traced_draws`).  A custom ``autograd.Function``
+has a node of its own (:mod:`._functions`); one that came past it would lose its backward and is
+refused, as is an operation whose result shape or Python value depends on data.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from functx import _torch as engine
 from functx._errors import LoweringError
 from functx.compat._lowering._checks import is_check
 from functx.compat._lowering._composites import REPLACED
-from functx.compat._lowering._draws import Draws, draws
 from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
 from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
 from functx.compat._lowering._tape import ASKS, Tape
+from functx.compat._lowering._traced_draws import Draws, draws
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,

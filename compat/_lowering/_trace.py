@@ -23,7 +23,6 @@ from functx._errors import LoweringError
 from functx._remat import keep_regions, on_name
 from functx.compat._lowering._checks import heed
 from functx.compat._lowering._cut import isolate
-from functx.compat._lowering._draws import Draws, only_torch_draws
 from functx.compat._lowering._functional import drop_writes_to_inputs, functional, lift_constants
 from functx.compat._lowering._functions import Interceptor
 from functx.compat._lowering._graph import placeholders
@@ -31,6 +30,7 @@ from functx.compat._lowering._hand_over import hand_over
 from functx.compat._lowering._observe import Observer, UserCalls
 from functx.compat._lowering._table import decompositions
 from functx.compat._lowering._tape import WITHOUT_TAPE, Asked, Tape
+from functx.compat._lowering._traced_draws import Draws, only_torch_draws
 from functx.compat._torch import FakeTensorMode, applying, make_fx
 
 _NO_DATA = "data is not allocated yet"

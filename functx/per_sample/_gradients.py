@@ -10,9 +10,9 @@ import torch
 from functx import _tree, _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._call import Func, PerSample
 from functx.per_sample._groups import Scaling, check_scaling, groups_of
 from functx.per_sample._jobs import ClippedSum, Gradients, Norms
+from functx.per_sample._options import Func, PerSample
 from functx.per_sample._pull import compiled_by
 
 

@@ -20,9 +20,9 @@ import torch
 
 from functx import _torch, _tree, memory
 from functx.per_sample._batch import Batch
-from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import Commit, Halved, in_chunks, is_out_of_memory
 from functx.per_sample._groups import Groups, Scaling, factors
+from functx.per_sample._options import PerSample
 from functx.per_sample._pull import Arrivals, pull, recorded
 from functx.per_sample._sums import Factored, Rows, Stack, WeightedSum, norm_dtype
 

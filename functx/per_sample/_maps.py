@@ -12,7 +12,7 @@ from functx import _torch, _tree, _validate
 from functx._transforms import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims, joined, split_batches
-from functx.per_sample._call import Func, PerSample
+from functx.per_sample._options import Func, PerSample
 from functx.per_sample._sums import Stack
 
 Reduce = Callable[[Any], Any]

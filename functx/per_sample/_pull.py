@@ -26,8 +26,8 @@ from functx._errors import TracingError
 from functx._jit import jit
 from functx._pullback import Pullback, record
 from functx.per_sample._batch import Batch, random_state, restore_random_state
-from functx.per_sample._call import PerSample
 from functx.per_sample._chunks import is_out_of_memory, outside
+from functx.per_sample._options import PerSample
 from functx.per_sample._outer import KeepFactors
 from functx.per_sample._sums import Rows, squared_norms
 

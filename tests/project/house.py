@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +84,93 @@ def own_names(source):
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.split(".")[-1])
     return {name for name in names if name and name.startswith("_")}
+
+
+# Wings: the modules in each, and the lines that it may have at most.
+WINGS = {
+    "engine": (("functx._remat",), 4_500),
+    "transforms": (
+        (
+            *("functx._transforms", "functx._pullback", "functx._forward", "functx._vmap"),
+            *("functx._linearize", "functx._jacobian", "functx._norms", "functx._dead_wrappers"),
+            *("functx._padding", "functx._arrays", "functx._tree", "functx._validate"),
+            *("functx._errors", "functx._lines", "functx._notice", "functx"),
+        ),
+        2_050,
+    ),
+    "policies": (
+        (
+            *("functx._save_policies", "functx._aten", "functx.checkpoint_policies"),
+            *("functx._offload", "functx._names"),
+        ),
+        600,
+    ),
+    "insight": (
+        (
+            *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
+            "functx._pictures",
+        ),
+        1_050,
+    ),
+    "whole models": (
+        (
+            *("functx._plan", "functx._chain", "functx._costs", "functx._recording"),
+            *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
+            "functx._distributed",
+        ),
+        1_750,
+    ),
+    "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
+    "per_sample": (("functx.per_sample",), 2_750),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_420),
+    "private torch": (("functx._torch",), 950),
+    "command line, demo": (("functx.__main__", "functx._demo"), 850),
+    "compat": (("functx.compat",), 11_500),
+}
+
+
+def wing_of(module):
+    """The wing of a module: that which names it, or else a package around it."""
+    while module:
+        for wing, (modules, _) in WINGS.items():
+            if module in modules:
+                return wing
+        module = module.rpartition(".")[0]
+    raise LookupError(module)
+
+
+def lines(wing):
+    return sum(
+        len(path.read_text().splitlines())
+        for module, path in sources().items()
+        if wing_of(module) == wing
+    )
+
+
+def picture():
+    """Which wing imports which, as a diagram in mermaid."""
+    known = sources()
+    edges = {
+        (wing_of(module), wing_of(name if name in known else name.rpartition(".")[0]))
+        for module, path in known.items()
+        if module != "functx"  # which imports all
+        for name in imports(path.read_text())
+        if name.split(".")[0] == "functx" and name != "functx"
+    }
+    ids = {wing: re.sub(r"\W+", "_", wing) for wing in WINGS}
+    arrows = sorted(f"    {ids[a]} --> {ids[b]}" for a, b in edges if a != b)
+    boxes = [f'    {ids[wing]}["{wing}"]' for wing in WINGS]
+    return "\n".join(["```mermaid", "graph LR", *boxes, *arrows, "```"])
+
+
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+def with_picture(text):
+    """The page with the picture of today."""
+    before, _, rest = text.partition("<!-- imports -->")
+    return f"{before}<!-- imports -->\n{picture()}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_picture(PAGE.read_text()))

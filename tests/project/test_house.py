@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 
 import pytest
 
@@ -22,6 +23,7 @@ ATTRIBUTES = {
     *("_is_view", "_version", "_use_count", "_cdata", "_sequence_nr"),  # tensors, memory, nodes
     "_backward_hooks",  # which a backward of torch sets
     *("_schema", "_op", "_has_same_storage_numel", "_efficientzerotensor"),  # operators
+    "_new_zeros_with_same_feature_meta",
     *("_call_impl", "_forward_hooks", "_forward_pre_hooks"),  # modules
     *("_current_level", "_getframe", "_fields", "_replace", "_asdict"),
 }
@@ -144,3 +146,19 @@ def test_what_needs_a_gpu_is_where_make_gpu_looks():
 def test_help_lists_the_whole_surface():
     missing = [n for n in functx.__all__ if not re.search(rf"\b{n}\b", functx.__doc__)]
     assert not missing
+
+
+@pytest.mark.parametrize("wing", house.WINGS)
+def test_a_wing_keeps_to_its_lines(wing):
+    assert 0 < house.lines(wing) <= house.WINGS[wing][1]
+
+
+def test_the_page_shows_what_imports_what():
+    text = house.PAGE.read_text()
+    assert text == house.with_picture(text), "run python -m tests.project.house"
+
+
+def test_no_file_name_and_no_class_name_comes_twice():
+    modules = [m.rpartition(".")[2] for m in SOURCES if m not in PACKAGES]
+    twice = {name for name, count in Counter(modules).items() if count > 1}
+    assert not twice
