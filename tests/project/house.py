@@ -103,7 +103,7 @@ WINGS = {
             *("functx._save_policies", "functx._aten", "functx.checkpoint_policies"),
             *("functx._offload", "functx._names"),
         ),
-        600,
+        620,
     ),
     "insight": (
         (
