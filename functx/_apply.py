@@ -37,8 +37,9 @@ class RegionForward:
         self.own = own
         forward = self._forward_of(module)
         self.__func__ = type(module).forward
-        for name in ("__name__", "__qualname__", "__doc__"):
-            setattr(self, name, getattr(forward, name, None))
+        for name in ("__name__", "__qualname__"):
+            setattr(self, name, getattr(forward, name, "forward"))
+        self.__doc__ = getattr(forward, "__doc__", None)
         self._is_marked = _submodules.is_marked_layer(module)
 
     @property

@@ -265,7 +265,8 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
             # The model of memory only orders the trees; what counts is what they are measured to
             # take: of those that are allowed, the one with the least work done again.
             last = max(bisect.bisect_right(trees, allowed, key=peak) - 1, 0)
-            candidates = [*reversed(trees[last : last + NEAR]), *_segmentations(len(blocks))]
+            near, rest = reversed(trees[last : last + NEAR]), reversed(trees)
+            candidates = [*near, *_segmentations(len(blocks)), *rest]
             found = next((tree for tree in candidates if peak(tree) <= allowed), None)
             if found is None:
                 raise ValueError(

@@ -33,6 +33,7 @@ _SEED = 0x5EED0FA71A1  # of the random generator while a function is recorded, a
 _PASSIVE = {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex"}
 _PASSIVE |= {"__len__", "__hash__", "element_size", "storage_offset", "is_grad_enabled"}
 _PASSIVE |= {"_set_grad_enabled", "untyped_storage", "requires_grad_"}
+_TENSORS = {"T", "H", "mT", "mH", "data", "grad", "real", "imag"}  # attributes that are operations
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,12 @@ class Recording:
             near: dict[int, list[int]] = {}
             for cut in inner:
                 near.setdefault(round(cut * MOST_BLOCKS / end), []).append(cut)
-            inner = [min(c, key=handed_on) for i, c in near.items() if 0 < i < MOST_BLOCKS]
+
+            def off(cut: int) -> tuple[int, float]:
+                middle = round(cut * MOST_BLOCKS / end) * end / MOST_BLOCKS
+                return handed_on(cut), abs(cut - middle)
+
+            inner = [min(cuts, key=off) for i, cuts in near.items() if 0 < i < MOST_BLOCKS]
         return [
             OperationBlock(self.operations[a:b], dying[a:b])
             for a, b in itertools.pairwise([0, *inner, end])
@@ -186,8 +192,8 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _PASSIVE:
             return func(*args, **kwargs)
-        if name == "__get__" and not isinstance(attribute := func(*args), Tensor):
-            return attribute
+        if name == "__get__" and func.__self__.__name__ not in _TENSORS:
+            return func(*args, **kwargs)
         if name in ("__set__", "backward", "_backward"):
             raise self.refuse(f"it calls {name} on a tensor")
         self.check_seed()

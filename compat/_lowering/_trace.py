@@ -131,10 +131,11 @@ def _run(
         with mode, keep_regions():
             return _traced(observed, inputs), used
     except RuntimeError as err:
-        if _NO_DATA in str(err):
+        if any(text in str(err) for text in (_NO_DATA, ".numpy() is not supported")):
             raise LoweringError(
-                "an operation reads the values of a tensor while the function is traced (indices"
-                " or sizes given as a tensor, for example): pass them as Python numbers"
+                "an operation reads the values of a tensor while the function is traced (numpy(),"
+                " indices or sizes given as a tensor, for example): compute with the tensor, or"
+                " pass Python numbers"
             ) from err
         if _COMPILED in str(err):
             raise LoweringError(

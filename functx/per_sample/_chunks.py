@@ -50,6 +50,12 @@ def in_chunks(
 ) -> None:
     """``run(start, stop)`` over ``size`` examples; where memory runs out, chunks are halved."""
     start = 0
+
+    def smaller(ran: int, failure: str) -> None:
+        nonlocal chunk
+        chunk = max(1, ran // 2)
+        halved(ran, failure)
+
     while start < size:
         stop = min(start + chunk, size)
         try:
@@ -60,15 +66,14 @@ def in_chunks(
             failure = str(error).splitlines()[0]
         else:
             if commit is not None:
-                commit(halved)
+                commit(smaller)
             start = stop
             continue
         # Only here is the failed run's traceback gone, with all that its frames held.
-        chunk = (stop - start) // 2
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        halved(stop - start, failure)
+        smaller(stop - start, failure)
 
 
 @dataclass

@@ -239,6 +239,7 @@ def _differentiated(
     **options: Any,
 ) -> Callable[..., Any]:
     """A function that runs a job over the examples it is given."""
+    _validate.check_argnums(over.argnums, over.api)
     over.has_aux, over.compiled = has_aux, compiled_by(over, compile)
     extras_wanted = options["return_values"] or options.get("return_norms", False)
 

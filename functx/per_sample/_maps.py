@@ -127,6 +127,7 @@ def jacobian(
         api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
     )
     transform: Any = jacrev if mode == "reverse" else jacfwd
+    _validate.check_argnums(argnums, api)
     of_one = transform(over.func, argnums, has_aux=has_aux)
     return over.over_batch(lambda batch: _Mapping(of_one, randomness))
 
@@ -190,6 +191,7 @@ def gram(
             )
         return output, output
 
+    _validate.check_argnums(argnums, api)
     jacobian = jacrev(with_output, argnums, has_aux=True)
 
     @functools.wraps(over.func, updated=())

@@ -20,7 +20,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._remat import on_replay
-from functx.per_sample._sums import Factored, OneHot, Rows, Term, product, worth
+from functx.per_sample._sums import Factor, Factored, OneHot, Rows, Term, product, worth
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -28,6 +28,7 @@ _VIEWS = {
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
     *(aten.transpose.int, aten.permute.default, aten.t.default, aten.select.int),
 }
+_ZEROES = {aten.zero_.default, aten.fill_.Scalar}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MOST_TERMS = 4
 
@@ -251,11 +252,36 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if terms:
                 products = _Products(terms)
                 return Outer(products, products.whole.view(one.shape), one)
+        if func in _ZEROES and args[1:] in ((), (0,)) and _leaves_out_row(one):
+            return one
         if torch.Tag.inplace_view in func.tags:
             raise WrittenTo("a gradient is laid out in another way, in place")
     dense = _dense(args)
     result = func(*dense, **_dense(kwargs))
     return one if isinstance(one, Outer) and result is dense[0] else result
+
+
+def _leaves_out_row(one: Outer) -> bool:
+    """Take a row out of the factors, where ``one`` is that row: vmap zeroes that of padding."""
+    products, whole = one.products, one.products.whole
+    row = one.shadow.storage_offset() // whole.stride(1)
+    if not products.terms or row >= whole.shape[1] or not _same(one.shadow, whole[:, row]):
+        return False
+    products.terms = [_without_row(left, right, row) for left, right in products.terms]
+    return True
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    layouts = [(t.shape, t.stride(), t.storage_offset()) for t in (one, other)]
+    return layouts[0] == layouts[1]
+
+
+def _without_row(left: Factor, right: Factor, row: int) -> Term:
+    if isinstance(left, OneHot):
+        assert isinstance(right, torch.Tensor)
+        return left, right.masked_fill((left.index == row).unsqueeze(2), 0)
+    column = torch.tensor([row], device=left.device)
+    return left.index_fill(2, column, 0), right
 
 
 def _added(one: Outer, other: Outer) -> list[Term]:

@@ -168,7 +168,8 @@ class WeightedSum:
         if total is not None and not followed([total, flat, weights]):
             total.permute(order).view(-1).addmv_(flat.t(), weights)
             return
-        added = (weights @ flat).view([self._shape[dim] for dim in order])
+        with torch.autocast(flat.device.type, enabled=False):
+            added = (weights @ flat).view([self._shape[dim] for dim in order])
         added = added.permute([order.index(dim) for dim in range(len(order))])
         self._total = added if total is None else total + added
 

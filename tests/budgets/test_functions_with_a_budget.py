@@ -299,3 +299,16 @@ def test_generators_given_to_operations_are_used_as_they_are():
         return x
 
     assert_same(*both(draws, 0.9, lambda: contextlib.nullcontext(generator.manual_seed(0))))
+
+
+@pytest.mark.parametrize("read", ["T", "mT", "H", "data", "real"])
+def test_an_attribute_that_is_a_tensor_is_an_operation(read):
+    weight = torch.randn(16, 16, dtype=torch.float64) / 4
+
+    def f(x):
+        for _ in range(6):
+            x = torch.tanh(x @ getattr(weight, read))
+        return x.sum()
+
+    x = torch.randn(50, 16, dtype=torch.float64)
+    assert_same(functx.grad(functx.remat(f, budget=0.95))(x), functx.grad(f)(x), eps=64)

@@ -39,12 +39,12 @@ CASES = {
     "through a mask": (lambda p, x: (x @ (p[0] * p[0].sign()).T).sin().sum(), "w", "t", False),
     "embedding": (lambda p, i: embed(p[0], i).sin().sum(), "e", "i", True),
     "embedding of one sequence": (lambda p, i: embed(p[0], i[None]).sin().sum(), "e", "i", True),
-    "padded embedding": (lambda p, i: padded(p, i).sum(), "e", "i", False),
+    "padded embedding": (lambda p, i: padded(p, i).sum(), "e", "i", True),
     "padded, looked up twice": (
         lambda p, i: (padded(p, i) * embed(p[0], i)).sum(),
-        *("e", "i", False),
+        *("e", "i", True),
     ),
-    "padded, tied": (lambda p, i: (padded(p, i) @ p[0].T).sin().sum(), "e", "i", False),
+    "padded, tied": (lambda p, i: (padded(p, i) @ p[0].T).sin().sum(), "e", "i", True),
     "tied": (lambda p, i: (embed(p[0], i).sin() @ p[0].T).sin().sum(), "e", "i", True),
     "looked up twice": (
         lambda p, i: embed(p[0], i).sin().sum() + embed(p[0], i.flip(0) // 2).cos().sum(),

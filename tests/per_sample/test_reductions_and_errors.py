@@ -397,3 +397,21 @@ def test_what_vmap_can_not_run_needs_one_example_at_a_time(module, x):
     with pytest.raises(RuntimeError) as caught:
         per_sample.clipped_sum(pair, max_norm=1.0)(x)
     assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_sum_under_autocast_is_added_up_in_its_own_dtype(chunk_size):
+    weight, x = torch.randn(40, 50), torch.randn(6, 50)
+    loss = lambda w, x: (w * x).sin().square().sum()  # elementwise: bfloat16 is in no product
+    clipped = per_sample.clipped_sum(loss, max_norm=1e9, chunk_size=chunk_size)
+    with torch.autocast("cpu", torch.bfloat16):
+        total = clipped(weight, x)
+    exact = functx.vmap(functx.grad(loss), (None, 0))(weight.double(), x.double()).sum(0)
+    assert total.dtype == torch.float32
+    assert (total - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("make", [per_sample.grads, per_sample.norms, per_sample.gram])
+def test_no_argument_to_differentiate_is_an_error(make):
+    with pytest.raises(RuntimeError, match=rf"{make.__name__}: argnums must be non-empty"):
+        make(lambda w, x: (w * x).sum(), argnums=())(W[0], X[:, :1])
