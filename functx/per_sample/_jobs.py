@@ -145,6 +145,20 @@ class Norms(_Job):
         return found.pop("norms"), Extras(**found)
 
 
+class _NoFrequencies(_torch.TorchDispatchMode):
+    """Refuses an embedding that scales gradients by how often all examples use a row."""
+
+    only_observes = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding_dense_backward.default and args[4]:
+            raise RuntimeError(
+                "per_sample.clipped_sum: an embedding has scale_grad_by_freq=True, and in a "
+                "backward pass of all examples it counts those of all; use passes=1"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class ClippedSum(_Job):
     """The sum of all gradients, each times the factor that its norm gives it."""
 
@@ -246,7 +260,8 @@ class ClippedSum(_Job):
                 for leaf, own in of_leaf.items()
                 if own == group
             }
-            pullback.feed(weights[group].to(again.dtype), receivers, group != groups[-1])
+            with _NoFrequencies():
+                pullback.feed(weights[group].to(again.dtype), receivers, group != groups[-1])
         return found
 
     def _losses(self, batch: Batch) -> tuple[torch.Tensor, Any]:
