@@ -135,7 +135,7 @@ def _run(
             raise LoweringError(
                 "an operation reads the values of a tensor while the function is traced (numpy(),"
                 " indices or sizes given as a tensor, for example): compute with the tensor, or"
-                " pass Python numbers"
+                " pass them as Python numbers"
             ) from err
         if _COMPILED in str(err):
             raise LoweringError(
