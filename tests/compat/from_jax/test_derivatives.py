@@ -131,9 +131,10 @@ def test_a_region_keeps_only_its_inputs():
         return memory.peak(run) / 40_000
 
     f = from_jax(lambda x: jnp.sin(jnp.exp(jnp.tanh(x))))
-    network(f)
+    region = functx.remat(f)
+    network(f), network(region)  # compiled, and with plans
     assert network(f) > 24
-    assert network(functx.remat(f)) < 16
+    assert network(region) < 18  # 15; XLA may let go of an array a little later
 
 
 @pytest.fixture(autouse=True)
