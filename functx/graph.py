@@ -44,6 +44,7 @@ _SAME = {aten.detach.default, aten.alias.default}
 _SAVE = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 Step = tuple[fx.Node, int]  # and the run in which it runs again; -1 where it stands as it did
+Steps = list[tuple[Step, dict[fx.Node, Step]]]  # with the step that gives each thing it reads
 _COUNTS = (*range(1, 9), *range(10, 17, 2), *range(20, 65, 6))  # of segments that a budget tries
 
 
@@ -176,7 +177,7 @@ class Joint:
                 again.add(node)
         return again
 
-    def steps(self, again: set[fx.Node]) -> list[tuple[Step, dict[fx.Node, Step]]]:
+    def steps(self, again: set[fx.Node]) -> Steps:
         """The nodes in their new order, and for what each reads, the step that gives it."""
         made, copied = list[Step](), set[Step]()
         for node in self.nodes:
@@ -216,9 +217,8 @@ class Joint:
         graph.lint()
         return graph
 
-    def peak(self, again: set[fx.Node]) -> int:
+    def peak(self, steps: Steps) -> int:
         """In bytes, beside the inputs."""
-        steps = self.steps(again)
         memory, end = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
         for i, (step, reads) in enumerate(steps):
             base = self.base[step[0]]
@@ -236,9 +236,9 @@ class Joint:
             live -= sum(self.size[node] for node, _ in dying[i])
         return most
 
-    def flops(self, again: set[fx.Node]) -> int:
+    def flops_again(self, steps: Steps) -> int:
         """Of what runs again."""
-        return sum(_flops(node) for (node, run), _ in self.steps(again) if run >= 0)
+        return sum(_flops(node) for (node, run), _ in steps if run >= 0)
 
 
 def _asked(policy: Any) -> Callable[[fx.Node], bool]:
@@ -290,7 +290,7 @@ def _by_module(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 
 def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
     """The least work that keeps to a budget, among segments of the same bytes."""
-    whole = joint.peak(set())
+    whole = joint.peak(joint.steps(set()))
     most = int(whole * budget) if isinstance(budget, float) else budget
     if whole <= most:
         return set()
@@ -298,10 +298,11 @@ def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
     segments, nothing = _Segments(joint), lambda _: False
     for count, even, keeps in itertools.product(_COUNTS, (True, False), (_is_product, nothing)):
         again = joint.not_kept(segments.of(count, even), keeps)
-        peak = joint.peak(again)
+        steps = joint.steps(again)
+        peak = joint.peak(steps)
         least = min(least, peak)
         if peak <= most:
-            found.append((joint.flops(again), len(found), again))
+            found.append((joint.flops_again(steps), len(found), again))
     if not found:
         raise ValueError(
             f"functx.graph.remat: the budget is {most:,} bytes; the least possible is {least:,}."

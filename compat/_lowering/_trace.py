@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._remat import keep_regions, on_name
+from functx._torch import graphs
 from functx.compat._lowering._checks import heed
 from functx.compat._lowering._cut import isolate
 from functx.compat._lowering._functional import drop_writes_to_inputs, functional, lift_constants
@@ -120,7 +120,7 @@ def _run(
     def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
         hook = Interceptor(random_draws, mode)
         kept.begin(tensors)
-        named = on_name(engine.name_in_graph)
+        named = on_name(graphs.note_name)
         with UserCalls(kept), observer, applying(hook), named, only_torch_draws(name):
             out = list(f(*tensors))
         for i, t in enumerate(tensors):
@@ -131,7 +131,7 @@ def _run(
         with mode, keep_regions():
             return _traced(observed, inputs), used
     except RuntimeError as err:
-        if any(text in str(err) for text in (_NO_DATA, ".numpy() is not supported")):
+        if _NO_DATA in str(err) or graphs.reads_values(err):
             raise LoweringError(
                 "an operation reads the values of a tensor while the function is traced (numpy(),"
                 " indices or sizes given as a tensor, for example): compute with the tensor, or"

@@ -200,16 +200,6 @@ def track_proxies(values: Any, proxy: Any, tracer: Any) -> Any:
     return _proxy_tensor.track_tensor_tree(values, proxy, constant=None, tracer=tracer)
 
 
-def name_in_graph(t: torch.Tensor, name: str) -> None:
-    """While a graph is traced, note at the node that gives ``t`` that it has a name."""
-    mode = proxy_mode()
-    slot = None if mode is None else _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
-    if slot is not None:
-        # "custom" is what survives when a graph is traced again.
-        custom = slot.proxy.node.meta.setdefault("custom", {})
-        custom["functx_names"] = (*custom.get("functx_names", ()), name)
-
-
 def tracing() -> bool:
     """Whether operations are traced or run on fake tensors: nothing has memory then."""
     if not dispatch_depth():
@@ -255,11 +245,6 @@ def is_mutable(func: Any) -> bool:
     """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.is_mutable
-
-
-def view_base(t: torch.Tensor) -> torch.Tensor | None:
-    """What ``t`` is a view of, if autograd knows it as one."""
-    return t._base
 
 
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.fx.experimental import proxy_tensor as _proxy_tensor
 
 from functx import _torch
 from functx._lines import is_internal
-from functx._torch import FUNCTIONAL, PROXY, dispatch_depth, infra_mode
+from functx._torch import FUNCTIONAL, infra_mode
 
 # What torch says where values are read of a tensor that has none: ``numpy()``, say, or a format.
 _READS = (
@@ -112,7 +112,7 @@ def line_of(error: BaseException) -> str:
 
 def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``make()``, which has the memory of ``t``, and is the same value in the graph."""
-    mode = infra_mode(PROXY) if dispatch_depth() else None
+    mode = _torch.proxy_mode()
     if mode is None or infra_mode(FUNCTIONAL) is not None:
         return make()
     slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
@@ -134,7 +134,7 @@ def empty_like(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def last_node() -> Any:
     """The last node so far."""
-    mode = infra_mode(PROXY) if dispatch_depth() else None
+    mode = _torch.proxy_mode()
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
@@ -162,7 +162,7 @@ def close(since: Any, region: str, phase: str) -> None:
 
     Dead is what no node and no tensor that is alive reads, writes and draws aside.
     """
-    if not dispatch_depth() or (mode := infra_mode(PROXY)) is None:
+    if (mode := _torch.proxy_mode()) is None:
         return
     read = {slot.proxy.node for slot in mode.tracer.tensor_tracker.values()}
     for node in _nodes_after(since, mode):
@@ -198,11 +198,12 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
 
 def note_name(t: torch.Tensor, name: str) -> None:
     """Say of the node that gives a plain tensor that it has a name."""
-    if dispatch_depth() and (mode := infra_mode(PROXY)) is not None:
+    if (mode := _torch.proxy_mode()) is not None:
         slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
         if slot is not None:
-            names = slot.proxy.node.meta.get("custom", {}).get("functx_names", ())
-            slot.proxy.node.meta.setdefault("custom", {})["functx_names"] = (*names, name)
+            # "custom" is what survives when a graph is traced again.
+            custom = slot.proxy.node.meta.setdefault("custom", {})
+            custom["functx_names"] = (*custom.get("functx_names", ()), name)
 
 
 def _note(node: Any, **said: Any) -> None:
