@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from functx.compat._crosscheck import Crosscheck as Crosscheck
     from functx.compat._crosscheck import crosscheck as crosscheck
     from functx.compat._from_jax import from_jax as from_jax
-    from functx.compat._jax_module import module_from_jax as module_from_jax
+    from functx.compat._from_jax import module_from_jax as module_from_jax
     from functx.compat._to_jax import to_jax as to_jax
 
 _WHERE = {
     "Crosscheck": "_crosscheck",
     "crosscheck": "_crosscheck",
     "from_jax": "_from_jax",
-    "module_from_jax": "_jax_module",
+    "module_from_jax": "_from_jax",
     "to_jax": "_to_jax",
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from functx.compat._report import Crosscheck
+    from functx.compat._crosscheck import Crosscheck
 
 __all__ = ["assert_agrees"]
 

@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 # The library, and the module that knows its transforms: `find(api, args, kwargs)` gives a backend
 # for the arguments, or None.
-_BACKENDS = {"jax": "functx.compat._backend"}
+_BACKENDS = {"jax": "functx.compat._jax_arrays.backend"}
 
 
 def backend_of(api: str, args: Any, kwargs: Any) -> Any:

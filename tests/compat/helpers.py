@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import functx
-from functx.compat._dlpack import array_from_torch
+from functx.compat._bridge import array_from_torch
 from functx.compat._jax import KEEP_RECOMPUTE
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import functx  # noqa: E402
 from functx.compat import crosscheck, from_jax, to_jax  # noqa: E402
-from functx.compat._dlpack import borrow, give  # noqa: E402
+from functx.compat._bridge import borrow, give  # noqa: E402
 
 PLATFORM = {"cpu": "cpu", "cuda": "gpu"}
 

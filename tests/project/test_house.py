@@ -14,7 +14,11 @@ from . import house
 
 PRIVATE_TORCH = ("functx._torch", "functx.compat._torch", "functx._tree")  # the last: pytrees
 PRIVATE_JAX = ("functx.compat._jax",)
-WINGS_WITH_A_DOOR = ("functx._remat", "functx.per_sample")
+COMPAT = ("_bridge", "_to_jax", "_from_jax", "_crosscheck")
+WINGS_WITH_A_DOOR = (
+    *("functx._remat", "functx.per_sample", "functx._jit"),
+    *(f"functx.compat.{package}" for package in COMPAT),
+)
 MAY_IMPORT_JAX = ("functx.compat", "functx._demo")
 
 # Of objects of torch and Python, which the engine asks for more often than a function could be
@@ -107,8 +111,9 @@ def test_every_module_is_imported_by_something():
     """Files of rules, which a package imports by listing its folder, and programs aside."""
     used = {name for source in SOURCES.values() for name in house.imports(source)}
     used |= {name.rpartition(".")[0] for name in used}
-    unused = {m for m in SOURCES if m not in used and not is_in(m, ["functx.compat._lowering"])}
-    assert unused <= {"functx.__main__", "functx.compat._backend"}
+    unused = {m for m in SOURCES if m not in used and not is_in(m, ["functx.compat._to_jax.rules"])}
+    unused -= PACKAGES
+    assert unused <= {"functx.__main__", "functx.compat._jax_arrays.backend"}
 
 
 def test_packages_are_all_installed():

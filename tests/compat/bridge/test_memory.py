@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from functx._errors import LoweringError
 from functx.compat import from_jax
-from functx.compat._dlpack import ALIGNMENT, array_from_torch, borrow, give, tensor_from_jax
+from functx.compat._bridge.dlpack import ALIGNMENT, array_from_torch, borrow, give, tensor_from_jax
 from functx.compat._torch import FakeTensorMode
 
 COMPLEX = (torch.complex64, torch.complex128)

@@ -13,8 +13,8 @@ import torch
 import functx
 from functx import checkpoint_policies as cp
 from functx.compat import crosscheck
-from functx.compat._derivatives import TRANSFORMS
-from functx.compat._precision import difference
+from functx.compat._crosscheck.derivatives import TRANSFORMS
+from functx.compat._crosscheck.precision import difference
 
 from .. import agreement
 from ..helpers import BATCH, LAYERS, WIDTH, chain, weights

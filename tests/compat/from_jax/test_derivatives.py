@@ -16,7 +16,7 @@ import functx
 from functx import memory
 from functx._errors import LoweringError
 from functx.compat import from_jax
-from functx.compat._call import program_of
+from functx.compat._from_jax.torch_operator import program_of
 
 # Memory formats of forward mode are compared with a loop that warns.
 pytestmark = pytest.mark.filterwarnings(

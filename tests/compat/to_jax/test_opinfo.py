@@ -15,7 +15,7 @@ from opinfo.database import as_function, entries, name_of, one_line
 import functx
 from functx._errors import LoweringError
 from functx.compat import to_jax
-from functx.compat._dlpack import array_from_torch
+from functx.compat._bridge import array_from_torch
 
 from ..helpers import apart
 

@@ -10,9 +10,9 @@ from torch.fx.experimental import proxy_tensor
 import functx
 from functx._errors import LoweringError
 from functx.compat import to_jax
-from functx.compat._lowering import _table
-from functx.compat._lowering._check import check
-from functx.compat._lowering._trace import Spec, trace
+from functx.compat._to_jax.refusals import check
+from functx.compat._to_jax.rules import table as _table
+from functx.compat._to_jax.trace.trace import Spec, trace
 
 SPEC = Spec((3,), torch.float32)
 STATE, BUFFER = {"seen": torch.zeros(3)}, torch.zeros(3)

@@ -1,0 +1,246 @@
+"""Guarded conversion of arrays between torch and JAX.
+
+Invariant: the result has exactly the values of the argument, and neither framework can see the
+other's later writes.  Conversions copy: a tensor that torch may still write to must not share
+memory with an immutable JAX array.  Lazily negated or conjugated tensors are resolved first
+(exported as they are, the sign is lost silently), strided ones are made contiguous, and values that
+JAX would narrow with 64-bit types off are refused (see ``dtypes.py``).
+
+Of dtypes that torch lacks, typed random keys travel as the integers they are made of, 4-bit ones
+as 8-bit integers, and floats of one byte that torch has no name for as their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+from functx._errors import LoweringError
+from functx.compat._bridge.dtypes import check_fits, to_jax_dtype
+from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
+
+_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+
+# numpy has no such types of its own: their bits travel as integers of the same width.
+_AS_BITS = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+_FROM_BITS = {np.dtype(np_dtype): (dtype, bits) for dtype, (bits, np_dtype) in _AS_BITS.items()}
+
+
+# XLA reads memory that starts at a multiple of this many bytes.
+ALIGNMENT = 64
+
+
+def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
+    """Copy a torch tensor into a JAX array.
+
+    Args:
+        x: a dense tensor of any shape, dtype, device and layout of strides.
+        what: names the tensor in messages.
+
+    Returns:
+        An array of the same shape and values; ``int64`` becomes ``int32`` with x64 off, if the
+        values fit.
+
+    Raises:
+        LoweringError: for tensors without plain data (fake, meta, sparse, quantized, inside a
+            functorch transform), and for values that JAX would narrow.
+
+    Example:
+        >>> import torch
+        >>> array_from_torch(torch.arange(3.0)).tolist()
+        [0.0, 1.0, 2.0]
+    """
+    values = _values(x, what)
+    check_fits(values, what)
+    # Also while a function is being traced by JAX, the result is an array, not a tracer.
+    with jax.ensure_compile_time_eval():
+        return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
+
+
+def is_still(array: jax.Array, x: torch.Tensor) -> bool:
+    """Whether an array that was made from a tensor has the tensor's values, to the bit.
+
+    A write through ``.data`` leaves no other trace.  Of a tensor on another device that would take
+    as long as copying it: False.
+    """
+    if x.device.type != "cpu":
+        return False
+    values, held = _values(x, "a tensor"), np.asarray(array)
+    if values.dtype == held.dtype:
+        values, held = values.reshape(-1).view(np.uint8), held.reshape(-1).view(np.uint8)
+    return bool(np.array_equal(values, held))
+
+
+def _values(x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
+    """The values of a tensor, over its memory where possible."""
+    _has_plain_data(x, what)
+    x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if x.dtype not in _AS_BITS:
+        return x.numpy(force=True)
+    bits, np_dtype = _AS_BITS[x.dtype]
+    return x.view(bits).numpy().view(np_dtype)
+
+
+def borrow(x: torch.Tensor, what: str) -> jax.Array:
+    """A JAX array of a tensor's values, over the tensor's own memory where JAX can read that.
+
+    The array is only right until torch writes to the tensor: wait for JAX before anyone can.
+
+    Args:
+        x: a dense tensor; strided, misaligned, lazily negated or conjugated ones are copied.
+        what: names the function it is for, in messages.
+
+    Returns:
+        An array of the same shape and values on the same device; ``int64`` becomes ``int32`` with
+        x64 off, if the values fit.
+
+    Raises:
+        LoweringError: as :func:`array_from_torch`, or if JAX has no such device.
+    """
+    what = f"an argument of {what}"
+    _has_plain_data(x, what)
+    x = x.detach()
+    if is_zero_tensor(x):
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    x = x.resolve_conj().resolve_neg().contiguous()
+    dtype = torch_dtype_of(to_jax_dtype(x.dtype))
+    if dtype != x.dtype:
+        try:
+            check_fits(x.cpu().numpy(), what)
+        except LoweringError as err:
+            raise LoweringError(f"{err}; or use from_jax(..., enable_x64=True)") from None
+        x = x.to(dtype)
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
+    try:
+        return jax.dlpack.from_dlpack(x)
+    except (RuntimeError, TypeError, BufferError) as err:
+        raise LoweringError(
+            f"{what} is a {x.dtype} tensor on {x.device}, which this JAX (backend"
+            f" {jax.default_backend()!r}) can't read: {err}; move it with .cpu(), or install JAX"
+            " for that device (pip install 'functx[cuda]')"
+        ) from err
+
+
+def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
+    """A tensor over the memory of a JAX array that nobody else holds or will hold.
+
+    Args:
+        x: a concrete array with a dtype that torch has, in memory of its own: a result of a jitted
+            function that copies its results, see ``_from_jax/programs.py``.
+        device: where the tensor shall be; ``None`` leaves it where JAX has it, if torch can be
+            there.
+    """
+    if x.size == 0:
+        return torch.empty(x.shape, dtype=torch_dtype_of(x.dtype), device=device)
+    platforms = [own.platform for own in x.devices()]
+    if len(platforms) > 1 or (
+        device is None and platforms != ["cpu"] and not torch.cuda.is_available()
+    ):
+        return tensor_from_jax(x, device)
+    return torch.from_dlpack(x).to(device)
+
+
+def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:
+    """Copy a JAX array into a torch tensor.
+
+    Args:
+        x: a concrete JAX or numpy array.
+        device: where the tensor shall live; the CPU by default.
+
+    Returns:
+        A tensor of the same shape, dtype and values, which torch may write to.
+
+    Raises:
+        LoweringError: for a traced array, which has no values yet, or a dtype that torch lacks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tensor_from_jax(jnp.ones(2))
+        tensor([1., 1.])
+    """
+    if isinstance(x, jax.core.Tracer):
+        raise LoweringError(
+            "a traced JAX array has no values to convert: convert before the JAX transform, or"
+            " lower the torch function with functx.compat.to_jax"
+        )
+    try:
+        values = np.array(x, copy=True, order="C")
+    except TypeError as err:
+        raise LoweringError(f"can't be converted to a torch tensor: {err}") from err
+    if values.dtype in _FROM_BITS:
+        dtype, bits = _FROM_BITS[values.dtype]
+        width = np.int16 if bits is torch.int16 else np.uint8
+        return torch.from_numpy(values.view(width)).view(dtype).to(device)
+    try:
+        return torch.from_numpy(values).to(device)
+    except TypeError as err:
+        raise LoweringError(f"torch has no counterpart of the dtype {values.dtype}") from err
+
+
+def _has_plain_data(x: torch.Tensor, what: str) -> None:
+    problem = None
+    if isinstance(x, FakeTensor) or x.is_meta:
+        problem = "has a shape but no data"
+    elif is_functorch_wrapped(x):
+        problem = "belongs to a functorch transform that is still running"
+    elif x.layout is not torch.strided:
+        problem = f"has the layout {x.layout}; call .to_dense() first"
+    elif x.is_quantized:
+        problem = "is quantized; call .dequantize() first"
+    if problem:
+        raise LoweringError(f"{what} can't be converted to a JAX array: it {problem}")
+
+
+def has_torch_dtype(dtype: Any) -> bool:
+    """Whether torch has this JAX dtype."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype).name in _TORCH
+
+
+def torch_dtype_of(dtype: Any) -> torch.dtype:
+    """The torch dtype of the same name."""
+    return _TORCH[np.dtype(dtype).name]
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of typed random keys."""
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def encode(x: Any) -> Any:
+    """An array that torch can hold."""
+    if is_key(x):
+        return jax.random.key_data(x)
+    if has_torch_dtype(x.dtype):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.uint8)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def decoder(x: Any) -> Callable[[Any], Any] | None:
+    """What makes ``x`` from its encoding; ``None`` where that is itself."""
+    if is_key(x):
+        impl = jax.random.key_impl(x)
+        return lambda data: jax.random.wrap_key_data(data, impl=impl)
+    dtype = x.dtype
+    if has_torch_dtype(dtype):
+        return None
+    if jnp.issubdtype(dtype, jnp.integer):
+        return lambda data: data.astype(dtype)
+    return lambda data: jax.lax.bitcast_convert_type(data, dtype)

@@ -1,0 +1,57 @@
+"""Modules and exported programs: their state as pytrees, their forward as a function of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch.export import ExportedProgram
+
+from functx.compat._bridge.dlpack import array_from_torch
+
+Arrays = dict[str, jax.Array]
+
+
+def state_of(module: torch.nn.Module) -> tuple[Arrays, Arrays]:
+    """Parameters and buffers by name; of a tensor under several names only the first."""
+    return (
+        {n: array_from_torch(p, f"the parameter {n}") for n, p in module.named_parameters()},
+        {n: array_from_torch(b, f"the buffer {n}") for n, b in module.named_buffers()},
+    )
+
+
+def as_module(f: Any) -> torch.nn.Module | None:
+    """A module, or that of an exported program; None for anything else."""
+    if isinstance(f, ExportedProgram):
+        return f.module()
+    return f if isinstance(f, torch.nn.Module) else None
+
+
+def function_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """``fn(params, *args, **kwargs)``; buffers that are not among ``params`` are the module's."""
+
+    def call(params: dict[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, params, args, kwargs)
+
+    call.__name__ = call.__qualname__ = type(module).__name__
+    return call
+
+
+def function_with_buffers(module: torch.nn.Module) -> Callable[..., Any]:
+    """``fn(params, buffers, *args, **kwargs)``, which returns the result and the new buffers."""
+
+    def call(
+        params: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        state = {**params, **{name: b.clone() for name, b in buffers.items()}}
+        result = torch.func.functional_call(module, state, args, kwargs)
+        return result, {name: state[name].detach() for name in buffers}
+
+    call.__name__ = call.__qualname__ = type(module).__name__
+    return call

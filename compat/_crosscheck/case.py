@@ -1,0 +1,171 @@
+"""What is cross-checked, as one flat function of two lists of tensors in either framework.
+
+A `Case` hides pytrees, keyword arguments, modules, integer arguments and ``in_dims``.  Its function
+takes the tensors that derivatives are taken in (`primals`) and the other tensors (`rest`), and
+returns the tensors of the result as a list; so all that is compared further on is lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functx import _tree
+from functx.compat._bridge import function_of
+
+Dims = Any
+Flat = Callable[[list[Any], list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function and its arguments, flat.
+
+    Attributes:
+        name: of the function.
+        function: the torch function of ``primals`` and ``rest`` to a list of tensors.
+        primals: the tensors that derivatives are taken in.
+        rest: all other tensors among the arguments.
+        paths: where each of ``primals`` was, such as ``[0]['weight']``.
+        primal_dims: for each of ``primals``, which axis numbers the examples, or None.
+        rest_dims: the same for ``rest``.
+        batched: whether ``function`` is that of one example.
+        result_paths: filled by a call: where each tensor of the result is.
+    """
+
+    name: str
+    function: Flat
+    primals: list[torch.Tensor]
+    rest: list[torch.Tensor]
+    paths: list[str]
+    primal_dims: list[int | None]
+    rest_dims: list[int | None]
+    batched: bool
+    result_paths: list[str]
+
+
+def case_of(
+    f: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int],
+    in_dims: Dims,
+    name: str | None,
+) -> Case:
+    """Flatten a call.
+
+    Args:
+        f: a function or a module; the parameters of a module become the first argument.
+        args: positional arguments, pytrees with tensors.
+        kwargs: keyword arguments; they are not batched.
+        argnums: which positional arguments derivatives are taken in.
+        in_dims: as in `functx.vmap`, without an entry for a module's parameters; None if ``f`` is
+            not the function of one example.
+        name: of the comparison.
+
+    Returns:
+        The flat case.
+
+    Raises:
+        TypeError: if ``f`` is no torch function, or an argument an array of another framework.
+        ValueError: if ``argnums`` or ``in_dims`` don't fit the arguments.
+    """
+    if isinstance(f, type) or not callable(f):
+        what = f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
+        raise TypeError(f"crosscheck takes a torch function or module, not {what}")
+    if type(f).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TypeError(
+            "crosscheck takes the torch function and runs it in JAX by itself, not a function of"
+            " JAX; for one of those use functx.compat.from_jax"
+        )
+    name = name or str(getattr(f, "__name__", type(f).__name__))
+    args = tuple(args)
+    batched = in_dims is not None
+    if batched and not isinstance(in_dims, int) and len(in_dims) != len(args):
+        raise ValueError(
+            f"crosscheck {name}: in_dims={in_dims!r} has {len(in_dims)} entries for"
+            f" {len(args)} arguments"
+        )
+    dims = [in_dims] * len(args) if not isinstance(in_dims, Sequence) else list(in_dims)
+    if isinstance(f, torch.nn.Module):
+        params = {key: value.detach() for key, value in f.named_parameters()}
+        f = function_of(f)
+        args, dims = (params, *args), [None, *dims]
+    if not args:
+        raise TypeError(
+            f"crosscheck needs the arguments of {name}, at least one by position: derivatives are"
+            " taken in the first"
+        )
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments")
+    numbers = [number % len(args) for number in numbers]
+
+    call = (args, dict(kwargs))
+    leaves, spec = _tree.flatten(call)
+    paths = [path[3:] for path in _tree.paths(call)]  # within args or kwargs
+    leaf_dims = [d for arg, d in zip(args, dims) for d in _spread(d, arg, name)]
+    leaf_dims += [None] * (len(leaves) - len(leaf_dims))
+    chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
+    chosen += [False] * (len(leaves) - len(chosen))
+    for leaf, path in zip(leaves, paths):
+        _refuse_arrays(leaf, name, path)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
+    primals = [i for i in inexact if chosen[i]]
+    rest = [i for i in tensors if i not in primals]
+    result_paths: list[str] = []
+
+    def flat(primal_values: list[Any], rest_values: list[Any]) -> list[Any]:
+        given = dict(zip((*primals, *rest), (*primal_values, *rest_values)))
+        full = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+        positional, keywords = _tree.unflatten(spec, full)
+        return _tensors(f(*positional, **keywords), result_paths, name)
+
+    flat.__name__ = name
+    return Case(
+        name=name,
+        function=flat,
+        primals=[leaves[i].detach() for i in primals],
+        rest=[leaves[i].detach() for i in rest],
+        paths=[paths[i] for i in primals],
+        primal_dims=[leaf_dims[i] for i in primals],
+        rest_dims=[leaf_dims[i] for i in rest],
+        batched=batched,
+        result_paths=result_paths,
+    )
+
+
+def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
+    package = type(leaf).__module__.partition(".")[0]
+    if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
+            f" {package}'s {type(leaf).__name__} at {path}"
+        )
+
+
+def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
+    every = zip(_tree.paths(result), _tree.leaves(result))
+    found = [(path, x) for path, x in every if isinstance(x, torch.Tensor)]
+    if not found:
+        raise TypeError(
+            f"crosscheck compares tensors, but {name} returned {type(result).__name__} without any"
+        )
+    paths[:] = [path or "result" for path, _ in found]
+    return [x for _, x in found]
+
+
+def _spread(dims: Any, tree: Any, name: str) -> list[int | None]:
+    """``dims``, a prefix of the structure of ``tree``, for each of its leaves."""
+    try:
+        return _tree.spread(dims, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"crosscheck {name}: in_dims has {dims!r} for an argument of type"
+            f" {type(tree).__name__}, which has another structure"
+        ) from error

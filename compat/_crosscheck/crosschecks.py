@@ -1,0 +1,239 @@
+"""``crosscheck``: one function, two frameworks, the same answers at the same memory?
+
+Every figure has one meaning on both sides.  Values and derivatives are compared with each other and
+with torch in float64; bytes kept at region boundaries have to be equal exactly (``kept_bytes.py``);
+torch's peak and XLA's temporary bytes are shown side by side, since they count different things.
+"""
+
+from __future__ import annotations
+
+import platform
+import timeit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.fx.traceback import preserve_node_meta
+
+import functx
+from functx import _tree
+from functx._errors import LoweringError
+from functx.compat._bridge import array_from_torch
+from functx.compat._crosscheck.case import Case, case_of
+from functx.compat._crosscheck.derivatives import TRANSFORMS, Library, as_torch_says, chosen
+from functx.compat._crosscheck.findings import Crosscheck, Run
+from functx.compat._crosscheck.kept_bytes import Kept, kept_by_jax, kept_by_torch
+from functx.compat._crosscheck.operations import Operation, first_difference
+from functx.compat._crosscheck.precision import Difference, difference, in_float64
+from functx.compat._crosscheck.products import count
+from functx.compat._jax import KEEP_RECOMPUTE
+from functx.compat._to_jax import Lowered, noted, to_jax
+
+
+def crosscheck(
+    f: Callable[..., Any] | torch.nn.Module,
+    *args: Any,
+    transforms: Sequence[str] | None = None,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    argnums: int | Sequence[int] = 0,
+    in_dims: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    peak: bool = True,
+    repeats: int = 0,
+    locate: bool = True,
+    name: str | None = None,
+) -> Crosscheck:
+    """Run a torch function and its derivatives in torch and in JAX, and compare.
+
+    Nothing is raised when numbers differ; the object that is returned says how, and its
+    ``assert_agrees()`` raises.  JAX runs with 64-bit types on, so that no dtype changes on the way.
+
+    ======================  =====================================================================
+    transform               compared
+    ======================  =====================================================================
+    ``value``               every tensor of the result
+    ``grad``                the gradients of the result, reduced to a number
+    ``vmap(grad)``          the gradients of each example; needs ``in_dims``
+    ``jvp``                 the tangents of the result along a fixed direction
+    ``hvp``                 the derivative of ``grad`` along it
+    ``jacrev``, ``jacfwd``  the Jacobians of the result
+    ``hessian``             the second derivatives of the result, reduced to a number
+    ======================  =====================================================================
+
+    A result that is not one number is reduced by its product with fixed normal numbers; with
+    ``in_dims``, by the mean of that over the examples.
+
+    Args:
+        f: a torch function of pytrees of tensors, or a module, whose parameters are then the first
+            argument; it may contain `functx.remat`.
+        *args: its arguments, pytrees with torch tensors.
+        transforms: which of the above; by default ``value`` and ``grad`` (with ``in_dims`` also
+            ``vmap(grad)``), or ``value`` alone if nothing can be differentiated.
+        rtol: the difference allowed, relative to the largest entry of a tensor; by default 2e-5 in
+            float32, 1e-11 in float64, 2e-2 in float16, 1e-1 in bfloat16; where torch's own result
+            is farther than a fourth of that from its float64 result, four times that distance, up
+            to 0.1.
+        atol: the absolute difference allowed on top.
+        argnums: which positional arguments derivatives are taken in, by their real and complex
+            tensors; of a module, 0 is its parameters.
+        in_dims: as in `functx.vmap` (without an entry for a module's parameters); then ``f`` is the
+            function of one example.
+        kwargs: keyword arguments of ``f``; the examples share them.
+        peak: whether to measure torch's peak and XLA's temporary bytes.
+        repeats: how many times to run each for the times in seconds; 0 measures none.
+        locate: whether to find the first operation that differs, if numbers do.
+        name: names the comparison; by default that of ``f``.
+
+    Returns:
+        A `Crosscheck`: prints as a table, ``.to_json(path)``, ``.to_html(path)``,
+        ``.assert_agrees()``.
+
+    Raises:
+        TypeError: if ``f`` is no torch function, there is no argument, an argument is an array of
+            another framework, or a derivative is asked for where there is none.
+        ValueError: for unknown transforms, or ``argnums`` or ``in_dims`` that don't fit.
+        LoweringError: if ``f`` can't be expressed in JAX.
+        AssertionError: if shapes, dtypes or the number of results differ.
+
+    Example:
+        >>> import torch
+        >>> from functx.compat import crosscheck
+        >>> w, x = torch.randn(3, 3), torch.randn(5, 3)
+        >>> report = crosscheck(lambda w, x: torch.tanh(x @ w).sum(), w, x, in_dims=(None, 0))
+        >>> report.assert_agrees()
+    """
+    case = case_of(f, args, kwargs or {}, argnums, in_dims, name)
+    with jax.enable_x64(True):
+        try:
+            return _compare(case, transforms, rtol, atol, peak, repeats, locate)
+        except LoweringError as error:
+            if "random" in str(error):
+                error.add_note(
+                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
+                    " instead, with functx.compat.random, and pass the key as an argument"
+                )
+            raise
+
+
+def _compare(
+    case: Case,
+    transforms: Sequence[str] | None,
+    rtol: float | None,
+    atol: float,
+    peak: bool,
+    repeats: int,
+    locate: bool,
+) -> Crosscheck:
+    lowered = to_jax(case.function)
+    ours, theirs = Library(case, case.function, functx), Library(case, lowered, jax)
+    torch_args = (case.primals, case.rest)
+    jax_args = _arrays(case.primals), _arrays(case.rest)
+    results = ours.value(*torch_args)
+    differentiable = bool(case.primals) and any(
+        x.is_floating_point() or x.is_complex() for x in results
+    )
+    options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
+    differences: dict[str, Difference] = {}
+    runs: dict[str, Run] = {}
+    names = chosen(transforms, case, differentiable)
+    kept: tuple[Kept | None, Kept | None] = (None, None)
+    if any(what != "value" for what in names):
+        kept = _kept(ours, theirs, lowered, jax_args)
+    for what in names:
+        in_torch, in_jax = TRANSFORMS[what](ours), TRANSFORMS[what](theirs)
+        program: Any = jax.jit(in_jax).lower(*jax_args).compile(compiler_options=options)
+        got = _tree.leaves(in_torch(*torch_args))
+        expected = as_torch_says(what, jax.tree_util.tree_leaves(program(*jax_args)))
+        reference = in_float64(lambda *xs, f=in_torch: _tree.leaves(f(*xs)), *torch_args)
+        differences[what] = difference(
+            got,
+            expected,
+            reference,
+            case.result_paths if what in ("value", "jvp") else case.paths,
+            rtol,
+            atol,
+            dtypes=what == "value",
+        )
+        run_torch = partial(in_torch, *torch_args)
+        runs[what] = Run(
+            torch_peak=functx.memory.peak(run_torch) if peak else None,
+            xla_temp=program.memory_analysis().temp_size_in_bytes if peak else None,
+            torch_seconds=_seconds(run_torch, repeats),
+            jax_seconds=_seconds(lambda: jax.block_until_ready(program(*jax_args)), repeats),  # noqa: B023
+            products=None if what == "value" else count(run_torch, program),
+        )
+    differ = [what for what, d in differences.items() if not d.agrees]
+    first = None
+    if locate and differ:
+        first = _first(case, jax_args, differ != ["value"], rtol, atol)
+    return Crosscheck(
+        name=case.name,
+        differences=differences,
+        runs=runs,
+        kept_torch=kept[0],
+        kept_jax=kept[1],
+        first=first,
+        searched=locate and bool(differ),
+        environment=_environment(),
+    )
+
+
+def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:
+    return [array_from_torch(x) for x in xs]
+
+
+def _kept(
+    ours: Library, theirs: Library, lowered: Lowered, jax_args: tuple[list[Any], list[Any]]
+) -> tuple[Kept, Kept]:
+    """Bytes kept of the loss at region boundaries, in torch and in JAX."""
+    case = ours.case
+    program = lowered.program(*_first_example(case, jax_args))
+
+    def observed(observe: Any) -> Callable[..., Any]:
+        return replace(theirs, one=partial(lowered.observed, observe)).loss
+
+    return (
+        kept_by_torch(ours.loss, (case.primals, case.rest), program.captures),
+        kept_by_jax(observed, jax_args, lowered.captured(program)),
+    )
+
+
+def _first_example(case: Case, args: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+    """The arguments of one call of the case's function, of tensors or of arrays."""
+    dims = (case.primal_dims, case.rest_dims)
+    first = [
+        [x if d is None else x[(slice(None),) * (d % x.ndim) + (0,)] for x, d in zip(xs, ds)]
+        for xs, ds in zip(args, dims)
+    ]
+    return first[0], first[1]
+
+
+def _first(
+    case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
+) -> Operation | None:
+    """The first operation that differs, for the first example."""
+    with preserve_node_meta():
+        program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
+    primals, rest = _first_example(case, (case.primals, case.rest))
+    return first_difference(program, [*primals, *rest], derivatives, rtol, atol)
+
+
+def _seconds(run: Callable[[], Any], repeats: int) -> float | None:
+    if not repeats:
+        return None
+    return min(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # the first warms up
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "functx": functx.__version__,
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "jax device": str(jnp.zeros(()).device),
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,266 @@
+"""What a cross-check found, as an object that prints, saves and asserts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from functx.compat._crosscheck.kept_bytes import Kept
+from functx.compat._crosscheck.operations import Operation
+from functx.compat._crosscheck.precision import Difference
+from functx.compat._crosscheck.products import Products
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>crosscheck {title}</title></head>
+<body><pre>{text}</pre></body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What it took to compute one quantity.
+
+    Attributes:
+        torch_peak: peak bytes of live storages in torch.
+        xla_temp: temporary bytes of the compiled JAX program.
+        torch_seconds: the fastest of the repetitions.
+        jax_seconds: the same in JAX, compiled.
+        products: matrix products and convolutions, and how many of them are recomputed.
+    """
+
+    torch_peak: int | None
+    xla_temp: int | None
+    torch_seconds: float | None
+    jax_seconds: float | None
+    products: Products | None
+
+
+@dataclass(frozen=True)
+class Crosscheck:
+    """The comparison of one function in torch and in JAX; prints as a table.
+
+    Attributes:
+        name: of the function.
+        differences: by transform: ``"value"``, ``"grad"``, ``"vmap(grad)"``, ...
+        runs: memory, time and products of each of them.
+        kept_torch: bytes that torch's pullback keeps at region boundaries; None if nothing was
+            differentiated.
+        kept_jax: bytes that JAX's pullback keeps there.
+        first: the first operation that differs, if a value or derivative does and one was found.
+        searched: whether it was looked for.
+        environment: versions and devices.
+    """
+
+    name: str
+    differences: dict[str, Difference]
+    runs: dict[str, Run]
+    kept_torch: Kept | None
+    kept_jax: Kept | None
+    first: Operation | None = None
+    searched: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kept_equal(self) -> bool:
+        """Whether both frameworks keep as many bytes of activations at as many regions.
+
+        Arguments are alive anyway; JAX drops those that no derivative reads (a last bias, say).
+        What passes through a region unread on its way to another may be told as kept by either.
+        """
+        a, b = self.kept_torch, self.kept_jax
+        if a is None or b is None:
+            return a is b
+        return (a.activations, a.regions) == (b.activations, b.regions)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all numbers are within what is allowed, and the bytes kept are equal."""
+        return not self.problems()
+
+    def problems(self, rtol: float | None = None, *, kept: bool = True) -> list[str]:
+        """What the frameworks disagree about, a sentence each.
+
+        Args:
+            rtol: the largest difference allowed, relative to the largest magnitude of a tensor; by
+                default what the comparison was made with.
+            kept: whether the bytes kept have to be equal.
+
+        Returns:
+            The sentences; none if torch and JAX agree.
+        """
+        found = []
+        for what, d in self.differences.items():
+            allowed = d.allowed if rtol is None else rtol
+            if d.agrees if rtol is None else d.relative <= rtol:
+                continue
+            found.append(f"the {what} differs at {d.where} ({d.dtype}){_how_far(d, allowed)}")
+        if found and self.first is not None:
+            found.append(f"first: {self.first}")
+        elif found and self.searched:
+            found.append(
+                "first: no operation; each by itself has the same values and first derivatives."
+                " What is left are second derivatives, batching, where derivatives stop, what XLA"
+                " makes of several operations, and state that is not the same at every call"
+            )
+        a, b = self.kept_torch, self.kept_jax
+        if kept and a is not None and b is not None and not self.kept_equal:
+            regions = enumerate(zip(a.by_region, b.by_region), 1)
+            differ = [
+                f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
+                for n, (r, s) in regions
+                if r.activations != s.activations
+            ]
+            found.append(
+                f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}"
+                f"{''.join(differ[:1])}; the cuts are not at the same places"
+            )
+        return found
+
+    def assert_agrees(
+        self, rtol: float | None = None, *, kept: bool = True, msg: str | None = None
+    ) -> None:
+        """Raise unless the frameworks agree.
+
+        Args:
+            rtol: as in `problems`.
+            kept: as in `problems`.
+            msg: what to say first.
+
+        Raises:
+            AssertionError: naming each quantity that differs and by how much, the operation where
+                it starts, and the regions whose bytes differ.
+        """
+        __tracebackhide__ = True
+        problems = self.problems(rtol, kept=kept)
+        if problems:
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            said = "" if msg is None else f"{msg}\n"
+            raise AssertionError(f"{said}torch and JAX disagree about {self.name}:{lines}")
+
+    def figures(self) -> dict[str, Any]:
+        """All figures as plain numbers, lists and dictionaries."""
+        return {**asdict(self), "kept_equal": self.kept_equal, "agrees": self.agrees}
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write all figures to a file.
+
+        Args:
+            path: where to.
+
+        Returns:
+            The path.
+        """
+        path = Path(path)
+        path.write_text(json.dumps(self.figures(), indent=2) + "\n")
+        return path
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page with all figures that needs no other file.
+
+        Args:
+            path: where to.
+
+        Returns:
+            The path.
+        """
+        problems = self.problems()
+        said = [f"torch and JAX {'disagree:' if problems else 'agree.'}", *problems]
+        if self.first is not None and self.first.source is not None:
+            source = self.first.source
+            said.append(f"\nWhere it starts:\n{source}\n    {source.text}")
+        said += ["", str(self), "", json.dumps(self.figures(), indent=1)]
+        path = Path(path)
+        path.write_text(_PAGE.format(title=escape(self.name), text=escape("\n".join(said))))
+        return path
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """The table: quantity, torch, JAX, verdict."""
+        for what, d in self.differences.items():
+            yield (
+                f"{what}: distance from float64, ulp",
+                _ulps(d.torch_ulps),
+                _ulps(d.jax_ulps),
+                f"apart {_ulps(d.ulps)} ulp, {d.relative:.1e}" + ("" if d.agrees else " DIFFERENT"),
+            )
+        if self.kept_torch is not None and self.kept_jax is not None:
+            yield from self._kept_rows(self.kept_torch, self.kept_jax)
+        for what, run in self.runs.items():
+            if run.torch_peak is not None:
+                names = f"{what}: peak / XLA temporary bytes"
+                yield names, _count(run.torch_peak), _count(run.xla_temp), ""
+            if run.torch_seconds is not None:
+                yield f"{what}: seconds", f"{run.torch_seconds:.4f}", f"{run.jax_seconds:.4f}", ""
+            p = run.products
+            if p is not None:
+                recomputed = f"{p.torch_recomputed} and {p.jax_recomputed} recomputed"
+                said = recomputed if p.torch_recomputed or p.jax_recomputed else ""
+                yield f"{what}: matrix products", str(p.torch), str(p.jax), said
+        if self.first is not None:
+            source = self.first.source
+            where = f"{Path(source.file).name}:{source.line}" if source else ""
+            yield f"first {self.first.what} that differs", self.first.name, "", where
+
+    def _kept_rows(self, a: Kept, b: Kept) -> Iterator[tuple[str, str, str, str]]:
+        for attribute in ("activations", "arguments", "regions"):
+            x, y = getattr(a, attribute), getattr(b, attribute)
+            what = attribute if attribute == "regions" else f"bytes kept at regions, {attribute}"
+            differs = "DIFFERENT" if attribute != "arguments" else f"{x - y:,} not read"
+            yield what, f"{x:,}", f"{y:,}", "equal" if x == y else differs
+        for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
+            if r.activations != s.activations and not self.kept_equal:
+                sizes = f"{r.activations:,}", f"{s.activations:,}"
+                yield f"region {n}, {r.name}", *sizes, "DIFFERENT"
+        if a.storages != a.activations:
+            yield "bytes of the storages they view", f"{a.storages:,}", "", ""
+
+    def __str__(self) -> str:
+        rows = [("", "torch", "JAX", ""), *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = (
+            "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>><", widths)).rstrip()
+            for row in rows
+        )
+        return "\n".join([f"crosscheck {self.name}", *lines])
+
+    __repr__ = __str__
+
+
+def _how_far(d: Difference, allowed: float) -> str:
+    if not math.isfinite(d.absolute):
+        return ": NaN or infinity in one framework where the other has another value"
+    said = (
+        f" by {d.relative:.3g} relative ({d.absolute:.3g} absolute, {d.ulps:.3g} ulp), more than"
+        f" rtol={allowed:g}"
+    )
+    if d.torch_ulps is None or d.jax_ulps is None:
+        return said
+    said += (
+        f"; from torch in float64 torch is {_ulps(d.torch_ulps)} ulp away and JAX"
+        f" {_ulps(d.jax_ulps)} ulp"
+    )
+    lost = d.torch_ulps > max(64, 4 * d.jax_ulps)
+    return f"{said}: it is torch that has lost precision" if lost else said
+
+
+def _say(kept: Kept) -> str:
+    return (
+        f"{kept.activations:,} of activations and {kept.arguments:,} of arguments in"
+        f" {kept.regions} regions"
+    )
+
+
+def _ulps(x: float | None) -> str:
+    if x is None:
+        return "no reference"
+    return f"{x:.3g}" if x < 1e4 else f"{x:.1e}"
+
+
+def _count(x: int | None) -> str:
+    return "" if x is None else f"{x:,}"

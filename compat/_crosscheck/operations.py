@@ -1,0 +1,268 @@
+"""Which operation is the first whose numbers differ between torch and JAX.
+
+The lowered graph is run operation by operation on both sides.  Each is given torch's operands, so
+that what one operation does wrong is not charged to those after it; then, if none is wrong by
+itself, JAX is given its own results, which shows where rounding adds up to more than was allowed.
+Derivatives are compared in the same way: the pullback of each operation, at torch's operands and
+a fixed cotangent.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+from torch.fx import GraphModule, Node
+
+from functx.compat import random
+from functx.compat._bridge import array_from_torch
+from functx.compat._crosscheck.precision import Difference, difference
+from functx.compat._to_jax import (
+    Interpreter,
+    Program,
+    Source,
+    apply_rule,
+    body_of,
+    custom_function_of,
+    is_region,
+    source_of,
+)
+from functx.compat._torch import map_tensors, tree_map
+
+_UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the lowered graph whose numbers differ.
+
+    Attributes:
+        name: of the ATen operation.
+        what: ``"value"``, ``"derivative"``, or ``"rounding"`` if it is only its operands that had
+            drifted apart.
+        source: the line of the user's code that it comes from, if known.
+        number: its place among the operations that were run, from 1.
+        operands: shapes and dtypes.
+        region: names of the regions around it, outermost first.
+        difference: between the results.
+    """
+
+    name: str
+    what: str
+    source: Source | None
+    number: int
+    operands: str
+    region: tuple[str, ...]
+    difference: Difference
+
+    def __str__(self) -> str:
+        said = {
+            "value": "gives other values",
+            "derivative": "has another derivative",
+            "rounding": "is where rounding differences have added up",
+        }[self.what]
+        d = self.difference
+        far = f"{d.relative:.2g} relative, {d.ulps:.3g} ulp"
+        if not math.isfinite(d.absolute):
+            far = "NaN or infinity in one framework only"
+        where = f", at {self.source}" if self.source else ""
+        line = f": `{self.source.text}`" if self.source and self.source.text else ""
+        inside = f", in the region {' / '.join(self.region)}" if self.region else ""
+        return (
+            f"operation {self.number}, {self.name}({self.operands}), {said}:"
+            f" {far}{inside}{where}{line}"
+        )
+
+
+@dataclass
+class _Walk:
+    """One pass over the graph.
+
+    Attributes:
+        rtol: allowed, relative; None for the dtype's.
+        atol: allowed, absolute.
+        derivatives: whether to compare pullbacks as well.
+        drifting: whether JAX goes on from its own results.
+        number: of operations run so far.
+    """
+
+    rtol: float | None
+    atol: float
+    derivatives: bool
+    drifting: bool
+    number: int = field(default=0)
+
+    def run(
+        self, module: GraphModule, ours: Sequence[Any], theirs: Sequence[Any], path: tuple[str, ...]
+    ) -> Iterator[Operation | tuple[list[Any], list[Any]]]:
+        """Yield the operations that differ, and at the end the outputs on both sides."""
+        env: dict[Node, Any] = {}
+        env_jax: dict[Node, Any] = {}
+        feed = iter(zip(ours, theirs))
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node], env_jax[node] = next(feed)
+            elif node.op == "get_attr":
+                continue
+            elif node.op == "output":
+                pick = lambda e: list(torch.fx.map_arg(node.args[0], e.__getitem__))  # noqa: B023, E731
+                yield pick(env), pick(env_jax)
+            elif is_region(node):
+                operands = [
+                    (env[n], env_jax[n]) if isinstance(n, Node) else (n, n) for n in node.args[1:]
+                ]
+                name = str(getattr(node.meta.get("functx_region"), "name", "region"))
+                sides = [side for side, _ in operands], [side for _, side in operands]
+                inside = self.run(body_of(node), *sides, (*path, name))
+                for found in inside:
+                    if isinstance(found, Operation):
+                        yield found
+                    else:
+                        env[node], env_jax[node] = found
+            elif node.target is operator.getitem:
+                of, at = node.args
+                env[node], env_jax[node] = env[of][at], env_jax[of][at]
+            else:
+                yield from self._operation(node, env, env_jax, path)
+
+    def _operation(
+        self, node: Node, env: dict[Node, Any], env_jax: dict[Node, Any], path: tuple[str, ...]
+    ) -> Iterator[Operation]:
+        """Run one operation; a custom autograd Function is one, with derivatives of its own."""
+        self.number += 1
+        function = custom_function_of(node)
+        given = (node.args if function is None else node.args[1:], node.kwargs)
+        args, kwargs = torch.fx.map_arg(given, env.__getitem__)
+        call: Any = node.target if function is None else function.results
+        env[node] = call(*args, **kwargs)
+        theirs = Interpreter()._call(node, env_jax if self.drifting else _Converted(env))
+        env_jax[node] = theirs
+        if not _has_values(node):
+            return
+        found, what = self._compare(_tensors(env[node]), _tensors(theirs)), "value"
+        if found is None and self.derivatives and function is None:
+            found, what = self._compare_pullbacks(node, args, kwargs), "derivative"
+        if found is not None:
+            what = "rounding" if self.drifting else what
+            tensors = [x for x in _tensors(args) if isinstance(x, torch.Tensor)]
+            operands = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape)}" for x in tensors)
+            name = str(node.target) if function is None else function.name
+            yield Operation(name, what, source_of(node), self.number, operands, path, found)
+
+    def _compare(self, ours: list[Any], theirs: list[Any]) -> Difference | None:
+        if not ours:
+            return None
+        found = difference(ours, theirs, None, [], self.rtol, self.atol)
+        return None if found.agrees else found
+
+    def _compare_pullbacks(self, node: Node, args: Any, kwargs: Any) -> Difference | None:
+        """Compare what the operation's pullbacks make of one cotangent."""
+        primals = [x for x in _tensors((args, kwargs)) if _real(x)]
+        used = _used(node)
+        outs = [x for x in used(node.meta.get("val")) if _real(x)]
+        if not primals or not outs or any(x.is_complex() for x in _tensors((args, kwargs))):
+            return None
+        cotangents = [
+            random.normal(random.fold_in(random.key(7), n), x.shape, x.dtype)
+            for n, x in enumerate(outs)
+        ]
+        call: Any = node.target
+
+        def torch_side(*xs: Any) -> Any:
+            a, k = _replaced((args, kwargs), iter(xs))
+            return [x for x in used(call(*a, **k)) if _real(x)]
+
+        def jax_side(*xs: Any) -> Any:
+            a, k = _replaced((args, kwargs), iter(xs))
+            a, k = _arrays((a, k))
+            outs = used(apply_rule(node, a, k))
+            return [x for x in outs if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+
+        try:
+            pullback: Any = torch.func.vjp(torch_side, *primals)[1]
+            ours = list(pullback(cotangents))
+        except (RuntimeError, NotImplementedError):
+            return None  # torch has no derivative of it
+        pullback = jax.vjp(jax_side, *[array_from_torch(x) for x in primals])[1]
+        theirs = list(pullback([array_from_torch(x) for x in cotangents]))
+        return self._compare(ours, theirs)
+
+
+class _Converted(dict[Node, Any]):
+    """An environment of torch's values, given to JAX as arrays."""
+
+    def __getitem__(self, node: Node) -> Any:
+        return _arrays(super().__getitem__(node))
+
+
+def _used(node: Node) -> Callable[[Any], list[Any]]:
+    """Picks the tensors that the graph uses from the results of an operation.
+
+    Statistics that an operation saves for its backward pass are results without derivatives.
+    """
+    users = list(node.users)
+    if not users or any(user.target is not operator.getitem for user in users):
+        return _tensors
+    numbers = sorted({int(user.args[1]) for user in users if user.users})  # type: ignore[arg-type]
+    return lambda results: [x for n in numbers for x in _tensors(results[n])]
+
+
+def _has_values(node: Node) -> bool:
+    """Whether the results of an operation are defined at all."""
+    return str(node.target).split(".")[-2:][0] not in _UNSET
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _tensors(tree: Any) -> list[Any]:
+    """Tensors and arrays in nested tuples, lists and dictionaries."""
+    found: list[Any] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor | jax.Array) else None, tree)
+    return found
+
+
+def _replaced(tree: Any, feed: Iterator[Any]) -> Any:
+    """``tree`` with its real tensors replaced."""
+    return tree_map(lambda x: next(feed) if _real(x) else x, tree)
+
+
+def _arrays(tree: Any) -> Any:
+    return map_tensors(array_from_torch, tree)
+
+
+def first_difference(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    derivatives: bool,
+    rtol: float | None,
+    atol: float,
+) -> Operation | None:
+    """Find the first operation that differs.
+
+    Args:
+        program: the lowered function.
+        inputs: its inputs, in torch.
+        derivatives: whether to compare derivatives too.
+        rtol: allowed, relative to an operation's largest result; None for what is usual for the
+            dtype.
+        atol: allowed, absolute.
+
+    Returns:
+        The operation, or None if all agree.
+    """
+    ours = [*inputs, *(t.detach() for t in program.captures)]
+    for drifting in (False, True):
+        walk = _Walk(rtol, atol, derivatives and not drifting, drifting)
+        theirs = [array_from_torch(x) for x in ours]
+        with torch.no_grad() if not derivatives else torch.enable_grad():
+            for found in walk.run(program.module, ours, theirs, ()):
+                if isinstance(found, Operation):
+                    return found
+    return None

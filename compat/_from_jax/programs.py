@@ -1,0 +1,304 @@
+"""Flat JAX functions, and the functions that transforms derive from them.
+
+A :class:`Program` takes a list of arrays to a list of arrays. Its derivative by forward or reverse
+mode and its batched form are programs too, made once and kept, and each is compiled once a
+signature. They all call the same jitted function inside, so the user's code is traced once however
+many of them are made.
+
+Invariant: what a program returns is in memory of its own. It may be handed to torch, which may
+write to it.
+
+NOTE [residuals]
+The forward half of reverse mode (`Program.forward`) returns, after the results, what the pullback
+needs. Those residuals that are inputs or results are not returned again; `Residuals.sources` says
+which. The pullback is a function of the residuals alone: right wherever the forward half is what an
+outer transform differentiates. Where the inputs themselves are differentiated a second time, the
+pullback as a function of inputs and cotangents (`Program.vjp`) is what can be differentiated.
+
+NOTE [conjugate]
+For complex numbers JAX's pullback is the transpose of the derivative, torch's its conjugate
+transpose: cotangents are conjugated on their way in and on their way out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from functx.compat._bridge import Settings, decoder, encode, jit_is_off
+from functx.compat._jax import batch_dim_of
+
+Arrays = Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """What the forward half of reverse mode returned after its results.
+
+    Attributes:
+        results: shapes and dtypes of the results, which come first.
+        sources: for each array that the pullback takes where it is: among the inputs, the results,
+            or what was returned in addition.
+        rebuild: makes the pullback from these arrays.
+    """
+
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    sources: tuple[tuple[str, int], ...]
+    rebuild: Callable[[Arrays], Callable[..., Any]]
+
+
+class Program:
+    """A flat JAX function, what is known of its results, and what was derived from it.
+
+    Attributes:
+        handle: names the program in operators and graphs; no other process has the same.
+        fn: the function of a sequence of arrays.
+        settings: JAX's, under which it is traced and run.
+        info: what tracing found out; each kind of program has its own. ``None`` before.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        settings: Settings,
+        tracing: threading.RLock | None = None,
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.handle = f"{name} {secrets.token_hex(8)}"
+        self.settings = settings
+        self.info: Any = None
+        self.jit_is_off = jit_is_off(settings)
+        # Held while this program, or one it was derived from, is traced.
+        self._tracing = threading.RLock() if tracing is None else tracing
+        self._traced = self.jit_is_off
+        # Whether there is no forward half.
+        self.irreversible = self.jit_is_off
+
+        # What derived programs call: JAX traces it once.
+        self.inner = inner = jax.jit(fn)
+
+        def run(*arrays: Any) -> list[Any]:
+            return [own(out) for out in inner(*arrays)]
+
+        run.__name__ = run.__qualname__ = name
+        self._run = jax.jit(run)
+        self._derived: dict[Hashable, Program] = {}
+        PROGRAMS[self.handle] = self
+
+    def __repr__(self) -> str:
+        return f"<{self.handle}>"
+
+    def __call__(self, arrays: Arrays) -> list[Any]:
+        """Results in memory of their own. Threads that come first together trace once."""
+        if not self._traced:
+            self.shapes(arrays)
+            self._traced = True
+        return self._run(*arrays)
+
+    def shapes(self, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the results."""
+        with self._tracing:
+            return jax.eval_shape(self._run, *arrays)
+
+    def _derive(self, key: Hashable, make: Callable[[], Program]) -> Program:
+        program = self._derived.get(key)
+        if program is None:
+            program = self._derived.setdefault(key, make())
+        return program
+
+    def _make(self, fn: Callable[..., Any], kind: str) -> Program:
+        return Program(fn, f"{kind}({self.name})", self.settings, self._tracing)
+
+    def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> Program:
+        """The batched function. Its ``info`` tells for each result whether it is batched, by 0."""
+
+        def make() -> Program:
+            program: Program
+
+            def fn(*arrays: Any) -> list[Any]:
+                shared: dict[int, Any] = {}
+                dims: list[int | None] = []
+
+                def one(*arrays: Any) -> list[Any]:
+                    batched = []
+                    for i, out in enumerate(self.inner(*arrays)):
+                        if batch_dim_of(out) is None:
+                            shared[i] = out
+                        else:
+                            batched.append(out)
+                        dims.append(None if i in shared else 0)
+                    return batched
+
+                batched = iter(jax.vmap(one, in_axes=in_dims, axis_size=size)(*arrays))
+                program.info = tuple(dims)
+                return [shared[i] if i in shared else next(batched) for i in range(len(dims))]
+
+            program = self._make(fn, "vmap")
+            return program
+
+        return self._derive(("vmap", in_dims, size), make)
+
+    def jvp(self, has_tangent: tuple[bool, ...]) -> Program:
+        """Results, then the tangents of those that can have one, which ``info`` tells."""
+
+        def make() -> Program:
+            program: Program
+
+            def fn(*arrays: Any) -> list[Any]:
+                primals, tangents = arrays[: len(has_tangent)], arrays[len(has_tangent) :]
+                moving, f = _of_some(self.inner, primals, has_tangent)
+                outs, out_tangents = jax.jvp(f, moving, tangents)
+                program.info = tuple(map(_is_inexact, outs))
+                return [*outs, *(t for t, has in zip(out_tangents, program.info) if has)]
+
+            program = self._make(fn, "jvp")
+            return program
+
+        return self._derive(("jvp", has_tangent), make)
+
+    def forward(self, needs: tuple[bool, ...]) -> Program:
+        """Results, then residuals of reverse mode; ``info`` is `Residuals`."""
+
+        def make() -> Program:
+            program: Program
+
+            def fn(*arrays: Any) -> list[Any]:
+                primals, f = _of_some(self.inner, arrays, needs)
+                outs, pullback = jax.vjp(f, *primals)
+                sources, rest, rebuild = _take_apart(pullback, arrays, outs)
+                if program.info is None:
+                    program.info = Residuals(_avals(outs), sources, rebuild)
+                elif program.info.sources != sources:
+                    raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
+                return [*outs, *rest]
+
+            program = self._make(fn, "forward")
+            return program
+
+        return self._derive(("forward", needs), make)
+
+    def pullback(
+        self, residuals: Residuals, needs: tuple[bool, ...], wanted: tuple[int, ...]
+    ) -> Program:
+        """The pullback of residuals and cotangents of the wanted results.
+
+        Args:
+            residuals: of the forward half.
+            needs: which of the differentiated inputs' gradients are returned.
+            wanted: the results that have a cotangent.
+        """
+
+        def fn(*arrays: Any) -> list[Any]:
+            n = len(residuals.sources)
+            pull = residuals.rebuild(arrays[:n])
+            return _pull(pull, residuals.results, arrays[n:], wanted, needs)
+
+        key = ("pullback", residuals, needs, wanted)
+        return self._derive(key, lambda: self._make(fn, "pullback"))
+
+    def vjp(self, needs: tuple[bool, ...], wanted: tuple[int, ...]) -> Program:
+        """The pullback of inputs and cotangents of the wanted results, by running forward again."""
+
+        def fn(*arrays: Any) -> list[Any]:
+            primals, f = _of_some(self.inner, arrays[: len(needs)], needs)
+            outs, pull = jax.vjp(f, *primals)
+            everything = [True for _ in primals]
+            return _pull(pull, _avals(outs), arrays[len(needs) :], wanted, everything)
+
+        return self._derive(("vjp", needs, wanted), lambda: self._make(fn, "vjp"))
+
+
+PROGRAMS: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
+"""Every program that somebody holds, by its handle."""
+
+
+def own(x: Any) -> Any:
+    """A copy: without one JAX hands out arguments, constants and equal results as they are."""
+    return jnp.array(x, copy=True)
+
+
+def _of_some(
+    f: Callable[..., Any], arrays: Arrays, which: Sequence[bool]
+) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    """Some of the inputs of ``f``, and ``f`` as a function of these."""
+
+    def of_some(*some: Any) -> Any:
+        given = iter(some)
+        return f(*(next(given) if is_one else a for a, is_one in zip(arrays, which, strict=True)))
+
+    return tuple(a for a, is_one in zip(arrays, which, strict=True) if is_one), of_some
+
+
+def _take_apart(
+    pullback: Any, inputs: Arrays, results: Arrays
+) -> tuple[tuple[tuple[str, int], ...], list[Any], Callable[[Arrays], Callable[..., Any]]]:
+    """The arrays in a pullback: where each is, those that are new, and how to put it together."""
+    leaves, treedef = jax.tree_util.tree_flatten(pullback)
+    places = {id(a): ("result", i) for i, a in enumerate(results)}
+    places |= {id(a): ("input", i) for i, a in enumerate(inputs)}
+    sources: list[tuple[str, int]] = []
+    rest: list[Any] = []
+    decoders: list[Callable[[Any], Any] | None] = []
+    constants: dict[int, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, jax.core.Tracer):
+            constants[i] = leaf
+            continue
+        if id(leaf) not in places:
+            places[id(leaf)] = ("rest", len(rest))
+            rest.append(encode(leaf))
+        sources.append(places[id(leaf)])
+        decoders.append(decoder(leaf) if places[id(leaf)][0] == "rest" else None)
+
+    n = len(leaves)
+
+    def rebuild(arrays: Arrays) -> Callable[..., Any]:
+        given = iter(
+            a if decode is None else decode(a) for a, decode in zip(arrays, decoders, strict=True)
+        )
+        full = [constants[i] if i in constants else next(given) for i in range(n)]
+        return jax.tree_util.tree_unflatten(treedef, full)
+
+    return tuple(sources), rest, rebuild
+
+
+def _pull(
+    pull: Callable[..., Any],
+    results: Sequence[jax.ShapeDtypeStruct],
+    cotangents: Arrays,
+    wanted: Sequence[int],
+    needs: Sequence[bool],
+) -> list[Any]:
+    """What a pullback of JAX gives, by torch's convention. NOTE [conjugate]."""
+    given = dict(zip(wanted, cotangents, strict=True))
+    full = [_conjugate(given[i]) if i in given else _zero(aval) for i, aval in enumerate(results)]
+    gradients = pull(full)
+    return [_conjugate(g) for g, need in zip(gradients, needs, strict=True) if need]
+
+
+def _avals(arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+
+
+def _conjugate(x: Any) -> Any:
+    return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def _zero(aval: Any) -> Any:
+    if _is_inexact(aval):
+        return jnp.zeros(aval.shape, aval.dtype)
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))

@@ -1,0 +1,251 @@
+"""``from_jax``: a JAX function as a torch function.
+
+The function is traced once for each signature: the structure of its arguments, the shapes and
+dtypes of its arrays, the values of static arguments, and JAX's settings. `torch_operator` makes it
+an operator with a rule for each of torch's transforms.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import Tensor
+
+from functx._torch.compiler import uncompiled
+from functx.compat._bridge import Settings, array_from_torch, current_settings, decoder, encode
+from functx.compat._from_jax import inline as inline  # to_jax learns the operator
+from functx.compat._from_jax.leaves import Leaf, mark_static, read_leaf
+from functx.compat._from_jax.programs import Program
+from functx.compat._from_jax.torch_operator import call
+from functx.compat._jax import static_arguments
+from functx.compat._torch import (
+    is_plain,
+    nonstrict_trace,
+    runs_while_tracing,
+    tree_map,
+)
+
+
+def from_jax(
+    g: Callable[..., Any],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    enable_x64: bool = False,
+) -> TorchFunction:
+    """Turn a JAX function into a torch function.
+
+    The result takes pytrees (as JAX knows them) with torch tensors in place of JAX arrays, and
+    returns such.  It can be differentiated, forwards and backwards, any number of times, batched,
+    rematerialized and compiled: ``.backward()``, ``torch.func``, ``functx``,
+    ``torch.utils.checkpoint``, ``torch.compile``.  Its derivatives are those that JAX takes
+    (``jax.vjp``, ``jax.jvp``, ``jax.vmap``), custom rules included; for complex numbers in torch's
+    convention.
+
+    ``g`` is traced and compiled as by ``jax.jit``, once for each signature, so the same holds for
+    its side effects and for Python control flow; under ``jax.disable_jit`` it runs as it is.
+    Derivatives run under the JAX settings (64-bit types, precision of products, ...) of the
+    forward call.  Tensors cross without a copy where their memory allows; what comes back is
+    torch's own to write to.
+
+    Beside tensors ``g`` may be given JAX and numpy arrays (``jax.random`` keys among them) and
+    Python numbers, to which no gradient flows, and hashable objects of any other type, which are
+    static.  Results that are typed keys come back as JAX keys.
+
+    With JAX's 64-bit types off, ``int64`` tensors must have values that fit ``int32`` and come back
+    as ``int32``; ``float64`` tensors are refused, never narrowed.
+
+    Args:
+        g: a JAX function; may be jitted already, its static arguments are then static here.
+        static_argnums: as of ``jax.jit``.
+        static_argnames: as of ``jax.jit``.
+        enable_x64: run ``g`` with JAX's 64-bit types on, whatever JAX's setting is.
+
+    Returns:
+        The torch function.  Results are on the device of the first tensor among the arguments.
+
+    Raises:
+        TypeError: if ``g`` is not callable, or at a call: an argument or result of ``g`` is nothing
+            that JAX can take.
+        LoweringError: at a call: a tensor that JAX can't read, or would narrow.
+        ValueError: at a call: a static argument is not hashable; tensors on several devices.
+
+    Example:
+        >>> import torch, functx, jax.numpy as jnp
+        >>> from functx.compat import from_jax
+        >>> energy = from_jax(lambda x: jnp.sum(jnp.sin(x) ** 2))
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> energy(x).backward()
+        >>> x.grad
+        tensor([0., 0.])
+        >>> functx.vmap(functx.hessian(energy))(torch.zeros(1, 2))
+        tensor([[[2., 0.],
+                 [0., 2.]]])
+    """
+    if isinstance(g, (jax.Array, Tensor)) or not callable(g):
+        raise TypeError(
+            f"from_jax takes a JAX function, not {type(g).__name__}; to convert an array use"
+            " torch.from_dlpack"
+        )
+    return TorchFunction(g, static_argnums, static_argnames, enable_x64)
+
+
+class _Signature:
+    """The program of one signature, and how its results fit together.
+
+    Attributes:
+        program: ``g`` over flat arrays.
+        out_tree: the structure of its results, when it has been traced.
+        decoders: what makes each result from the array that the program returns.
+    """
+
+    def __init__(
+        self,
+        g: Callable[..., Any],
+        name: str,
+        leaves: Sequence[Leaf],
+        in_tree: Any,
+        settings: Settings,
+    ) -> None:
+        self.out_tree: Any = None
+        self.decoders: list[Callable[[Any], Any] | None] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            args, kwargs = jax.tree_util.tree_unflatten(in_tree, [x.value(given) for x in leaves])
+            outs, self.out_tree = jax.tree_util.tree_flatten(g(*args, **kwargs))
+            outs = [_result(out, name) for out in outs]
+            self.decoders = [decoder(out) for out in outs]
+            return [encode(out) for out in outs]
+
+        flat.__name__ = flat.__qualname__ = name
+        self.program = Program(flat, name, settings)
+
+    def result(self, outs: Sequence[Tensor]) -> Any:
+        """What ``g`` returned, from what the program did."""
+        values = [
+            out if decode is None else _decoded(out, decode, self.program.name)
+            for out, decode in zip(outs, self.decoders, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(self.out_tree, values)
+
+
+_numbers = itertools.count()
+_functions: weakref.WeakValueDictionary[str, TorchFunction] = weakref.WeakValueDictionary()
+
+
+class TorchFunction:
+    """A JAX function as a torch function; see :func:`from_jax`."""
+
+    def __init__(
+        self,
+        g: Callable[..., Any],
+        static_argnums: int | Sequence[int] | None,
+        static_argnames: str | Sequence[str] | None,
+        enable_x64: bool,
+    ) -> None:
+        functools.update_wrapper(self, g, updated=())
+        self.__wrapped__ = g
+        self._name = getattr(g, "__name__", type(g).__name__)
+        self._options = (static_argnums, static_argnames, enable_x64)
+        self._static = static_arguments(g, static_argnums, static_argnames)
+        self._signatures: dict[Hashable, _Signature] = {}
+        # What Dynamo calls without looking inside, made when it first comes by; it finds this
+        # function by its handle, since all of its versions take a string for a constant.
+        self._opaque: Any = None
+        self._handle = f"{self._name} {next(_numbers)}"
+        _functions[self._handle] = self
+
+    def __repr__(self) -> str:
+        return f"from_jax({self._name})"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return TorchFunction, (self.__wrapped__, *self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchFunction:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on pytrees of tensors."""
+        if torch.compiler.is_dynamo_compiling():
+            _make_opaque(self._handle)
+            return self._opaque(*_without_none((args, kwargs)))
+        return self._call(args, kwargs)
+
+    @uncompiled
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        settings = current_settings(self._options[2])
+        flat, tree = jax.tree_util.tree_flatten(mark_static(self._static, args, kwargs))
+        device = next((x.device for x in flat if isinstance(x, Tensor)), None)
+        if device is None and any(isinstance(x, jax.core.Tracer) for x in flat):
+            return self.__wrapped__(*args, **kwargs)  # called by another JAX function
+        read = [read_leaf(x, device, self._name, settings[0]) for x in flat]
+        leaves = [leaf for leaf, _ in read]
+        key = (tree, settings, tuple([leaf.key for leaf in leaves]))
+        signature = self._signatures.get(key)
+        if signature is None:
+            made = _Signature(self.__wrapped__, self._name, leaves, tree, settings)
+            signature = self._signatures.setdefault(key, made)
+        tensors = [tensor for _, tensor in read if tensor is not None]
+        return signature.result(call(signature.program, tensors))
+
+
+# Dynamo can't hand None to what it does not look inside.
+_NONE = "functx: None"
+
+
+def _without_none(tree: Any) -> Any:
+    return tree_map(lambda x: _NONE if x is None else x, tree)
+
+
+def _with_none(tree: Any) -> Any:
+    return tree_map(lambda x: None if isinstance(x, str) and x == _NONE else x, tree)
+
+
+@runs_while_tracing
+def _make_opaque(handle: str) -> bool:
+    """Dynamo is to put calls of a function into its graph as they are; what traces it looks in."""
+    f = _functions[handle]
+    if f._opaque is None:
+
+        @uncompiled
+        def opaque(args: Any, kwargs: Any) -> Any:
+            return f._call(*_with_none((args, kwargs)))
+
+        f._opaque = nonstrict_trace(opaque)
+    return True
+
+
+def _result(out: Any, name: str) -> Any:
+    if isinstance(out, Tensor):
+        raise TypeError(
+            f"from_jax: {name} returned a torch tensor; from_jax takes JAX functions, and torch"
+            " functions need no conversion"
+        )
+    try:
+        return jnp.asarray(out)
+    except TypeError as err:
+        raise TypeError(
+            f"from_jax: {name} returned a {type(out).__name__}, which is no JAX type; return arrays"
+            " in tuples, lists, dicts or registered pytrees"
+        ) from err
+
+
+def _decoded(out: Tensor, decode: Callable[[Any], Any], name: str) -> Any:
+    if not is_plain(out):
+        raise TypeError(
+            f"from_jax: {name} returned typed random keys (or an array of another type that torch"
+            " lacks) inside a torch transform; return jax.random.key_data(key) instead"
+        )
+    return decode(array_from_torch(out))

@@ -1,0 +1,318 @@
+"""A JAX program as a torch operator: what each transform does to it.
+
+``torch.ops.functx.jax_call(tensors, handle)`` is an ordinary operator of the dispatcher, so torch's
+modes (fake tensors, graph tracing, counting) see it as any other. It is never differentiated by
+torch: each rule answers with the same operator on a program that JAX derived.
+
+=================  ============================================================================
+forward mode       unpack the duals, call ``program.jvp`` once, pack duals again
+reverse mode       call ``program.forward``, attach a node that keeps inputs and residuals; its
+                   backward is a call of ``program.pullback``, or of ``program.vjp`` where that is
+                   itself recorded. NOTE [residuals] in ``programs``
+vmap               call ``program.vmapped``
+no data            shapes by ``jax.eval_shape``
+below all          hand the memory to JAX, and JAX's to torch
+=================  ============================================================================
+
+Forward and reverse mode share a kernel: that of the autograd key, which every level of
+``torch.func`` and plain autograd reach in turn, with tensors of that level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from functx import _torch
+from functx._errors import LoweringError
+from functx._torch.compiler import uncompiled
+from functx.compat._bridge import borrow, give, restored, to_jax_dtype, torch_dtype_of
+from functx.compat._from_jax.programs import PROGRAMS, Program
+from functx.compat._torch import (
+    SingleLevelFunction,
+    apply_function,
+    below_autograd,
+    below_vmap,
+    old_batch_in_front,
+    old_vmap_level,
+    redispatch,
+    with_old_batch_in_front,
+)
+
+_library = torch.library.Library("functx", "FRAGMENT")
+_library.define(
+    "jax_call(Tensor[] tensors, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_operator = torch.ops.functx.jax_call.default
+
+# Programs in graphs that torch traced: the graph knows only the handle.
+_traced: dict[str, Program] = {}
+
+
+def call(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run a program on tensors of any transform level."""
+    return list(_operator(list(tensors), program.handle))
+
+
+def program_of(handle: str) -> Program:
+    """The program with a handle.
+
+    Raises:
+        LoweringError: it is gone, or of another process.
+    """
+    program = PROGRAMS.get(handle)
+    if program is None:
+        raise LoweringError(
+            f"the JAX function {handle!r} of this graph is not in this process: graphs with"
+            " functions made by functx.compat.from_jax can't be saved and loaded"
+        )
+    return program
+
+
+@uncompiled
+def _run(tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """Below all transforms: JAX computes.
+
+    JAX may still be reading when its call returns, and torch may write to its tensors at any time:
+    wait.
+    """
+    program = program_of(handle)
+    with restored(program.settings):
+        arrays = [borrow(t, program.name) for t in tensors]
+        outs = program(arrays)
+        jax.block_until_ready(outs)
+        device = tensors[0].device if tensors else None
+        return [give(out, device) for out in outs]
+
+
+@uncompiled
+def _shapes(tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """Fake and meta tensors: JAX says which shapes and dtypes come out."""
+    program = _traced[handle] = program_of(handle)
+    with restored(program.settings):
+        avals = [
+            jax.ShapeDtypeStruct(tuple(map(int, t.shape)), to_jax_dtype(t.dtype)) for t in tensors
+        ]
+        outs = program.shapes(avals)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return [torch.empty(o.shape, dtype=torch_dtype_of(o.dtype), device=device) for o in outs]
+
+
+@uncompiled
+def _differentiate(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """One level of autograd, forward and reverse mode."""
+    program = program_of(handle)
+    needs = tuple(t.requires_grad for t in tensors)
+    recorded = torch.is_grad_enabled() and any(needs)
+    duals = _duals(tensors)
+    if duals and not recorded:
+        primals, tangents = zip(*duals)
+        results, moved = _jvp(program, primals, tangents)
+        return [
+            out if tangent is None else forward_ad.make_dual(out, tangent)
+            for out, tangent in zip(results, moved, strict=True)
+        ]
+    if not recorded:
+        return _below(keyset, tensors, program)
+    return _record(keyset, tensors, program, needs, [d.primal for d in duals])
+
+
+def _duals(tensors: Sequence[Tensor]) -> list[Any]:
+    """Primals and tangents of tensors, some of which are duals at this level; or nothing."""
+    if _torch.dual_level() < 0:
+        return []
+    duals = [forward_ad.unpack_dual(t) for t in tensors]
+    return duals if any(d.tangent is not None for d in duals) else []
+
+
+def _below(keyset: Any, tensors: Sequence[Tensor], program: Program) -> list[Tensor]:
+    with below_autograd():
+        return list(redispatch(_operator, keyset, list(tensors), program.handle))
+
+
+def _jvp(
+    program: Program, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Results, and their tangents where they can have one."""
+    jvp = program.jvp(tuple(t is not None for t in tangents))
+    outs = call(jvp, [*primals, *(t for t in tangents if t is not None)])
+    results, moved = outs[: len(jvp.info)], iter(outs[len(jvp.info) :])
+    return results, [next(moved) if has else None for has in jvp.info]
+
+
+def _record(
+    keyset: Any,
+    tensors: Sequence[Tensor],
+    program: Program,
+    needs: tuple[bool, ...],
+    primals: Sequence[Tensor],
+) -> list[Tensor]:
+    residuals, rest = None, []
+    if not program.irreversible:
+        forward = program.forward(needs)
+        try:
+            outs = _below(keyset, tensors, forward)
+        except (TypeError, ValueError, NotImplementedError):
+            # JAX can't differentiate it backwards; that is an error only if somebody asks.
+            program.irreversible = True
+        else:
+            residuals = forward.info
+            outs, rest = outs[: len(residuals.results)], outs[len(residuals.results) :]
+    if residuals is None:
+        outs = _below(keyset, tensors, program)
+    if not any(map(_is_differentiable, outs)):
+        return outs
+    node = _Node(program, needs, residuals, outs, rest, primals)
+    return list(apply_function(JaxCall, node, *tensors))
+
+
+@dataclass
+class _Node:
+    """What a node of the tape has beside tensors.
+
+    Attributes:
+        program: that ran.
+        needs: which of its inputs are differentiated.
+        residuals: of the forward half, if there is one.
+        outs: the results, until the node is attached.
+        rest: what was returned in addition, until then.
+        primals: those of the inputs, if they are duals at the level of the node.
+    """
+
+    program: Program
+    needs: tuple[bool, ...]
+    residuals: Any
+    outs: Sequence[Tensor]
+    rest: Sequence[Tensor]
+    primals: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        self.n_outs = len(self.outs)
+
+
+class JaxCall(SingleLevelFunction):
+    """A node at one level; the results exist already."""
+
+    @staticmethod
+    @uncompiled
+    def forward(ctx: Any, node: _Node, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Put the results behind the node."""
+        outs, rest = tuple(node.outs), node.rest
+        node.outs = node.rest = ()
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        kept = outs if node.residuals is not None else ()
+        ctx.save_for_backward(*tensors, *kept, *rest)
+        ctx.mark_non_differentiable(*(o for o in outs if not _is_differentiable(o)))
+        return outs
+
+    @staticmethod
+    @uncompiled
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Tangents of the results: inputs are duals at the level at which they are recorded."""
+        node: _Node = ctx.node
+        primals, node.primals = node.primals, ()
+        return tuple(_jvp(node.program, primals, tangents)[1])
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The pullback, as a call at whatever level the engine runs. NOTE [residuals]."""
+        node: _Node = ctx.node
+        needs = ctx.needs_input_grad[1:]
+        wanted = tuple(i for i, c in enumerate(cotangents) if c is not None)
+        if not wanted or not any(needs):
+            return (None, *(None for _ in needs))
+        kept = ctx.saved_tensors
+        saved = [_torch.alive(t) for t in kept]
+        given = [_torch.alive(c) for c in cotangents if c is not None]
+        inputs = saved[: len(needs)]
+        again = node.residuals is None or (
+            inputs[0] is kept[0] and _is_recorded([*inputs, *given])  # the level is alive
+        )
+        if again:
+            gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
+        else:
+            gradients = _pull_back(node, needs, wanted, saved, given)
+        results = iter(gradients)
+        return (None, *(next(results) if need else None for need in needs))
+
+
+def _is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether this level differentiates with respect to any of these."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return bool(_duals(tensors))
+
+
+def _pull_back(
+    node: _Node,
+    needs: tuple[bool, ...],
+    wanted: tuple[int, ...],
+    saved: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> list[Tensor]:
+    residuals = node.residuals
+    n = len(needs)
+    starts = {"input": 0, "result": n, "rest": n + node.n_outs}
+    arrays = [saved[starts[kind] + i] for kind, i in residuals.sources]
+    still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
+    return call(node.program.pullback(residuals, still, wanted), [*arrays, *cotangents])
+
+
+@uncompiled
+def _batch(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """One level of vmap."""
+    interpreter: Any = _torch.current_interpreter()
+    level = interpreter.level()
+    values, dims = zip(*(_torch.unwrap_batch(t, level) for t in tensors))
+    program = program_of(handle)
+    if all(dim is None for dim in dims):
+        with below_vmap():
+            return call(program, values)
+    batched = program.vmapped(dims, interpreter.batch_size())
+    with below_vmap():
+        outs = call(batched, values)
+    return [
+        out if dim is None else _torch.wrap_batch(out, dim, level)
+        for out, dim in zip(outs, batched.info, strict=True)
+    ]
+
+
+@uncompiled
+def _batch_old(keyset: Any, tensors: list[Tensor], handle: str) -> list[Tensor]:
+    """All levels of the vmap that batched backward passes of plain autograd use."""
+    return _batch_old_levels(program_of(handle), tensors, old_vmap_level())
+
+
+def _batch_old_levels(program: Program, tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    if level == 0:
+        return call(program, tensors)
+    values = [old_batch_in_front(t, level) for t in tensors]
+    sizes = [t.shape[0] for t in values]
+    size = next((n for n in sizes if n != 1), 1)
+    dims = tuple(0 if n == size else None for n in sizes)
+    batched = program.vmapped(dims, size)
+    values = [v if dim == 0 else v[0] for v, dim in zip(values, dims, strict=True)]
+    outs = _batch_old_levels(batched, values, level - 1)
+    return [
+        out if dim is None else with_old_batch_in_front(out, level)
+        for out, dim in zip(outs, batched.info, strict=True)
+    ]
+
+
+def _is_differentiable(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+_library.impl("jax_call", _run, "CompositeExplicitAutograd")
+_library.impl("jax_call", _differentiate, "Autograd", with_keyset=True)
+_library.impl("jax_call", _batch, "FuncTorchBatched", with_keyset=True)
+_library.impl("jax_call", _batch_old, "Batched", with_keyset=True)
+torch.library.register_fake("functx::jax_call", _shapes, lib=_library)

@@ -1,0 +1,1 @@
+"""functx's transforms of JAX arrays, done by JAX."""

@@ -1,0 +1,291 @@
+"""functx's transforms of JAX arrays: the same names and options, done by JAX.
+
+An option that has no meaning there raises and says what to use instead; those that only concern
+when torch frees memory are accepted, since JAX decides that by itself. Reached through
+``functx._arrays``.
+
+NOTE [names in JAX]
+A name is an operation of its own in JAX, an identity; a policy is asked about each operation
+before it is known whether a name will follow. So policies of operations do not look at names here
+(the value was judged where it was computed), and those that need both, such as "everything except
+these names", have no counterpart: they raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.ad_checkpoint import checkpoint_name as name_of_jax
+
+from functx import _torch, _tree
+from functx import checkpoint_policies as ours
+from functx._residuals import Residual, Value
+from functx._save_policies import Combined, Everything, Names
+from functx.compat import _jax
+from functx.compat._bridge import is_key
+from functx.compat._jax import is_tracing
+from functx.compat._jax_arrays import jax_loops as _jax_loops
+
+JaxPolicy = Callable[..., Any]
+
+_TORCH, _JAX = "torch tensor", "JAX array"
+
+
+def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
+    """The transforms to use for these arguments: JAX's if there are JAX arrays among them.
+
+    Without arrays of either kind, JAX's if JAX is tracing: what it traces may be closed over.
+
+    Raises:
+        TypeError: arrays of both kinds are among the arguments. Typed random keys do not count.
+    """
+    try:
+        leaves = jax.tree_util.tree_leaves((args, kwargs), lambda x: isinstance(x, Iterator))
+    except (TypeError, ValueError):  # a dict whose keys can't be sorted is no pytree of JAX
+        leaves = _tree.leaves((args, kwargs))
+    found = set(map(_kind, set(map(type, leaves))))
+    if _TORCH in found and _JAX in found:
+        if all(is_key(x) for x in leaves if isinstance(x, jax.Array)):
+            return None
+        raise TypeError(_mixed(api, args, kwargs))
+    if _JAX in found or (_TORCH not in found and is_tracing() and not _torch.tracing()):
+        return sys.modules[__name__]
+    return None
+
+
+@functools.lru_cache(1024)
+def _kind(cls: type) -> str | None:
+    if issubclass(cls, torch.Tensor):
+        return _TORCH
+    return _JAX if issubclass(cls, (jax.Array, jax.core.Tracer)) else None
+
+
+def _mixed(api: str, args: Any, kwargs: Any) -> str:
+    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    found = [(f"args{keystr(path)}", x) for path, x in leaves(args)]
+    found += [(keystr(path, simple=True, separator="."), x) for path, x in leaves(kwargs)]
+    what = ", ".join(
+        f"{name} is a {_TORCH if isinstance(x, torch.Tensor) else _JAX}"
+        for name, x in found
+        if isinstance(x, (torch.Tensor, jax.Array))
+    )
+    return (
+        f"functx.{api}: one call can't have arrays of both kinds: {what}. Convert one kind to the"
+        " other (torch.from_dlpack, jax.numpy.asarray), or the function:"
+        " functx.compat.from_jax makes a JAX function take torch tensors, to_jax the other way"
+    )
+
+
+def _refuse(api: str, option: str, value: Any, default: Any, instead: str) -> None:
+    if value is not default and value != default:
+        raise TypeError(
+            f"functx.{api}: {option}={value!r} has no meaning for JAX arrays; {instead}"
+        )
+
+
+def _without(
+    transform: Callable[..., Any], option: str, default: Any, instead: str
+) -> Callable[..., Any]:
+    """A transform of JAX, called with an option that JAX does not have."""
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        _refuse(transform.__name__, option, options.pop(option, default), default, instead)
+        return transform(*args, **options)
+
+    return chosen
+
+
+_KEYS = "JAX draws from explicit keys: split the key, and map over the keys"
+_MAP = "use jax.lax.map(..., batch_size=)"
+
+grad, value_and_grad, linearize, hessian = jax.grad, jax.value_and_grad, jax.linearize, jax.hessian
+jvp = _without(jax.jvp, "strict", False, "JAX gives zeros for what does not depend on x")
+jacrev = _without(jax.jacrev, "chunk_size", None, f"{_MAP} of the pullback")
+jacfwd = _without(jax.jacfwd, "randomness", "error", _KEYS)
+remat_scan, remat_loop = _jax_loops.scan, _jax_loops.loop
+
+
+def vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str = "error",
+    *,
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
+    _refuse("vmap", "randomness", randomness, "error", _KEYS)
+    _refuse("vmap", "chunk_size", chunk_size, None, _MAP)
+
+    def batched(*args: Any, **kwargs: Any) -> Any:
+        f = functools.partial(func, **kwargs) if kwargs else func
+        return jax.vmap(f, in_axes=in_dims, out_axes=out_dims)(*args)
+
+    return batched
+
+
+def grad_and_value(func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Any:
+    """``jax.value_and_grad``, the other way round."""
+    transformed = jax.value_and_grad(func, argnums, has_aux)
+    return lambda *args, **kwargs: transformed(*args, **kwargs)[::-1]
+
+
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """``jax.vjp``; its pullback can always be called again, and differentiated."""
+    transform: Any = jax.vjp
+    output, pullback, *aux = transform(func, *primals, has_aux=has_aux)
+
+    def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        return pullback(cotangents)
+
+    return (output, vjp_fn, *aux)
+
+
+def can_scan(state: Any) -> bool:
+    """Whether a loop's state is all arrays: a Python number stays one from step to step."""
+    return all(map(_is_array, jax.tree_util.tree_leaves(state)))
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """``jax.ad_checkpoint.checkpoint_name``."""
+    return jax.tree.map(lambda a: name_of_jax(a, name) if _is_array(a) else a, x)
+
+
+def remat(f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
+    """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
+    translated = _jax_policy(policy)
+
+    def rematted(*args: Any, **kwargs: Any) -> Any:
+        arrays, join = _parted((args, kwargs))
+        join_results: Any = None
+
+        def flat(arrays: list[Any]) -> list[Any]:
+            nonlocal join_results
+            inner_args, inner_kwargs = join(arrays)
+            outs, join_results = _parted(f(*inner_args, **inner_kwargs))
+            return outs
+
+        outs = jax.checkpoint(flat, policy=translated)(arrays)
+        return join_results(outs)
+
+    return rematted
+
+
+def _parted(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays among the leaves, and what puts such arrays in their place."""
+    leaves, spec = jax.tree_util.tree_flatten(tree)
+    others = [None if _is_array(x) else (x,) for x in leaves]
+
+    def joined(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        full = [next(given) if x is None else x[0] for x in others]
+        return jax.tree_util.tree_unflatten(spec, full)
+
+    return [x for x in leaves if _is_array(x)], joined
+
+
+def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
+    return [_residual(value, text) for value, text in _jax.saved_residuals(f, *args, **kwargs)]
+
+
+def _residual(value: Any, text: str) -> Residual:
+    source = text.removeprefix("from ").removeprefix("the ")
+    named = re.match(r"named '(.*?)' from", source)
+    made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
+    kind = "argument" if source.startswith("argument") else "constant"
+    return Residual(
+        Value(tuple(value.shape), value.dtype),
+        source,
+        nbytes=math.prod(value.shape) * value.dtype.itemsize,
+        kind="named" if named else "output" if made else kind,
+        names=(named[1],) if named else (),
+        operation="name" if named else made[1] if made else "",
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _jax_policy(policy: Any) -> JaxPolicy | None:
+    """The policy of ``jax.checkpoint`` that means the same.
+
+    Raises:
+        TypeError: JAX has none.
+    """
+    if policy is None:
+        return None
+    translated = _translate(policy)
+    if translated is None:
+        raise TypeError(
+            f"functx.remat: policy={policy!r} has no counterpart for JAX arrays. Of"
+            " functx.checkpoint_policies, those that are in jax.checkpoint_policies too have one"
+            " (but save_anything_except_these_names), what | makes of them, and what & and ~ make"
+            " of those that know no names"
+        )
+    return translated
+
+
+def _translate(policy: Any) -> JaxPolicy | None:
+    policies = jax.checkpoint_policies
+    match policy:
+        case ours.dots_saveable:
+            return policies.dots_saveable
+        case ours.dots_with_no_batch_dims_saveable:
+            return policies.dots_with_no_batch_dims_saveable
+        case Everything(saved):
+            return policies.everything_saveable if saved else policies.nothing_saveable
+        case Names(names, others=True):
+            return policies.save_any_names_but_these(*names)
+        case Names(names):
+            return policies.save_only_these_names(*names)
+        case Combined("offload", (ours.dots_with_no_batch_dims_saveable,)):
+            return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        case Combined("offload", (Names(names, others=False),)):
+            return policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=sorted(names),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        case Combined("|", (first, second)):
+            return _combined(_translate(first), _translate(second), lambda a, b: a or b)
+        case Combined("&", (first, second)) if not policy.reads_names:
+            both = _combined(_translate(first), _translate(second), lambda a, b: a and b)
+            return _of_operations(both)
+        case Combined("~", (inner,)) if not policy.reads_names:  # NOTE [names in JAX]
+            translated = _translate(inner)
+            return _of_operations(_combined(translated, translated, lambda a, _: not a))
+    return None
+
+
+def _combined(
+    first: JaxPolicy | None, second: JaxPolicy | None, rule: Callable[[Any, Any], Any]
+) -> JaxPolicy | None:
+    if first is None or second is None:
+        return None
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        said = (p(primitive, *avals, **params) for p in (first, second))
+        # An answer is true if the value is kept: JAX's "recompute" is an object, too.
+        return rule(*(type(x).__name__ != "RecomputeType" and x for x in said))
+
+    return policy
+
+
+def _of_operations(policy: JaxPolicy | None) -> JaxPolicy | None:
+    if policy is None:
+        return None
+    return lambda primitive, *avals, **params: (
+        primitive.name != "name" and policy(primitive, *avals, **params)
+    )

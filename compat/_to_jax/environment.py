@@ -1,0 +1,117 @@
+"""What a function's trace depends on besides its arguments: closures, modules, torch's settings.
+
+Invariant: two calls with equal environments would trace to the same graph, as far as can be seen
+from outside the function: its cells, defaults, bound object, partial arguments and the globals
+that its code names, less what it only counts in (``write_only_names.py``); of modules the training
+flags and the identity of every parameter and buffer.  Values of tensors are not part of it: they are
+read again at every call.  State that hides deeper (in an attribute of an arbitrary object) is
+compared by identity only.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from functx._errors import LoweringError
+from functx.compat._to_jax.write_only_names import only_written
+from functx.compat._torch import has_backward_hooks, own_tensors
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_NAMED = (torch.Tensor, torch.nn.Module, types.FunctionType, *_PLAIN)
+_DEPTH = 6
+
+
+class _Same:
+    """Hashes and compares by identity, and keeps the object alive so that its id stays its own."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.thing is other.thing
+
+
+def environment_of(f: Callable[..., Any]) -> Hashable:
+    """A hashable summary of what a trace of ``f`` depends on besides its arguments."""
+    settings = (
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
+    return settings, tuple(_summary(f, set(), _DEPTH))
+
+
+def _summary(thing: Any, seen: set[int], depth: int) -> Iterator[Hashable]:
+    if isinstance(thing, _PLAIN):
+        yield (type(thing), repr(thing)) if isinstance(thing, float) else (type(thing), thing)
+        return
+    if isinstance(thing, types.ModuleType | type) or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    yield _Same(thing)
+    if depth == 0:
+        return
+    for part in _parts(thing):
+        yield from _summary(part, seen, depth - 1)
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, torch.nn.Module):
+        for module in thing.modules():
+            if has_backward_hooks(module):
+                raise LoweringError(
+                    f"{type(module).__name__} or a parameter of it has backward hooks, which JAX's"
+                    " derivatives would leave out silently: remove them (handle.remove()), or put"
+                    " what they do to gradients into an autograd.Function"
+                )
+            yield module.training
+            yield from own_tensors(module)
+    elif isinstance(thing, types.FunctionType):
+        yield from _function_parts(thing)
+    elif isinstance(thing, types.MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, list | tuple):
+        yield from thing
+    elif isinstance(thing, dict):
+        yield from itertools.chain.from_iterable(thing.items())
+    elif callable(thing) and hasattr(thing, "__dict__"):
+        yield from vars(thing).values()
+
+
+def _function_parts(f: types.FunctionType) -> Iterator[Any]:
+    counters = only_written(f.__code__)
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a name that is bound later
+            value = None
+        yield None if name in counters and _is_count(value) else value
+    yield from f.__defaults__ or ()
+    yield from (f.__kwdefaults__ or {}).values()
+    yield getattr(f, "__wrapped__", None)
+    for name in f.__code__.co_names:
+        value = f.__globals__.get(name)
+        if isinstance(value, _NAMED) and not (name in counters and _is_count(value)):
+            yield value
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a function may write to this without writing to a tensor."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | set):
+        return not any(isinstance(x, torch.Tensor) for x in value)
+    return isinstance(value, int | float)

@@ -1,0 +1,331 @@
+"""``to_jax``: a torch function as a JAX function.
+
+The function is traced once for each signature (structure, shapes, dtypes, static arguments, and
+what ``environment`` sees around it), lowered, and kept.  Tensors that it closes over are no part of
+the trace: their values are read at every call, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+
+from functx.compat._bridge import (
+    array_from_torch,
+    as_module,
+    check_fits,
+    function_of,
+    function_with_buffers,
+    is_still,
+    state_of,
+    teach_jax,
+    to_jax_dtype,
+    to_torch_dtype,
+)
+from functx.compat._jax import x64_enabled
+from functx.compat._to_jax.environment import environment_of
+from functx.compat._to_jax.interpreter import Interpreter, Observe
+from functx.compat._to_jax.refusals import check
+from functx.compat._to_jax.trace.trace import Program, Spec, trace
+from functx.compat._torch import original_of, version_of
+from functx.compat.random._rounding import lowering
+
+_STATIC = (bool, int, float, complex, str, bytes, type(None))
+_MOST_PROGRAMS = 128
+
+
+def to_jax(
+    f: Callable[..., Any] | torch.nn.Module | ExportedProgram,
+    *,
+    rng: bool = False,
+    buffers: bool = False,
+) -> Any:
+    """Turn a torch function, module or exported program into a JAX function.
+
+    The result takes and returns pytrees of JAX arrays in place of torch tensors and works under
+    ``jax.jit``, ``grad``, ``vmap``, ``jvp``, ``vjp``, ``hessian``, ``lax.scan`` and
+    ``jax.checkpoint``.  A :func:`functx.remat` region inside becomes ``jax.checkpoint`` at the same
+    cut.  Gradients stop where torch's stop: at ``detach`` and in ``no_grad`` blocks.  A custom
+    ``autograd.Function`` keeps its own backward and jvp; without a jvp, forward mode is the
+    transpose of its backward.  Hooks that see gradients are refused.  A function that asks for
+    ``requires_grad`` and the like, which is traced twice then, is answered as if derivatives were
+    taken of all its floating-point arguments.
+
+    Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
+    seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
+    Python numbers, strings and flags are static: another value traces again, as does a rebound
+    tensor or module.  State in attributes of other objects is read when tracing, not at each call.
+    With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``, and what is computed
+    of it wraps at 32 bits.  Of what ``torch.compile`` made the original is taken.  A write to an
+    argument stays inside the call (with a warning, since the caller will not see it).  What a
+    ``torch.distributions`` object refuses with a ``ValueError`` makes all floating-point results
+    NaN, since JAX compiles before it sees data.
+
+    Args:
+        f: a torch function of pytrees of tensors, a module, or what ``torch.export`` made of one.
+        rng: whether ``f`` draws random numbers.  The JAX function then takes a ``jax.random`` key,
+            before all other arguments or as ``rng=``.  Equal keys give equal draws, also in a
+            recompute; under ``jax.vmap``, keys that are mapped over give each example its own.
+            Within ``f`` draws repeat where torch's would: at a generator's restored state.
+        buffers: whether a module's buffers are arguments and results too.  Needed where it writes
+            to them (the running statistics of normalisation layers in training).
+
+    Returns:
+        For a function, the JAX function.  For a module the pair ``(params, fn)``: its parameters by
+        name as JAX arrays, and ``fn(params, *args, **kwargs)``; buffers are closed over, unless
+        ``params`` has their names too.  Parameters that are tied are one.  With ``buffers`` the
+        triple ``(params, buffers, fn)``, and ``fn(params, buffers, *args, **kwargs)`` returns
+        ``(result, new_buffers)``.
+
+    Raises:
+        TypeError: if ``f`` is not callable; at a call, if given a torch tensor.
+        ValueError: for ``buffers`` without a module.
+        LoweringError: at the first call with a new signature, if the function can't be expressed:
+            the message lists every operation without a rule.
+
+    Example:
+        >>> import torch, jax, jax.numpy as jnp
+        >>> from functx.compat import to_jax
+        >>> square = to_jax(lambda x: (x * x).sum())
+        >>> jax.jit(jax.grad(square))(jnp.arange(3.0)).tolist()
+        [0.0, 2.0, 4.0]
+        >>> params, fn = to_jax(torch.nn.Linear(3, 2))
+        >>> {name: p.shape for name, p in params.items()}
+        {'weight': (2, 3), 'bias': (2,)}
+        >>> fn(params, jnp.ones((5, 3))).shape
+        (5, 2)
+        >>> params, buffers, fn = to_jax(torch.nn.BatchNorm1d(3), buffers=True)
+        >>> y, buffers = fn(params, buffers, jnp.ones((5, 3)))
+        >>> int(buffers["num_batches_tracked"])
+        1
+    """
+    f = original_of(f)
+    module = as_module(f)
+    if module is not None:
+        params, state = state_of(module)
+        if buffers:
+            return params, state, Lowered(function_with_buffers(module), rng)
+        return params, Lowered(function_of(module), rng)
+    if buffers:
+        raise ValueError("to_jax(f, buffers=True) is for modules: a function has no buffers")
+    if isinstance(f, jax.Array | torch.Tensor) or not callable(f):
+        raise TypeError(
+            f"to_jax takes a torch function, module or exported program, not {type(f).__name__};"
+            " to convert an array use jnp.asarray"
+        )
+    return Lowered(f, rng)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One traced signature of a function.
+
+    Attributes:
+        program: the graph.
+        out_leaves: for each output leaf its number among the graph's outputs, or the static value.
+        out_tree: the structure of the result.
+        run: evaluates the graph: ``run(inputs, captures, key)``.
+    """
+
+    program: Program
+    out_leaves: tuple[tuple[bool, Any], ...]
+    out_tree: Any
+    run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The function's result from the graph's outputs."""
+        leaves = [outputs[value] if traced else value for traced, value in self.out_leaves]
+        return jax.tree_util.tree_unflatten(self.out_tree, leaves)
+
+
+class Lowered:
+    """A torch function as a JAX function; see :func:`to_jax`."""
+
+    def __init__(self, f: Callable[..., Any], rng: bool = False) -> None:
+        self.__wrapped__ = f
+        self._rng = rng
+        self.__name__ = getattr(f, "__name__", type(f).__name__)
+        self.__doc__ = getattr(f, "__doc__", None)
+        self._programs: dict[Hashable, Traced] = {}
+        self._arrays: dict[int, tuple[torch.Tensor, Hashable, jax.Array]] = {}
+
+    def __repr__(self) -> str:
+        return f"to_jax({self.__name__})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on pytrees of JAX arrays."""
+        key, args, kwargs = self._split(args, kwargs)
+        traced, arrays = self._prepare(args, kwargs)
+        return traced.result(traced.run(arrays, self.captured(traced.program), key))
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        if not self._rng:
+            return None, args, kwargs
+        if _is_key(kwargs.get("rng")):
+            kwargs = dict(kwargs)
+            return kwargs.pop("rng"), args, kwargs
+        if not args or not _is_key(args[0]):
+            raise TypeError(
+                f"{self!r} takes a jax.random key, as its first argument or as rng=:"
+                " jax.random.key(seed)"
+            )
+        return args[0], args[1:], kwargs
+
+    def observed(self, observe: Observe, *args: Any) -> Any:
+        """Call without ``jit``, showing the operands of each outermost region to ``observe``."""
+        traced, arrays = self._prepare(args, {})
+        inputs = [*arrays, *self.captured(traced.program)]
+        return traced.result(Interpreter(observe).run(traced.program.module, inputs))
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The traced program for these arguments."""
+        return self._prepare(args, kwargs)[0].program
+
+    def _prepare(self, args: Any, kwargs: dict[str, Any]) -> tuple[Traced, list[Any]]:
+        while teach_jax((args, kwargs)):
+            pass
+        paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        leaves = [_leaf(self, path, leaf) for path, leaf in paths]
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        kinds = tuple(
+            Spec(x.shape, to_torch_dtype(x.dtype)) if isinstance(x, jax.Array) else (type(x), x)
+            for x in leaves
+        )
+        key = (kinds, tree, x64_enabled(), environment_of(self.__wrapped__))
+        if key not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+                self._arrays.clear()
+            self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng)
+        return self._programs[key], arrays
+
+    def captured(self, program: Program) -> list[jax.Array]:
+        """The current values of the tensors that a program closes over."""
+        return [self._array(t) for t in program.captures]
+
+    def _array(self, tensor: torch.Tensor) -> jax.Array:
+        state = (version_of(tensor), tensor.data_ptr(), x64_enabled())
+        held = self._arrays.get(id(tensor))
+        if held is None or held[1] != state or not is_still(held[2], tensor):
+            array = array_from_torch(tensor, f"a tensor closed over by {self.__name__}")
+            held = self._arrays[id(tensor)] = (tensor, state, array)
+        return held[2]
+
+
+def _is_key(x: Any) -> bool:
+    if not isinstance(x, jax.Array):
+        return False
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) or (
+        x.dtype == jnp.uint32 and x.ndim == 1
+    )
+
+
+def _leaf(f: Lowered, path: Any, x: Any) -> Any:
+    where = f"{f.__name__}: the argument at {jax.tree_util.keystr(path)}"
+    if isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{where} is a torch tensor, but a function made by to_jax takes JAX arrays: convert it"
+            " with jnp.asarray(x.numpy()), or call the torch function itself"
+        )
+    if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _words(x, where)
+        # Weak types would leak into results, and a scan's carry must keep its type.
+        return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+    if isinstance(x, np.ndarray | np.generic):
+        check_fits(np.asarray(x), where)
+        return jnp.asarray(x)
+    if isinstance(x, _STATIC):
+        return x
+    try:
+        hash(x)
+    except TypeError:
+        raise TypeError(
+            f"{where} is a {type(x).__name__}, neither an array nor hashable; register it as a JAX"
+            " pytree, or make it hashable to pass it as a static value"
+        ) from None
+    return x
+
+
+def _words(key: jax.Array, where: str) -> jax.Array:
+    """A typed key as the pair of words that :mod:`functx.compat.random` takes."""
+    kind = str(jax.random.key_impl(key))
+    if kind != "threefry2x32":
+        raise TypeError(
+            f"{where} is a key of {kind}; functx.compat.random knows threefry2x32: make it with"
+            " jax.random.key(seed, impl='threefry2x32')"
+        )
+    return jax.random.key_data(key)
+
+
+def _trace(
+    f: Callable[..., Any], leaves: list[Any], kinds: Sequence[Any], tree: Any, rng: bool
+) -> Traced:
+    out_leaves: list[tuple[bool, Any]] = []
+    out_tree: Any = None
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal out_tree
+        feed = iter(tensors)
+        full = [next(feed) if isinstance(x, jax.Array) else x for x in leaves]
+        args, kwargs = jax.tree_util.tree_unflatten(tree, full)
+        result = f(*args, **kwargs)
+        while teach_jax(result):
+            pass
+        flat_result, out_tree = jax.tree_util.tree_flatten(result)
+        outputs: list[torch.Tensor] = []
+        out_leaves.clear()
+        for leaf in flat_result:
+            if isinstance(leaf, torch.Tensor):
+                out_leaves.append((True, len(outputs)))
+                outputs.append(leaf)
+            elif isinstance(leaf, _STATIC):
+                out_leaves.append((False, leaf))
+            else:
+                raise TypeError(
+                    f"{getattr(f, '__name__', f)} returned a {type(leaf).__name__}, which JAX can't"
+                    " take apart: return tensors in tuples, lists, dicts or registered pytrees (and"
+                    " no cache: call a Hugging Face model with use_cache=False)"
+                )
+        return outputs
+
+    specs = [kind for kind in kinds if isinstance(kind, Spec)]
+    device = _device(f)
+    name = getattr(f, "__name__", type(f).__name__)
+    with torch.enable_grad(), torch.inference_mode(False), lowering():
+        program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs], name)
+    check(program, rng)
+    for spec in specs:
+        to_jax_dtype(spec.dtype)
+
+    def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
+        return Interpreter(rng=key).run(program.module, [*inputs, *captures])
+
+    return Traced(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))
+
+
+def _device(f: Callable[..., Any]) -> str:
+    """The device that closed-over modules live on; inputs are traced as if they were there."""
+    holder = getattr(f, "__self__", f)
+    cells = [c.cell_contents for c in getattr(f, "__closure__", None) or () if _is_set(c)]
+    for thing in (holder, *cells):
+        tensors = thing.parameters() if isinstance(thing, torch.nn.Module) else [thing]
+        for t in tensors:
+            if isinstance(t, torch.Tensor):
+                return str(t.device)
+    return "cpu"
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

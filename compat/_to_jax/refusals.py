@@ -1,0 +1,127 @@
+"""Before a graph is interpreted: everything that JAX can't say, in one error.
+
+Invariant: a program that passes has a rule for every operation, and 64-bit floats only if x64 is
+on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from functx._errors import LoweringError
+from functx.compat._bridge import ENABLE_X64, WIDE_FLOATS, WIDE_INTEGERS
+from functx.compat._jax import x64_enabled
+from functx.compat._to_jax.interpreter import NEEDS_KEY
+from functx.compat._to_jax.rules.table import lookup
+from functx.compat._to_jax.trace.nodes import custom_function_of, is_region, modules_of
+from functx.compat._to_jax.trace.trace import Program
+from functx.compat._torch import OpOverload, typed_arguments
+
+aten = torch.ops.aten
+_ALL_BITS = (aten.random.default, aten.random_.default)
+_OTHER_BITS = (aten.view.dtype,)
+_SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
+
+
+def check(program: Program, rng: bool = False) -> None:
+    """Raise one error that lists every reason why a program can't be lowered.
+
+    Args:
+        program: the traced program.
+        rng: whether a random key will be there.
+
+    Raises:
+        LoweringError: naming all operations without a rule, all refused ones, and the rest.
+    """
+    problems = [*_operations(program), *_random(program, rng), *_wide(program)]
+    if problems:
+        raise LoweringError("can't be lowered to JAX:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _calls(program: Program) -> list[Node]:
+    graphs = [m.graph for m in modules_of(program.module)]
+    return [n for g in graphs for n in g.nodes if n.op == "call_function"]
+
+
+def _operations(program: Program) -> list[str]:
+    missing: Counter[str] = Counter()
+    for node in _calls(program):
+        if node.target is operator.getitem or is_region(node) or custom_function_of(node):
+            continue
+        op = node.target
+        if not isinstance(op, OpOverload) or lookup(op) is None:
+            missing[str(op)] += 1
+    if not missing:
+        return []
+    counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
+    return [f"{len(missing)} operations have no rule: {counts}"]
+
+
+def _random(program: Program, rng: bool) -> list[str]:
+    if rng:
+        return []
+    ops = [n.target for n in _calls(program) if isinstance(n.target, OpOverload)]
+    found = {str(op) for op in ops if (known := lookup(op)) is not None and known.random}
+    if not found:
+        return []
+    return [f"random operations ({', '.join(sorted(found))}) need a key: {NEEDS_KEY}"]
+
+
+def _values(node: Node) -> list[torch.Tensor]:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _wide(program: Program) -> list[str]:
+    """What 64 bits would be narrowed, or cut off, with x64 off."""
+    if x64_enabled():
+        return []
+    floats: set[str] = set()
+    integers: set[str] = set()
+    for node in _calls(program):
+        if node.target is operator.getitem:
+            continue
+        floats |= {f"{node.target} ({v.dtype})" for v in _values(node) if v.dtype in WIDE_FLOATS}
+        if isinstance(node.target, OpOverload):
+            integers |= {f"{node.target} ({what})" for what in _wide_integers(node)}
+    problems = []
+    if floats:
+        narrowed = ", ".join(sorted(floats))
+        problems.append(f"64-bit values, which JAX would narrow silently: {narrowed}; {ENABLE_X64}")
+    if integers:
+        problems.append(
+            "64-bit integers, which JAX has no room for while 64-bit types are off:"
+            f" {', '.join(sorted(integers))}; {ENABLE_X64}"
+        )
+    return problems
+
+
+def _wide_integers(node: Node) -> list[str]:
+    """What a node needs more than 32 bits of its integers for."""
+    op: Any = node.target
+    out = [v.dtype in WIDE_INTEGERS for v in _values(node)]
+    read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in _values(n)]
+    if not any(out + read):
+        return []
+    if op in _ALL_BITS:
+        return ["all bits of torch.int64"]
+    if op in _OTHER_BITS:
+        return ["other dtypes of the same bits"]
+    rule = lookup(op)
+    draws = rule is not None and rule.random
+    if not any(out) and rule is not None and rule.cast:
+        return []  # the numbers are taken in the dtype of the result
+    return [
+        str(x)
+        for kind, x in typed_arguments(op, node.args, node.kwargs)
+        if (isinstance(x, int) or (isinstance(x, float) and any(out)))
+        and not -(1 << 31) <= x < (32 if op in _SHIFTS else 1 << 31)
+        # Of sizes and ends of slices, the greatest number there is means all of them.
+        and (draws or "int" not in kind)
+    ]

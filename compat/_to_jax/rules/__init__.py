@@ -1,0 +1,1 @@
+"""Rules: what each ATen operation is in JAX, a file a family."""

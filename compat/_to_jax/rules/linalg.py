@@ -1,0 +1,257 @@
+"""Matrix products, factorizations and solvers.
+
+Products accumulate in the precision of their operands (``highest``), so that float32 agrees with
+torch on devices where JAX's default is lower.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import jax.scipy.linalg as jsl
+import numpy as np
+from jax import lax
+
+from functx.compat._to_jax.rules.reductions import vector_norm
+from functx.compat._to_jax.rules.table import rule, rules
+from functx.compat._to_jax.rules.views import straight_through
+
+matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+rules({"mm bmm mv dot": matmul}, cast=True)
+
+
+def _adjoint(m: Any) -> Any:
+    return jnp.conj(jnp.swapaxes(m, -1, -2))
+
+
+def _no_errors(a: Any) -> Any:
+    """Nothing is raised from data: a singular matrix gives NaN or infinity."""
+    return jnp.zeros(a.shape[:-2], jnp.int32)
+
+
+@rule("addmm", "addmv", "baddbmm", "addbmm")
+def _addmm(x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, ctx: Any) -> Any:
+    product = matmul(a, b)
+    product = product.sum(0) if product.ndim > len(ctx.shape) else product
+    product = product if alpha == 1 else alpha * product
+    # beta == 0 means that x is not read, also where it is NaN.
+    return product if beta == 0 else (x if beta == 1 else beta * x) + product
+
+
+@rule("linalg_cholesky_ex")
+def _cholesky_ex(a: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
+    factor = jnp.linalg.cholesky(a)
+    return _adjoint(factor) if upper else factor, _no_errors(a)
+
+
+@rule("cholesky_solve")
+def _cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
+    lower = _adjoint(factor) if upper else factor
+    y = _triangular(lower, b, upper=False)
+    return _triangular(_adjoint(lower), y, upper=True)
+
+
+@rule("cholesky_inverse")
+def _cholesky_inverse(factor: Any, upper: bool = False) -> Any:
+    eye = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
+    return _cholesky_solve(eye, factor, upper)
+
+
+def _same_batch(a: Any, b: Any) -> tuple[Any, Any]:
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return tuple(jnp.broadcast_to(m, (*batch, *m.shape[-2:])) for m in (a, b))  # type: ignore[return-value]
+
+
+def _triangular(a: Any, b: Any, *, upper: bool, unit: bool = False) -> Any:
+    a, b = _same_batch(jnp.triu(a) if upper else jnp.tril(a), b)
+    return lax.linalg.triangular_solve(a, b, left_side=True, lower=not upper, unit_diagonal=unit)
+
+
+@rule("linalg_solve_triangular")
+def _solve_triangular(
+    a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Any:
+    if left:
+        return _triangular(a, b, upper=upper, unit=unitriangular)
+    return _triangular(a.mT, b.mT, upper=not upper, unit=unitriangular).mT
+
+
+@rule("triangular_solve")
+def _triangular_solve(
+    b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> Any:
+    m = jnp.triu(a) if upper else jnp.tril(a)
+    m, upper = (m.mT, not upper) if transpose else (m, upper)
+    out = _triangular(m, b, upper=upper, unit=unitriangular)
+    return out, jnp.broadcast_to(a, (*out.shape[:-2], *a.shape[-2:]))
+
+
+def _solve(a: Any, b: Any, left: bool) -> Any:
+    if not left:
+        return _solve(a.mT, b.mT, True).mT
+    vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    out = jnp.linalg.solve(*_same_batch(a, b[..., None] if vector else b))
+    return out[..., 0] if vector else out
+
+
+def _packed(a: Any) -> tuple[Any, Any]:
+    lu, pivots, _ = lax.linalg.lu(lax.stop_gradient(a))
+    return lu, pivots + 1
+
+
+@rule("_linalg_solve_ex")
+def _solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+    return _solve(a, b, left), *_packed(a), _no_errors(a)
+
+
+@rule("_linalg_det")
+def _det(a: Any) -> Any:
+    return jnp.linalg.det(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype), *_packed(a)
+
+
+@rule("linalg_lu_factor_ex")
+def _lu_factor(a: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
+    lu, pivots, _ = lax.linalg.lu(a)
+    return lu, pivots + 1, _no_errors(a)
+
+
+def _unpack(lu: Any, permutation: Any) -> tuple[Any, Any, Any]:
+    m, k = lu.shape[-2], min(lu.shape[-2:])
+    lower = jnp.tril(lu[..., :k], -1) + jnp.eye(m, k, dtype=lu.dtype)
+    return jnp.eye(m, dtype=lu.dtype)[permutation].mT, lower, jnp.triu(lu[..., :k, :])
+
+
+@rule("linalg_lu")
+def _lu(a: Any, *, pivot: bool = True) -> Any:
+    lu, _, permutation = lax.linalg.lu(a)
+    return _unpack(lu, permutation)
+
+
+@rule("lu_unpack")
+def _lu_unpack(lu: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+    permutation = lax.linalg.lu_pivots_to_permutation((pivots - 1).astype(jnp.int32), lu.shape[-2])
+    p, lower, upper = _unpack(lu, permutation)
+    empty = jnp.zeros((0,), lu.dtype)
+    data = (lower, upper) if unpack_data else (empty, empty)
+    return (p if unpack_pivots else empty, *data)
+
+
+@rule("linalg_lu_solve")
+def _lu_solve(lu: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+    p, lower, upper = _lu_unpack(lu, pivots)
+    a = matmul(p, matmul(lower, upper))
+    return _solve(_adjoint(a) if adjoint else a, b, left)
+
+
+@rule("linalg_qr")
+def _qr(a: Any, mode: str = "reduced") -> Any:
+    if mode == "r":
+        return jnp.zeros((0,), a.dtype), jnp.linalg.qr(a, "r")
+    return tuple(jnp.linalg.qr(a, mode))
+
+
+def _hermitian(a: Any, lower: bool) -> Any:
+    """The matrix that one triangle stands for; derivatives are those of the whole of ``a``."""
+    half = jnp.tril(a, -1) if lower else jnp.triu(a, 1)
+    diagonal = jnp.real(jnp.diagonal(a, axis1=-2, axis2=-1))
+    full = half + _adjoint(half) + diagonal[..., None] * jnp.eye(a.shape[-1], dtype=a.dtype)
+    return straight_through(lax.stop_gradient(full), a)
+
+
+@rule("_linalg_eigh")
+def _eigh(a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
+    w, v = jnp.linalg.eigh(_hermitian(a, uplo.upper() == "L"), symmetrize_input=False)
+    return w, v if compute_v else jnp.zeros((0,), a.dtype)
+
+
+@rule("_linalg_svd")
+def _svd(
+    a: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None
+) -> Any:
+    if compute_uv:
+        return tuple(jnp.linalg.svd(a, full_matrices=full_matrices))
+    empty = jnp.zeros((0,), a.dtype)
+    return empty, jnp.linalg.svd(a, compute_uv=False), empty
+
+
+@rule("linalg_matrix_exp")
+def _matrix_exp(a: Any) -> Any:
+    return jnp.vectorize(jsl.expm, signature="(n,n)->(n,n)")(a) if a.size else a
+
+
+@rule("linalg_pinv.atol_rtol_tensor")
+def _pinv(a: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    a = _hermitian(a, True) if hermitian else a
+    u, s, vh = jnp.linalg.svd(a, full_matrices=False)
+    default = max(a.shape[-2:]) * np.finfo(a.dtype).eps if atol is None else 0.0
+    relative = default if rtol is None else jnp.asarray(rtol)[..., None]
+    absolute = jnp.asarray(0.0 if atol is None else atol)[..., None]
+    there = s > jnp.maximum(absolute, relative * s[..., :1])
+    inverse = jnp.where(there, 1 / jnp.where(there, s, 1), 0)
+    return matmul(_adjoint(vh) * inverse[..., None, :], _adjoint(u))
+
+
+@rule("linalg_householder_product")
+def _householder(a: Any, tau: Any) -> Any:
+    # lax's operation has no derivative: multiply the reflections onto the identity, last first.
+    m, n = a.shape[-2:]
+    return _ormqr(a, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=a.dtype), a.shape))
+
+
+@rule("ormqr")
+def _ormqr(a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False) -> Any:
+    if not left:
+        return _adjoint(_ormqr(a, tau, _adjoint(c), True, not transpose))
+    place = np.arange(a.shape[-2])
+    order = range(tau.shape[-1])
+    for i in order if transpose else reversed(order):
+        v = jnp.where(place > i, a[..., :, i], 0) + (place == i).astype(a.dtype)
+        t = jnp.conj(tau[..., i]) if transpose else tau[..., i]
+        projected = jnp.sum(jnp.conj(v)[..., None] * c, -2, keepdims=True)
+        c = c - t[..., None, None] * v[..., None] * projected
+    return c
+
+
+@rule("linalg_cross")
+def _cross(a: Any, b: Any, *, dim: int = -1) -> Any:
+    a, b = jnp.broadcast_arrays(a, b)
+    return jnp.cross(a, b, axis=dim)
+
+
+@rule("_cdist_forward", "_euclidean_dist")
+def _cdist(a: Any, b: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    return vector_norm(a[..., :, None, :] - b[..., None, :, :], p, (-1,), False)
+
+
+@rule("_pdist_forward")
+def _pdist(a: Any, p: float = 2.0) -> Any:
+    rows, columns = np.triu_indices(a.shape[0], 1)
+    return vector_norm(a[rows] - a[columns], p, (-1,), False)
+
+
+@rule("_trilinear")
+def _trilinear(
+    a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any,
+    unroll_dim: int = 1,
+) -> Any:  # fmt: skip
+    x, y, z = (
+        jnp.expand_dims(x, tuple(dims)) for x, dims in ((a, expand1), (b, expand2), (c, expand3))
+    )
+    return jnp.sum(x * y * z, tuple(sumdim))
+
+
+rules(
+    {
+        "_linalg_check_errors": lambda *_, **__: None,
+        "_linalg_slogdet": lambda a: (*jnp.linalg.slogdet(a), *_packed(a)),
+        "cholesky": lambda a, upper=False: _cholesky_ex(a, upper=upper)[0],
+        "linalg_eig": lambda a: lax.linalg.eig(
+            a, compute_left_eigenvectors=False, enable_eigvec_derivs=True
+        ),
+        "linalg_eigvals _linalg_eigvals": jnp.linalg.eigvals,
+        "linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _no_errors(a)),
+        "vdot": partial(jnp.vdot, precision=lax.Precision.HIGHEST),
+    }
+)

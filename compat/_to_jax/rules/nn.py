@@ -1,0 +1,138 @@
+"""Losses, attention and the fused LSTM that torch's decomposition of recurrent layers ends in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from functx._errors import LoweringError
+from functx.compat._to_jax.rules.linalg import matmul
+from functx.compat._to_jax.rules.table import rule
+
+_NONE, _MEAN = 0, 1
+
+
+def _reduce(loss: Any, reduction: int) -> Any:
+    if reduction == _NONE:
+        return loss
+    return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
+
+
+@rule("binary_cross_entropy")
+def _bce(x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> Any:
+    # torch clamps the logarithms at -100, and their derivatives by an epsilon.
+    loss = -(y * _log_clamped(x) + (1 - y) * _log_clamped(1 - x))
+    return _reduce(loss if weight is None else loss * weight, reduction)
+
+
+@jax.custom_jvp
+def _log_clamped(x: Any) -> Any:
+    return jnp.maximum(jnp.log(x), -100)
+
+
+@_log_clamped.defjvp
+def _log_clamped_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (t,) = primals, tangents
+    return _log_clamped(x), t / jnp.maximum(x, 1e-12)
+
+
+@rule("multilabel_margin_loss_forward")
+def _multilabel(x: Any, target: Any, reduction: int = _MEAN) -> Any:
+    # Not torch's decomposition, in which what follows the first negative label counts.
+    rows, labels = (jnp.atleast_2d(a) for a in (x, target))
+    real = jnp.cumsum(labels < 0, -1) == 0
+    named = jnp.where(real, labels, 0)
+    hot = jax.nn.one_hot(named, rows.shape[-1], dtype=bool) & real[..., None]
+    is_target = jnp.any(hot, 1)
+    picked = jnp.take_along_axis(rows, named, -1)
+    margins = 1 - picked[:, :, None] + rows[:, None, :]
+    counts = real[:, :, None] & ~is_target[:, None, :] & (margins > 0)
+    loss = jnp.sum(jnp.where(counts, margins, 0), (1, 2)) / rows.shape[-1]
+    loss = loss.reshape(target.shape[:-1])
+    return _reduce(loss, reduction), is_target.reshape(target.shape).astype(x.dtype)
+
+
+@rule("multilabel_margin_loss_backward")
+def _multilabel_backward(g: Any, x: Any, target: Any, reduction: int, is_target: Any) -> Any:
+    return jax.vjp(lambda x: _multilabel(x, target, reduction)[0], x)[1](g)[0]
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None
+) -> tuple[Any, Any]:
+    """Softmax attention over the last two axes, and its log normaliser."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:  # groups of queries share keys and values
+        k, v = (jnp.repeat(x, q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = matmul(q, jnp.swapaxes(k, -1, -2)) * scale
+    if causal:
+        keep = np.tril(np.ones(scores.shape[-2:], bool))
+        scores = jnp.where(keep, scores, -jnp.inf)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
+    top = jnp.max(lax.stop_gradient(scores), -1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    e = jnp.exp(scores - top)
+    total = jnp.sum(e, -1, keepdims=True)
+    # A row without any key gives zeros, not NaN, as torch's kernels do.
+    weights = jnp.where(total == 0, 0, e / jnp.where(total == 0, 1, total))
+    log_total = jnp.log(jnp.where(total == 0, 1, total)) + top
+    return matmul(weights, v), log_total[..., 0]
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu")
+def _flash(
+    q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False,
+    *, attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    _no_dropout(dropout_p)
+    return _attention(q, k, v, attn_mask, is_causal, scale)
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu_backward")
+def _flash_backward(
+    g: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool,
+    *, attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    _no_dropout(dropout_p)
+    run = lambda q, k, v: _attention(q, k, v, attn_mask, is_causal, scale)[0]  # noqa: E731
+    return jax.vjp(run, q, k, v)[1](g)
+
+
+def _no_dropout(p: float) -> None:
+    if p:
+        raise LoweringError(f"attention with dropout_p={p} draws random numbers; use dropout_p=0")
+
+
+def _lstm(tensors: Any, reverse: bool, has_biases: bool) -> Any:
+    """One layer in one direction: ``x`` is (time, batch, features)."""
+    x, w, u, *biases, hx, cx = tensors
+    inputs = matmul(x, w.T) + (sum(biases) if has_biases else 0)
+
+    def step(state: Any, gates: Any) -> Any:
+        h, cell = state
+        i, f, g, o = jnp.split(gates + matmul(h, u.T), 4, -1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (h, cell), h
+
+    shape = hx.shape
+    start = hx.reshape(shape[-2:]), cx.reshape(shape[-2:])
+    (h, cell), out = lax.scan(step, start, inputs, reverse=reverse)
+    return out, h.reshape(shape), cell.reshape(shape)
+
+
+@rule("mkldnn_rnn_layer")
+def _rnn_layer(*args: Any) -> Any:
+    return (*_lstm(args[:7], args[7], args[12]), jnp.zeros((0,), jnp.uint8))
+
+
+@rule("mkldnn_rnn_layer_backward")
+def _rnn_layer_backward(*args: Any) -> Any:
+    cotangents, reverse, has_biases = args[10:13], args[13], args[17]
+    out, pull = jax.vjp(lambda *ts: _lstm(ts, reverse, has_biases), *args[:7])
+    return pull(tuple(jnp.zeros_like(o) if g is None else g for o, g in zip(out, cotangents)))

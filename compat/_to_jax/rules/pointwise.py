@@ -1,0 +1,262 @@
+"""Pointwise arithmetic, comparison and logic, with torch's values and derivatives where those jump.
+
+The derivative is zero at zero for ``abs``, one at the bounds of ``clamp``, shared equally at the
+ties of ``maximum`` and ``max``.  A NaN has sign 0; none of its derivative comes through ``clamp``,
+all of it through both sides of ``maximum``, and ``max`` gives it to the NaN.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.scipy import special
+
+from functx.compat._to_jax.rules.table import rule, rules
+
+# Functions that torch and jax.numpy have under one name, and of one meaning.
+_CAST = """
+acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+bitwise_right_shift bitwise_xor ceil copysign cos cosh deg2rad exp exp2 expm1 floor fmod gcd
+heaviside hypot lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
+round sin sinc sinh sqrt square tan tanh trunc
+"""
+_PLAIN = """
+frexp imag isfinite isinf isnan isneginf isposinf logical_and logical_not logical_or logical_xor
+real signbit
+"""
+rules({name: getattr(jnp, name) for name in _CAST.split()}, cast=True)
+rules({name: getattr(jnp, name) for name in _PLAIN.split()})
+rules({name: getattr(operator, name) for name in ("eq", "ge", "gt", "le", "lt", "ne")})
+rules(
+    {
+        "__lshift__": jnp.left_shift,
+        "__rshift__": jnp.right_shift,
+        "addcdiv": lambda x, a, b, value=1: x + value * (a / b),
+        "addcmul": lambda x, a, b, value=1: x + value * a * b,
+        "conj conj_physical _conj _conj_physical": jnp.conj,
+        "div.Tensor div.Scalar": jnp.true_divide,
+        "erf": special.erf,
+        "erfc": special.erfc,
+        "erfinv prims::erf_inv": special.erfinv,
+        "fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
+        "fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
+        "lgamma": special.gammaln,
+        "mul": jnp.multiply,
+        "neg _neg_view": jnp.negative,
+        "rsqrt": lax.rsqrt,
+        "sigmoid": jax.nn.sigmoid,
+        "special_xlog1py": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlog1py(x, y)),
+        "sub": lambda x, y, alpha=1: jnp.subtract(x, y if alpha == 1 else alpha * y),
+        "xlogy special_xlogy": lambda x, y: jnp.where(jnp.isnan(y), jnp.nan, special.xlogy(x, y)),
+    },
+    cast=True,
+)
+rules(
+    {
+        "complex": lambda a, b: lax.complex(*jnp.broadcast_arrays(a, b)),
+        "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
+        "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
+        "where": lambda condition, x, y: jnp.where(condition.astype(bool), x, y),
+    }
+)
+
+
+def _floating(*xs: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(*xs), jnp.floating))
+
+
+@rule("add", cast=True)
+def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
+    if jnp.result_type(x) == jnp.bool_:
+        return jnp.logical_or(x, y if alpha else False)
+    return jnp.add(x, y if alpha == 1 else alpha * y)
+
+
+@rule("prims::div", cast=True)
+def _quotient(x: Any, y: Any) -> Any:
+    """The quotient, of integers without its fraction."""
+    kind = jnp.result_type(x, y)
+    return lax.div(*jnp.broadcast_arrays(jnp.asarray(x, kind), jnp.asarray(y, kind)))
+
+
+@rule("div.Tensor_mode", "div.Scalar_mode", cast=True)
+def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is None:
+        return jnp.true_divide(x, y)
+    return _floor_divide(x, y) if rounding_mode == "floor" else jnp.trunc(_quotient(x, y))
+
+
+@rule("floor_divide", cast=True)
+def _floor_divide(x: Any, y: Any) -> Any:
+    """The floor of the quotient of two numbers, without a derivative."""
+    if not _floating(x, y):
+        return jnp.floor_divide(x, y)
+    # torch floors the exact quotient, not the rounded one (1 // 0.1 is 9), except where it is
+    # infinite.
+    quotient = x / y
+    exact = jnp.floor(quotient)
+    remainder = jnp.fmod(x, y)
+    low = (x - remainder) / y - jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), 1, 0)
+    rounded = jnp.where(low == 0, jnp.copysign(0.0, quotient), jnp.round(low))
+    return lax.stop_gradient(jnp.where(jnp.isfinite(quotient) & (y != 0), rounded, exact))
+
+
+@rule("pow", cast=True)
+def _pow(x: Any, y: Any) -> Any:
+    whole = isinstance(y, int | float) and float(y).is_integer() and abs(y) < 2**31
+    if whole and (y >= 0 or jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
+        return lax.integer_pow(jnp.asarray(x), int(y))
+    if isinstance(y, float) and y == 0.5:
+        return jnp.sqrt(x)
+    if jnp.issubdtype(jnp.result_type(x, y), jnp.integer):
+        # Negative exponents of integers truncate in torch; jnp has no value for them.
+        base, exponent = jnp.broadcast_arrays(jnp.asarray(x), jnp.asarray(y))
+        odd = jnp.where(exponent % 2 == 0, 1, base)
+        negative = jnp.where(abs(base) == 1, odd, 0)
+        return jnp.where(exponent >= 0, base ** jnp.maximum(exponent, 0), negative)
+    kind = jnp.result_type(x, y)
+    return _power(*jnp.broadcast_arrays(jnp.asarray(x, kind), jnp.asarray(y, kind)))
+
+
+@jax.custom_jvp
+def _power(x: Any, y: Any) -> Any:
+    return jnp.power(x, y)
+
+
+@partial(_power.defjvp, symbolic_zeros=True)
+def _power_jvp(primals: Any, tangents: Any) -> Any:
+    # Derivatives of 0 ** y are torch's: 0 in the base at y = 0, in the exponent from there on.
+    (x, y), (dx, dy) = primals, tangents
+    out = _power(x, y)
+    tangent = jnp.zeros_like(out)
+    if not isinstance(dx, SymbolicZero):
+        constant = y == 0
+        less = _power(x, jnp.where(constant, 1, y - 1))
+        tangent += dx * jnp.where(constant, 0, y * less)
+    if not isinstance(dy, SymbolicZero):
+        zero = (x == 0) & (jnp.real(y) >= 0)
+        tangent += dy * jnp.where(zero, 0, out * jnp.log(jnp.where(zero, 1, x)))
+    return out, tangent
+
+
+@rule("digamma", cast=True)
+def _digamma(x: Any) -> Any:
+    # A pole of either sign at zero, where JAX has NaN.
+    return jnp.where(x == 0, -1 / x, special.digamma(jnp.where(x == 0, 1, x)))
+
+
+@rule("round.decimals")
+def _round_decimals(x: Any, decimals: int = 0) -> Any:
+    scale = 10.0 ** abs(decimals)
+    return jnp.round(x * scale) / scale if decimals >= 0 else jnp.round(x / scale) * scale
+
+
+@rule("sign", "sgn")
+def _sign(x: Any) -> Any:
+    if _floating(x):
+        return jnp.where(jnp.isnan(x), 0, jnp.sign(x))
+    if not jnp.iscomplexobj(x):
+        return x if x.dtype == jnp.bool_ else jnp.sign(x)
+    # JAX's has no derivative, and that of the phase of a complex number is not zero.
+    safe = jnp.where(x == 0, 1, x)
+    return jnp.where(x == 0, 0, safe / jnp.abs(safe))
+
+
+@rule("angle")
+def _angle(x: Any) -> Any:
+    if jnp.iscomplexobj(x):
+        return jnp.angle(x)
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, np.pi, 0.0))
+
+
+@jax.custom_jvp
+def _magnitude(x: Any) -> Any:
+    return jnp.abs(x)
+
+
+@_magnitude.defjvp
+def _magnitude_jvp(primals: Any, tangents: Any) -> Any:
+    return _magnitude(*primals), tangents[0] * lax.stop_gradient(_sign(*primals))
+
+
+@rule("abs")
+def _abs(x: Any) -> Any:
+    if _floating(x):
+        return _magnitude(x)
+    if not jnp.iscomplexobj(x):
+        return jnp.abs(x)
+    zero = x == 0
+    return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x)))
+
+
+@jax.custom_jvp
+def _larger(x: Any, y: Any) -> Any:
+    return jnp.maximum(x, y)
+
+
+@_larger.defjvp
+def _larger_jvp(primals: Any, tangents: Any) -> Any:
+    (x, y), (dx, dy) = primals, tangents
+    share = jnp.where(x == y, 0.5, 1.0).astype(dx.dtype)
+    return _larger(x, y), jnp.where(x < y, 0, dx * share) + jnp.where(y < x, 0, dy * share)
+
+
+@rule("maximum", cast=True)
+def _maximum(x: Any, y: Any) -> Any:
+    return _larger(*jnp.broadcast_arrays(x, y)) if _floating(x, y) else jnp.maximum(x, y)
+
+
+@rule("minimum", cast=True)
+def _minimum(x: Any, y: Any) -> Any:
+    return -_larger(*jnp.broadcast_arrays(-x, -y)) if _floating(x, y) else jnp.minimum(x, y)
+
+
+@rule("clamp", "clamp_min", cast=True)
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    # Selections, not jnp.clip: at a bound the derivative is that of x.
+    if min is not None:
+        x = jnp.where(x >= min, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), min))
+    if max is not None:
+        x = jnp.where(x <= max, x, jnp.where(jnp.isnan(x), lax.stop_gradient(x), max))
+    return x
+
+
+@rule("clamp_max", cast=True)
+def _clamp_max(x: Any, max: Any) -> Any:
+    return _clamp(x, None, max)
+
+
+def _extreme(x: Any, reduce: Any) -> Any:
+    if not _floating(x):
+        return reduce(x)
+    nan = jnp.isnan(x)
+    there = jnp.any(nan)
+    shared = jnp.sum(jnp.where(nan, x, 0)) / jnp.maximum(jnp.sum(nan), 1)
+    return jnp.where(there, shared, reduce(jnp.where(there, 0, x)))
+
+
+rules({"max": lambda x: _extreme(x, jnp.max), "min": lambda x: _extreme(x, jnp.min)})
+
+
+@jax.custom_jvp
+def _modulo(x: Any, y: Any) -> Any:
+    return jnp.remainder(x, y)
+
+
+@_modulo.defjvp
+def _modulo_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX adds up two quotients that are rounded on their own.
+    (x, y), (dx, dy) = primals, tangents
+    return _modulo(x, y), dx - _floor_divide(x, y) * dy
+
+
+@rule("remainder", cast=True)
+def _remainder(x: Any, y: Any) -> Any:
+    return _modulo(*jnp.broadcast_arrays(x, y)) if _floating(x, y) else jnp.remainder(x, y)

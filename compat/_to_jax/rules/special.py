@@ -1,0 +1,167 @@
+"""Special functions: those of JAX, Bessel functions and orthogonal polynomials.
+
+Sources of the Bessel functions: Abramowitz and Stegun, chapters 9 and 10, and integral
+representations by quadrature that converges exponentially for periodic integrands (the trapezoidal
+rule).  They are accurate to float32 rounding over the range in which torch's kernels are.
+
+A polynomial is a three-term recurrence, run as a loop up to the largest degree asked for.  Degrees
+are data, so the loop has a traced bound and is not differentiated in reverse (nor is it in torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from functx.compat._to_jax.rules.table import rule, rules
+
+_POINTS = 128
+
+rules(
+    {
+        "i0 special_modified_bessel_i0 prims::bessel_i0": special.i0,
+        "igamma": special.gammainc,
+        "igammac": special.gammaincc,
+        "special_entr": special.entr,
+        "special_erfcx": lambda x: jnp.exp(x * x) * special.erfc(x),
+        "special_i0e": special.i0e,
+        "special_i1 special_modified_bessel_i1": special.i1,
+        "special_i1e": special.i1e,
+        "special_log_ndtr": special.log_ndtr,
+        "special_ndtr": special.ndtr,
+        "special_ndtri": special.ndtri,
+        "special_zeta prims::zeta": special.zeta,
+    },
+    cast=True,
+)
+
+
+rule("mvlgamma")(special.multigammaln)
+
+
+@rule("polygamma")
+def _polygamma(n: int, x: Any) -> Any:
+    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+
+
+def _mean(values: Any, weights: Any) -> Any:
+    return jnp.sum(values * jnp.asarray(weights / np.sum(weights), values.dtype), -1)
+
+
+def _trapezoid(points: int) -> tuple[Any, Any]:
+    """Points in [0, 1] and their weights."""
+    weights = np.ones(points + 1)
+    weights[[0, -1]] = 0.5
+    return np.linspace(0, 1, points + 1), weights
+
+
+def _j(x: Any, order: int) -> Any:
+    """A&S 9.1.21, the mean over [0, pi] of a function that is smooth, even and periodic."""
+    points, weights = _trapezoid(_POINTS)
+    theta = jnp.asarray(np.pi * points, x.dtype)
+    return _mean(jnp.cos(order * theta - x[..., None] * jnp.sin(theta)), weights)
+
+
+def _k(x: Any, order: int) -> Any:
+    """exp(x) K_n(x) = integral over t > 0 of exp(-x (cosh t - 1)) cosh(n t), A&S 9.6.24."""
+    # Below the smallest x the integrand is still alive far out: the range grows with log(1 / x).
+    safe = jnp.where(x > 0, x, 1.0)
+    reach = jnp.arccosh(1 + 60 / safe)
+    points, weights = _trapezoid(400)
+    t = reach[..., None] * jnp.asarray(points, x.dtype)
+    values = jnp.exp(-safe[..., None] * 2 * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t)
+    out = _mean(values, weights) * reach
+    return jnp.where(x > 0, out, jnp.where(x == 0, jnp.inf, jnp.nan))
+
+
+def _y(x: Any, order: int) -> Any:
+    """A&S 9.1.22: an oscillating part by quadrature, and a decaying one over t > 0."""
+    safe = jnp.where(x > 0, x, 1.0)
+    # Gauss-Legendre: this integrand is smooth but not periodic.
+    nodes, weights = np.polynomial.legendre.leggauss(96)
+    theta = jnp.asarray((nodes + 1) * np.pi / 2, x.dtype)
+    first = _mean(jnp.sin(safe[..., None] * jnp.sin(theta) - order * theta), weights)
+    reach = jnp.arcsinh(60 / safe)
+    t = reach[..., None] * jnp.asarray((nodes + 1) / 2, x.dtype)
+    growth = 2.0 if order == 0 else jnp.exp(t) - jnp.exp(-t)
+    second = _mean(growth * jnp.exp(-safe[..., None] * jnp.sinh(t)), weights) * reach
+    out = first - second / np.pi
+    return jnp.where(x > 0, out, jnp.where(x == 0, -jnp.inf, jnp.nan))
+
+
+rules(
+    {
+        "special_bessel_j0 prims::bessel_j0": lambda x: _j(x, 0),
+        "special_bessel_j1 prims::bessel_j1": lambda x: _j(x, 1),
+        "special_bessel_y0": lambda x: _y(x, 0),
+        "special_bessel_y1": lambda x: _y(x, 1),
+        "special_modified_bessel_k0": lambda x: jnp.exp(-x) * _k(x, 0),
+        "special_modified_bessel_k1": lambda x: jnp.exp(-x) * _k(x, 1),
+        "special_scaled_modified_bessel_k0": lambda x: _k(x, 0),
+        "special_scaled_modified_bessel_k1": lambda x: _k(x, 1),
+        "special_spherical_bessel_j0 prims::spherical_bessel_j0": lambda x: jnp.where(
+            jnp.isinf(x), 0.0, jnp.sinc(x / np.pi)
+        ),
+    },
+    cast=True,
+)
+
+Step = Callable[[Any, Any, Any, Any], Any]
+
+
+def _recurrence(first: Callable[[Any], Any], step: Step) -> Callable[[Any, Any], Any]:
+    """The polynomials p[0] = 1, p[1] = first(x), p[k + 1] = step(k, x, p[k], p[k - 1])."""
+
+    def polynomial(x: Any, n: Any) -> Any:
+        x, n = jnp.broadcast_arrays(jnp.asarray(x), jnp.asarray(n))
+        dtype = jnp.result_type(x, jnp.float32)
+        x = x.astype(dtype)
+        degree = jnp.trunc(n.astype(dtype))
+        one = jnp.ones_like(x)
+        start = first(x)
+        value = jnp.where(degree < 0, 0, jnp.where(degree == 0, one, start))
+
+        def body(k: Any, state: Any) -> Any:
+            now, before, value = state
+            after = step(k.astype(dtype), x, now, before)
+            return after, now, jnp.where(degree == k + 1, after, value)
+
+        top = jnp.max(degree, initial=0).astype(jnp.int32)
+        return lax.fori_loop(jnp.int32(1), jnp.maximum(top, 1), body, (start, one, value))[2]
+
+    return polynomial
+
+
+def _chebyshev(k: Any, x: Any, now: Any, before: Any) -> Any:
+    return 2 * x * now - before
+
+
+_POLYNOMIALS = {
+    "chebyshev_polynomial_t": _recurrence(lambda x: x, _chebyshev),
+    "chebyshev_polynomial_u": _recurrence(lambda x: 2 * x, _chebyshev),
+    "chebyshev_polynomial_v": _recurrence(lambda x: 2 * x - 1, _chebyshev),
+    "chebyshev_polynomial_w": _recurrence(lambda x: 2 * x + 1, _chebyshev),
+    "hermite_polynomial_h": _recurrence(lambda x: 2 * x, lambda k, x, p, q: 2 * (x * p - k * q)),
+    "hermite_polynomial_he": _recurrence(lambda x: x, lambda k, x, p, q: x * p - k * q),
+    "laguerre_polynomial_l": _recurrence(
+        lambda x: 1 - x, lambda k, x, p, q: ((2 * k + 1 - x) * p - k * q) / (k + 1)
+    ),
+    "legendre_polynomial_p": _recurrence(
+        lambda x: x, lambda k, x, p, q: ((2 * k + 1) * x * p - k * q) / (k + 1)
+    ),
+}
+
+
+def _shifted(polynomial: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda x, n: polynomial(2 * jnp.asarray(x) - 1, n)
+
+
+for _name, _polynomial in _POLYNOMIALS.items():
+    rule(f"special_{_name}")(_polynomial)
+    if _name.startswith("chebyshev"):
+        rule(f"special_shifted_{_name}")(_shifted(_polynomial))

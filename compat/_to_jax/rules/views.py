@@ -1,0 +1,199 @@
+"""Views, copies and new arrays: shapes, order and layout.  Strides do not exist in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from functx.compat._bridge import to_jax_dtype
+from functx.compat._to_jax.rules.table import rule, rules
+
+Ints = Sequence[int]
+
+
+def _same(x: Any, *_: Any, **__: Any) -> Any:
+    """Where only the dtype changes: the interpreter gives results the traced dtype."""
+    return x
+
+
+def _shaped(x: Any, *_: Any, ctx: Any, **__: Any) -> Any:
+    return jnp.reshape(x, ctx.shape)
+
+
+def _zeros(*_: Any, ctx: Any, **__: Any) -> Any:
+    """Also for memory that torch leaves undefined: any value is a right one."""
+    return jnp.zeros(ctx.shape, ctx.dtype)
+
+
+def _ones(*_: Any, ctx: Any, **__: Any) -> Any:
+    return jnp.ones(ctx.shape, ctx.dtype)
+
+
+@jax.custom_jvp
+def straight_through(value: Any, gradient_of: Any) -> Any:
+    """The value of one array with the derivative of another, to the bit (nothing is added)."""
+    return value
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
+    return straight_through(*primals), tangents[1]
+
+
+def _flip(x: Any, dims: Ints) -> Any:
+    return jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x
+
+
+def _permute(x: Any, dims: Ints) -> Any:
+    return jnp.transpose(x, tuple(dims)) if x.ndim else x
+
+
+rules(
+    {
+        "alias clone lift lift_fresh _to_copy prims::view_of prims::copy_strided": _same,
+        "prims::convert_element_type": _same,
+        "copy": lambda x, src, non_blocking=False: jnp.broadcast_to(src, x.shape),
+        "detach": lambda x: lax.stop_gradient(x),
+        "diagonal": jnp.diagonal,
+        "empty new_empty empty_like empty_strided new_empty_strided empty_permuted": _zeros,
+        "eye eye.m": lambda *_, ctx, **__: jnp.eye(ctx.shape[0], ctx.shape[1], dtype=ctx.dtype),
+        "flip prims::rev": _flip,
+        "functx::identity": _same,
+        "functx::straight_through": straight_through,
+        "logspace": lambda a, b, steps, base=10.0, **_: jnp.logspace(a, b, steps, base=base),
+        "ones ones_like new_ones": _ones,
+        "permute prims::transpose": _permute,
+        "prims::broadcast_in_dim": lambda x, shape, dims: lax.broadcast_in_dim(x, shape, dims),
+        "prims::collapse prims::collapse_view prims::split_dim prims::squeeze": _shaped,
+        "prims::iota": lambda n, *, start, step, **_: jnp.arange(n) * step + start,
+        "repeat": lambda x, repeats: jnp.tile(x, tuple(repeats)),
+        "scalar_tensor": lambda value, *, ctx, **_: jnp.asarray(value, ctx.dtype),
+        "select.int": lambda x, dim, i: lax.index_in_dim(x, i, dim % x.ndim, keepdims=False),
+        "split_with_sizes": lambda x, sizes, dim=0: jnp.split(x, np.cumsum(sizes)[:-1], dim),
+        "stack": lambda tensors, dim=0: jnp.stack(list(tensors), dim),
+        "t": jnp.transpose,
+        "transpose.int": lambda x, a, b: jnp.swapaxes(x, a, b) if x.ndim else x,
+        "tril": jnp.tril,
+        "tril_indices": lambda m, n, k=0, **_: jnp.stack(jnp.tril_indices(m, k, n)),
+        "triu": jnp.triu,
+        "triu_indices": lambda m, n, k=0, **_: jnp.stack(jnp.triu_indices(m, k, n)),
+        "unbind.int": lambda x, dim=0: tuple(jnp.moveaxis(x, dim, 0)),
+        "unsqueeze squeeze squeeze.dim squeeze.dims": _shaped,
+        "view reshape _unsafe_view _reshape_alias": _shaped,
+        "zeros zeros_like new_zeros zero _efficientzerotensor": _zeros,
+    }
+)
+
+
+@rule("view.dtype")
+def _view_dtype(x: Any, dtype: Any, *, ctx: Any) -> Any:
+    dtype = to_jax_dtype(dtype)
+    old, new = x.dtype.itemsize, dtype.itemsize
+    if new > old:
+        x = x.reshape(*x.shape[:-1], x.shape[-1] * old // new, new // old)
+    return jnp.reshape(lax.bitcast_convert_type(x, dtype), ctx.shape)
+
+
+@rule("expand")
+def _expand(x: Any, *_: Any, ctx: Any, **__: Any) -> Any:
+    return jnp.broadcast_to(x, ctx.shape)
+
+
+@rule("full", "full_like", "new_full", "fill")
+def _full(_: Any, *args: Any, ctx: Any, **kwargs: Any) -> Any:
+    value: Any = kwargs.get("fill_value", args[-1] if args else None)
+    return jnp.full(ctx.shape, value, ctx.dtype)
+
+
+@rule("arange", "arange.start", "arange.start_step")
+def _arange(*args: Any, ctx: Any, **kwargs: Any) -> Any:
+    # torch's decomposition counts in float64.
+    names = ("end",) if len(args) == 1 and "end" not in kwargs else ("start", "end", "step")
+    given = dict(zip(names, args)) | kwargs
+    wide = jnp.promote_types(ctx.dtype, jnp.float32)
+    whole = jnp.issubdtype(ctx.dtype, jnp.integer)
+    count = jnp.arange(ctx.shape[0]).astype(int if whole else wide)
+    return (count * given.get("step", 1) + given.get("start", 0)).astype(ctx.dtype)
+
+
+def _slice_of(x: Any, dim: int, start: int | None, end: int | None, step: int) -> Any:
+    where = [slice(None)] * x.ndim
+    where[dim] = slice(start, end, step)
+    return tuple(where)
+
+
+@rule("slice.Tensor")
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return x[_slice_of(x, dim, start, end, step)]
+
+
+@rule("slice_scatter")
+def _slice_scatter(
+    x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    return x.at[_slice_of(x, dim, start, end, step)].set(src.astype(x.dtype))
+
+
+@rule("split.Tensor")
+def _split(x: Any, size: int, dim: int = 0) -> Any:
+    n = x.shape[dim]
+    return tuple(jnp.split(x, [*range(size, n, size)] if size else [], dim))
+
+
+@rule("unfold")
+def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    if x.ndim == 0:
+        return jnp.reshape(x, (size,))
+    starts = np.arange(0, x.shape[dim] - size + 1, step)
+    windows = jnp.take(x, starts[:, None] + np.arange(size), axis=dim)
+    return jnp.moveaxis(windows, dim % x.ndim + 1, -1)
+
+
+def _strided_index(size: Ints, stride: Ints, offset: int | None) -> Any:
+    """Places in memory; right for contiguous inputs, which is what functionalized graphs pass."""
+    index = np.full(tuple(size), offset or 0)
+    for axis, (n, step) in enumerate(zip(size, stride)):
+        index = index + (np.arange(n) * step).reshape((-1,) + (1,) * (len(size) - axis - 1))
+    return index
+
+
+@rule("as_strided")
+def _as_strided(x: Any, size: Ints, stride: Ints, offset: int | None = 0) -> Any:
+    return jnp.ravel(x)[_strided_index(size, stride, offset)]
+
+
+@rule("as_strided_scatter")
+def _as_strided_scatter(x: Any, src: Any, size: Ints, stride: Ints, offset: int | None = 0) -> Any:
+    index = _strided_index(size, stride, offset)
+    return jnp.ravel(x).at[index].set(src).reshape(x.shape)
+
+
+@rule("diagonal_scatter")
+def _diagonal_scatter(x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    moved = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    n = src.shape[-1]
+    rows, columns = np.arange(n) + max(-offset, 0), np.arange(n) + max(offset, 0)
+    moved = moved.at[..., rows, columns].set(src.astype(x.dtype))
+    return jnp.moveaxis(moved, (-2, -1), (dim1, dim2))
+
+
+@rule("cat")
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    # An empty 1-d tensor concatenates with anything, an old torch rule.
+    if any(t.ndim > 1 for t in tensors):
+        tensors = [t for t in tensors if t.shape != (0,)]
+    dtype = jnp.result_type(*tensors)
+    return jnp.concatenate([t.astype(dtype) for t in tensors], dim)
+
+
+@rule("constant_pad_nd")
+def _constant_pad(x: Any, pad: Ints, value: Any = 0) -> Any:
+    config = [(0, 0, 0)] * x.ndim
+    for i in range(len(pad) // 2):
+        config[x.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
+    return lax.pad(x, jnp.asarray(value, x.dtype), config)

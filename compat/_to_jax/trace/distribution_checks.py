@@ -1,0 +1,81 @@
+"""What ``torch.distributions`` asks of its arguments, where there are no values to ask.
+
+A distribution reads whether its parameters and samples are valid as a Python number, to raise a
+``ValueError``.  A function is traced before it has data, so the answer while it is traced is that
+they are valid, and the question goes into the graph: where it turns out that they were not, every
+floating-point result of the function (or of the region in it that asked) is NaN.  Other reads of
+values, a rejection sampler's for one, are no such questions and are refused as anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from torch.fx import GraphModule, Node, has_side_effect
+
+from functx import _torch as engine
+from functx.compat._to_jax.rules.table import rule
+from functx.compat._to_jax.trace.nodes import body_of, is_region
+from functx.compat._torch import asked_by
+
+_library = torch.library.Library("functx", "FRAGMENT")
+_library.define("asked(Tensor valid) -> Tensor")
+_library.define("unless(Tensor x, Tensor[] valid) -> Tensor")
+_library.impl("asked", lambda valid: valid.clone(), "CompositeExplicitAutograd")
+_library.impl("unless", lambda x, valid: x.clone(), "CompositeExplicitAutograd")
+
+_asked = has_side_effect(torch.ops.functx.asked.default)  # nothing reads it
+_unless = torch.ops.functx.unless.default
+_ASKING = ("__init__", "_validate_sample", "check")
+
+
+def is_check(answer: torch.Tensor, again: bool) -> bool:
+    """Whether a value that is read is such an answer; if so, the graph has it from now on.
+
+    Args:
+        answer: what is read.
+        again: whether the graph has it already, from another run of the same code.
+    """
+    if not asked_by("torch.distributions", _ASKING):
+        return False
+    if engine.proxy_mode() is not None and not again:
+        _asked(answer)
+    return True
+
+
+def heed(module: GraphModule) -> None:
+    """Make the results of a graph, and of the regions in it, depend on what was asked there."""
+    graph = module.graph
+    for node in graph.nodes:
+        if is_region(node):
+            heed(body_of(node))
+    asking = [node for node in graph.nodes if node.target is _asked]
+    if not asking:
+        return
+    answers = [node.args[0] for node in asking]
+    output = next(iter(reversed(graph.nodes)))
+
+    def heeding(out: Node) -> Node:
+        value = out.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not (
+            value.is_floating_point() or value.is_complex()
+        ):
+            return out
+        with graph.inserting_before(output):
+            made = graph.call_function(_unless, (out, answers))
+        made.meta["val"] = value
+        return made
+
+    output.args = torch.fx.map_arg(output.args, heeding)
+    for node in asking:
+        graph.erase_node(node)
+    module.recompile()
+
+
+@rule("functx::unless")
+def _nan_unless(x: Any, valid: list[Any]) -> Any:
+    factor = jnp.where(jnp.all(jnp.stack([v.astype(bool) for v in valid])), 1, math.nan)
+    return x * factor.astype(x.dtype)

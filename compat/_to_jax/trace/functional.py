@@ -1,0 +1,171 @@
+"""From a traced graph to one without constants and without writes.
+
+Invariant: ``lift_constants`` leaves no tensor in a graph; ``functional`` leaves no node that
+writes.  What a node is marked with (the region's name and policy, the number of a draw) survives
+both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.func import functionalize
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.traceback import preserve_node_meta
+
+from functx._errors import LoweringError
+from functx._remat import keep_regions
+from functx.compat._to_jax.trace.nodes import (
+    attribute,
+    body_of,
+    is_region,
+    modules_of,
+    placeholders,
+)
+from functx.compat._to_jax.trace.traced_draws import draws
+from functx.compat._torch import FakeTensor, FakeTensorMode, is_mutable
+
+_MOST_PASSES = 4
+Again = Callable[[Callable[..., object], list[torch.Tensor]], GraphModule]
+"""Traces a function of some tensors."""
+
+
+def lift_constants(
+    module: GraphModule, mode: FakeTensorMode, known: Callable[[torch.Tensor], bool] | None = None
+) -> list[torch.Tensor]:
+    """Make every tensor attribute a placeholder, inside regions first; return the tensors.
+
+    Args:
+        module: the graph, which is changed.
+        mode: makes the examples of the placeholders.
+        known: whether a traced tensor is one of the graph around this.
+
+    Raises:
+        LoweringError: for a traced tensor that is not known: a value that the tracer lost.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if not is_region(node):
+            continue
+        for i, tensor in enumerate(lift_constants(body_of(node), mode, known)):
+            name = f"_lifted_{node.name}_{i}"
+            module.register_buffer(name, tensor)
+            with graph.inserting_before(node):
+                constant = graph.get_attr(name)
+            node.args = (*node.args, constant)
+    lifted: dict[int, tuple[torch.Tensor, Node]] = {}
+    last = ([None, *placeholders(module)])[-1]
+    for node in list(graph.nodes):
+        if node.op != "get_attr" or not isinstance(attribute(node), torch.Tensor):
+            continue
+        tensor = attribute(node)
+        fake = isinstance(tensor, FakeTensor)
+        if fake and not (known is not None and known(tensor)):
+            raise LoweringError(
+                "the tracer lost track of a value that depends on the inputs"
+                f" ({', '.join(str(u.target) for u in node.users)} uses it); baked in as a"
+                " constant it would make results silently wrong"
+            )
+        if id(tensor) not in lifted:
+            where = graph.inserting_after(last) if last else graph.inserting_before(None)
+            with where:
+                last = graph.placeholder(f"capture_{len(lifted)}")
+            last.meta["val"] = tensor.detach() if fake else mode.from_tensor(tensor.detach())
+            lifted[id(tensor)] = (tensor, last)
+        node.replace_all_uses_with(lifted[id(tensor)][1])
+        graph.erase_node(node)
+    module.recompile()
+    return [tensor for tensor, _ in lifted.values()]
+
+
+def _is_functional(module: GraphModule) -> bool:
+    return not any(is_mutable(node.target) for m in modules_of(module) for node in m.graph.nodes)
+
+
+def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> GraphModule:
+    """Trace a graph again, functionalized, until no node writes.
+
+    Args:
+        module: the graph.
+        again: the tracer.
+        mode: makes its inputs.
+
+    Returns:
+        The graph; writes to placeholders are left, as ``copy_`` nodes.
+
+    Raises:
+        LoweringError: if an operation has no functional form.
+    """
+    for _ in range(_MOST_PASSES):
+        if _is_functional(module):
+            break
+        specs = [p.meta["val"] for p in placeholders(module)]
+        with mode:
+            inputs = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
+        run = functionalize(Interpreter(module).run, remove="mutations")
+        try:
+            with mode, keep_regions(), torch.no_grad(), preserve_node_meta():
+                later = again(run, inputs)
+        except RuntimeError as err:
+            raise LoweringError(f"an in-place operation has no functional form: {err}") from err
+        _keep_marks(module, later)
+        module = later
+    return module
+
+
+def _keep_marks(before: GraphModule, after: GraphModule) -> None:
+    """Mark regions and draws in a graph that was traced again as they were."""
+    for what, kind, mark in (
+        ("remat regions", is_region, "functx_region"),
+        ("random operations", lambda n: draws(n.target), "functx_draw"),
+    ):
+        old, new = ([n for n in m.graph.nodes if kind(n)] for m in (before, after))
+        if len(old) != len(new):
+            raise LoweringError(
+                f"{len(old)} {what} became {len(new)} when the graph was traced again; please"
+                " report this"
+            )
+        for a, b in zip(old, new):
+            b.meta[mark] = a.meta.get(mark)
+            if kind is is_region:
+                _keep_marks(body_of(a), body_of(b))
+
+
+def drop_writes_to_inputs(module: GraphModule, n_inputs: int) -> None:
+    """Drop writes to inputs with a warning; refuse writes to what the function closes over.
+
+    Raises:
+        LoweringError: for writes to placeholders beyond the first ``n_inputs``.
+    """
+    written = writes_to_placeholders(module)
+    inputs = placeholders(module)[:n_inputs]
+    closed_over = sum(node.args[0] not in inputs for node in written)
+    if closed_over:
+        raise LoweringError(
+            f"the function writes to {closed_over} tensors that it closes over (buffers,"
+            " parameters), and JAX has no place to keep the new values. Pass them as arguments and"
+            " return the new values; of a module, by to_jax(module, buffers=True), or do without"
+            " them: module.eval()"
+        )
+    if written:
+        warnings.warn(
+            f"the function writes to {len(written)} of its arguments: JAX arrays never change, so"
+            " the caller will not see it. Return the new values if they are needed",
+            stacklevel=2,
+        )
+    for node in reversed(written):
+        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+        module.graph.erase_node(node)
+
+
+def writes_to_placeholders(module: GraphModule) -> list[Node]:
+    """The nodes with which a functional graph writes to its inputs."""
+    return [
+        node
+        for node in module.graph.nodes
+        if node.target is torch.ops.aten.copy_.default
+        and isinstance(node.args[0], Node)
+        and node.args[0].op == "placeholder"
+    ]

@@ -1,0 +1,317 @@
+"""Custom ``autograd.Function``: found while a function is traced, and its derivative rules traced.
+
+A trace below autograd would see the forward's operations only.  While a function is traced,
+``apply`` is intercepted (`functx.compat._torch.applying`): the Function runs as usual, and is run
+once more on stand-ins, forward and backward together, by torch's own machinery, so that
+``needs_input_grad``, ``materialize_grads``, ``mark_non_differentiable`` and the rest mean what they
+mean in torch.  That joint graph is cut in two where the forward ended.  What crosses the cut is
+
+- an operand: the rule reads the node's operand;
+- a result: the rule reads the node's result, so that a derivative of the rule goes through the
+  Function's own rule again;
+- anything else is an *intermediate*; as in torch, no derivative flows through it.
+
+The same is done for ``jvp``, if the Function has one.
+
+NOTE [raw operations]
+The forward's own operations stay in the graph as well, because a tape inside the traced function
+(``functx.grad``) reads what they saved.  Where an operation after the Function reads one of them,
+``isolate`` gives it the node's operand or result in its place, or stops the gradient.  What then
+has no user is dead code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointFunction
+
+import functx
+from functx import _torch as engine
+from functx._errors import LoweringError
+from functx._remat import unseen
+from functx.compat._to_jax.trace.custom_function import CustomFunction, DerivativeRule, emit
+from functx.compat._to_jax.trace.cut import FORWARD, RAW, cut, isolate
+from functx.compat._to_jax.trace.functional import (
+    functional,
+    lift_constants,
+    writes_to_placeholders,
+)
+from functx.compat._to_jax.trace.traced_draws import Draws
+from functx.compat._torch import (
+    BackwardHookFunction,
+    FakeTensorMode,
+    is_once_differentiable,
+    plain_apply,
+    unhooked,
+)
+
+ONCE = "is once_differentiable: it has no second derivative"
+_FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
+
+
+class Within(threading.local):
+    """Whether the operations of this thread are the forward of a custom Function.
+
+    Attributes:
+        forward: they are, and its node stands for them.
+        plain: they are, in a ``no_grad`` block: like any other operation there.
+    """
+
+    forward = False
+    plain = False
+
+
+within = Within()
+
+
+@contextmanager
+def _set(**flags: bool) -> Iterator[None]:
+    before = {name: getattr(within, name) for name in flags}
+    for name, value in flags.items():
+        setattr(within, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(within, name, value)
+
+
+def _differentiable(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+class Interceptor:
+    """Applies the custom Functions of a trace, and puts them into its graph.
+
+    Args:
+        draws: the random numbers of the trace.
+        mode: the fake mode of the trace.
+    """
+
+    def __init__(self, draws: Draws, mode: FakeTensorMode) -> None:
+        self._draws = draws
+        self._mode = mode
+
+    def __call__(self, cls: type, apply: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Apply ``cls``; called with its own ``apply``."""
+        if not issubclass(cls, torch.autograd.Function):  # functorch's own, around one
+            return apply(*args)
+        if cls is CheckpointFunction:
+            run, preserve, *rest = args
+            return functx.remat(run, preserve_rng_state=preserve)(*rest)
+        if cls is BackwardHookFunction:
+            raise LoweringError(
+                "a module that the function runs has backward hooks, which JAX's derivatives would"
+                " leave out silently: remove them (handle.remove()), or put what they do to"
+                " gradients into an autograd.Function"
+            )
+        if within.forward or not torch.is_grad_enabled():
+            with _set(plain=not within.forward):
+                return apply(*args)
+        mode = engine.proxy_mode()
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if mode is None or not any(_differentiable(t) for t in tensors):
+            with _set(forward=True):
+                return apply(*args)
+        with unseen():
+            shapes = [_like(t) for t in tensors]
+        graph = mode.tracer.graph
+        last = next(iter(reversed(graph.nodes)))
+        start = self._draws.states()
+        with _set(forward=True):
+            out = apply(*args)
+        results = [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
+        raw = _nodes_after(graph, last)
+        with unseen(), self._draws.rewound(start), _fresh():
+            function, captures = _Tracer(cls, args, shapes, results, self._mode).function()
+            raw_results = [_node_of(r) for r in results]
+            emit(function, [*tensors, *captures], results)
+        node = _node_of(results[0]).args[0]
+        assert isinstance(node, Node)
+        node.meta[RAW] = (raw, raw_results)
+        return out
+
+
+@contextmanager
+def _fresh() -> Iterator[None]:
+    """Surroundings in which a Function's rules are traced: not those of the call."""
+    with torch.enable_grad(), _set(plain=True), unhooked():
+        yield
+
+
+def _without_frames(error: Exception) -> Exception:
+    """An error to keep with a program: its traceback would keep all that the trace had."""
+    part: BaseException | None = error
+    while part is not None:
+        part.__traceback__, part = None, part.__cause__ or part.__context__
+    return error
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes stand-ins for a tensor: fresh ones, of its shape."""
+    shape, stride, dtype, device = tuple(t.shape), t.stride(), t.dtype, t.device
+    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _nodes_after(graph: Graph, last: Node) -> list[Node]:
+    found = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def _node_of(t: torch.Tensor) -> Node:
+    return engine.proxy_mode().tracer.unwrap_proxy(t).node
+
+
+class _Tracer:
+    """Traces the rules of one application of a Function."""
+
+    def __init__(
+        self,
+        cls: Any,
+        args: Sequence[Any],
+        operands: Sequence[Callable[[], torch.Tensor]],
+        results: Sequence[torch.Tensor],
+        mode: FakeTensorMode,
+    ) -> None:
+        self._cls = cls
+        self._args = args
+        self._operands = operands
+        self._results = results
+        self._mode = mode
+        self._outer = engine.proxy_mode().tracer
+        self._to: list[int] = []
+
+    def function(self) -> tuple[CustomFunction, list[torch.Tensor]]:
+        """The Function, and what it closes over."""
+        n_cotangents = [i for i, r in enumerate(self._results) if _differentiable(r)]
+        cotangents = [_like(self._results[i]) for i in n_cotangents]
+        failed: Exception | None = None
+        try:
+            back = self._trace(lambda *t: self._joint(n_cotangents, *t), cotangents)
+            to = list(self._to)
+        except _FAILURES as err:
+            failed = _without_frames(err)
+            back = self._trace(self._forward_only, [])
+            to = []
+        traces = [back]
+        of = self._differentiable_operands()
+        if self._cls.jvp is not torch.autograd.Function.jvp:
+            # One that fails (those that vmap generates do, where the Function has none) is none:
+            # the transpose of the backward takes its place.
+            with suppress(*_FAILURES):
+                traces.append(self._trace(self._joint_jvp, [self._operands[i] for i in of]))
+        captures = list({id(t): t for _, lifted, _ in traces for t in lifted}.values())
+        rules = [
+            cut(graph, lifted, extra, captures, len(self._operands), len(self._results))
+            for graph, lifted, extra in traces
+        ]
+        graph, residuals, forward = rules[0]
+        backward: Any = failed
+        if failed is None and to:
+            backward = DerivativeRule(graph, residuals, tuple(n_cotangents), tuple(to), forward)
+        jvp = None
+        if len(rules) > 1:
+            graph, residuals, with_mids = rules[1]
+            jvp = DerivativeRule(graph, residuals, tuple(of), tuple(n_cotangents), with_mids)
+        once = ONCE if is_once_differentiable(self._cls) else ""
+        n = len(self._results)
+        return CustomFunction(self._cls.__name__, forward, n, backward, jvp, once), captures
+
+    def _differentiable_operands(self) -> list[int]:
+        tensors = [a for a in self._args if isinstance(a, torch.Tensor)]
+        return [i for i, t in enumerate(tensors) if _differentiable(t)]
+
+    def _trace(
+        self, f: Callable[..., Any], extra: Sequence[Callable[[], torch.Tensor]]
+    ) -> tuple[GraphModule, list[torch.Tensor], int]:
+        """A functional graph of ``f``, the tensors it closes over, the number of extra inputs."""
+        with engine.without_proxies():
+            inputs = [make() for make in (*self._operands, *extra)]
+        module = engine.trace_subgraph(f, *inputs)
+        isolate(module)
+        with engine.without_proxies():
+            lifted = lift_constants(module, self._mode, self._known)
+        with _set(forward=True):  # once more, operation by operation
+            module = functional(module, lambda run, xs: engine.trace_subgraph(run, *xs), self._mode)
+        if writes_to_placeholders(module):
+            raise LoweringError(
+                f"{self._cls.__name__}, a custom autograd.Function, writes to its inputs"
+                " (mark_dirty), and JAX arrays never change: return a new tensor instead"
+            )
+        return module, lifted, len(extra)
+
+    def _known(self, t: torch.Tensor) -> bool:
+        return not isinstance(self._outer.unwrap_proxy(t), torch.Tensor)
+
+    def _full(self, tensors: Sequence[Any]) -> list[Any]:
+        feed = iter(tensors)
+        return [next(feed) if isinstance(a, torch.Tensor) else a for a in self._args]
+
+    def _apply(self, apply: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
+        with _set(forward=True):
+            out = apply(*self._full(tensors))
+        return [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
+
+    def _forward_only(self, *operands: torch.Tensor) -> list[torch.Tensor]:
+        results = self._apply(plain_apply(self._cls), operands)
+        _mark_forward()
+        return results
+
+    def _joint(self, of: Sequence[int], *tensors: torch.Tensor) -> list[Any]:
+        """Results, then a gradient for each operand that can have one."""
+        operands, cotangents = tensors[: len(self._operands)], tensors[len(self._operands) :]
+        at = self._differentiable_operands()
+        for i in at:
+            operands[i].requires_grad_()
+        results = self._apply(plain_apply(self._cls), operands)
+        _mark_forward()
+        pairs = [(results[i], c) for i, c in zip(of, cotangents) if results[i].requires_grad]
+        self._to = at if pairs else []
+        if not pairs:
+            return results
+        gradients = torch.autograd.grad(
+            [r for r, _ in pairs],
+            [operands[i] for i in at],
+            [c for _, c in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+        return [*results, *gradients]
+
+    def _joint_jvp(self, *tensors: torch.Tensor) -> list[Any]:
+        """Results, then a tangent for each that can have one."""
+        operands, tangents = list(tensors[: len(self._operands)]), tensors[len(self._operands) :]
+        own = self._cls.jvp
+
+        def jvp(*args: Any) -> Any:
+            _mark_forward()
+            with _set(forward=False):
+                return own(*args)
+
+        marked = type(self._cls.__name__, (self._cls,), {"jvp": staticmethod(jvp)})
+        with forward_ad.dual_level():
+            for i, t in zip(self._differentiable_operands(), tangents):
+                operands[i] = forward_ad.make_dual(operands[i], t)
+            results = self._apply(plain_apply(marked), operands)
+            duals = [forward_ad.unpack_dual(r) for r in results if _differentiable(r)]
+        return [*results, *(d.tangent for d in duals)]
+
+
+def _mark_forward() -> None:
+    for node in engine.proxy_mode().tracer.graph.nodes:
+        node.meta["custom"] = {FORWARD: True}

@@ -1,0 +1,157 @@
+"""From a torch function and the shapes of its inputs to a functional ATen graph.
+
+Invariant: the graph's placeholders are the inputs, then every tensor that the function closed over
+or made from data (``captures``); no tensor is baked in.  Nothing in the graph writes to memory.
+Inputs are traced as fake tensors, without data: were a traced value ever taken for a constant, the
+constant would be fake and is refused, so it can't be silently wrong.
+
+Passes: (1) run the function under the tracer with operations decomposed to those with rules,
+regions and custom Functions kept as nodes; (2) lift constants to placeholders; (3) while any node's
+schema is mutable, functionalize the graph and trace again; (4) hand what policies keep to replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from functx._errors import LoweringError
+from functx._remat import keep_regions, on_name
+from functx._torch import graphs
+from functx.compat._to_jax.rules.table import decompositions
+from functx.compat._to_jax.trace.cut import isolate
+from functx.compat._to_jax.trace.distribution_checks import heed
+from functx.compat._to_jax.trace.functional import drop_writes_to_inputs, functional, lift_constants
+from functx.compat._to_jax.trace.functions import Interceptor
+from functx.compat._to_jax.trace.hand_over import hand_over
+from functx.compat._to_jax.trace.nodes import placeholders
+from functx.compat._to_jax.trace.tape import WITHOUT_TAPE, Asked, Tape
+from functx.compat._to_jax.trace.tape_recorder import Observer, UserCalls
+from functx.compat._to_jax.trace.traced_draws import Draws, only_torch_draws
+from functx.compat._torch import FakeTensorMode, applying, make_fx
+
+_NO_DATA = "data is not allocated yet"
+_COMPILED = "dynamo-optimized function"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape, dtype and device of one tensor input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A torch function as a functional ATen graph.
+
+    Attributes:
+        module: its graph; placeholders are the inputs, then the captures.
+        inputs: the specs of the inputs.
+        captures: the tensors met while tracing, in the order of their placeholders.
+    """
+
+    module: GraphModule
+    inputs: tuple[Spec, ...]
+    captures: tuple[torch.Tensor, ...]
+
+
+def trace(
+    f: Callable[..., Sequence[torch.Tensor]], specs: Sequence[Spec], name: str = "the function"
+) -> Program:
+    """Trace ``f``, which takes flat tensors and returns a flat sequence of tensors.
+
+    Args:
+        f: the function; closed-over tensors become captures.
+        specs: one per input.
+        name: of the function, for messages.
+
+    Returns:
+        The functional program.
+
+    Raises:
+        LoweringError: for data-dependent operations, writes to captures, random numbers that are
+            not torch's, and traced values that the tracer lost.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        module, used = _run(f, specs, name, mode, tape=False)
+    except (Asked, RuntimeError) as err:
+        if not isinstance(err, Asked) and not any(words in str(err) for words in WITHOUT_TAPE):
+            raise
+        module, used = _run(f, specs, name, mode, tape=True)
+    _assert_nothing_lost(module, used)
+    isolate(module)
+    captures = lift_constants(module, mode)
+    heed(module)
+    module = functional(module, _traced, mode)
+    drop_writes_to_inputs(module, len(specs))
+    module.graph.eliminate_dead_code()
+    hand_over(module)
+    module.recompile()
+    return Program(module, tuple(specs), tuple(captures))
+
+
+def _traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
+    return make_fx(run, decomposition_table=decompositions())(*tensors)
+
+
+def _run(
+    f: Callable[..., Sequence[torch.Tensor]],
+    specs: Sequence[Spec],
+    name: str,
+    mode: FakeTensorMode,
+    *,
+    tape: bool,
+) -> tuple[GraphModule, list[bool]]:
+    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in `_tape`."""
+    random_draws = Draws()
+    kept = Tape(tape)
+    observer = Observer(random_draws, kept)
+    with mode:
+        inputs = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
+    used = [False] * len(inputs)
+
+    def observed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        hook = Interceptor(random_draws, mode)
+        kept.begin(tensors)
+        named = on_name(graphs.note_name)
+        with UserCalls(kept), observer, applying(hook), named, only_torch_draws(name):
+            out = list(f(*tensors))
+        for i, t in enumerate(tensors):
+            used[i] = id(t) in observer.seen or any(o is t for o in out)
+        return out
+
+    try:
+        with mode, keep_regions():
+            return _traced(observed, inputs), used
+    except RuntimeError as err:
+        if _NO_DATA in str(err) or graphs.reads_values(err):
+            raise LoweringError(
+                "an operation reads the values of a tensor while the function is traced (numpy(),"
+                " indices or sizes given as a tensor, for example): compute with the tensor, or"
+                " pass them as Python numbers"
+            ) from err
+        if _COMPILED in str(err):
+            raise LoweringError(
+                f"{name} calls what torch.compile made, which a trace can't look into: call the"
+                " function or module itself, JAX compiles it"
+            ) from err
+        raise
+    finally:
+        random_draws.restore()
+
+
+def _assert_nothing_lost(module: GraphModule, used: Sequence[bool]) -> None:
+    # Before dead code goes: until then every operation that took an input is a user of it.
+    lost = [i for i, p in enumerate(placeholders(module)) if used[i] and not p.users]
+    if lost:
+        raise LoweringError(
+            f"the function uses its inputs {lost} (in flattened order), but the graph lost them: a"
+            " transform inside took them for constants, and results would be silently wrong"
+        )

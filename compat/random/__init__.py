@@ -1,0 +1,83 @@
+"""``jax.random`` in torch: random numbers from keys, bit for bit those of JAX.
+
+Every function takes a key, draws the same numbers whenever it gets the same key, and touches no
+generator.  So a draw can be repeated anywhere: in the replay of a `functx.remat` region, which needs
+no generator state, in a compiled function, on another device, and in JAX.  Under ``vmap`` over keys
+each example draws what its key says.  JAX is not needed, except by `from_jax` and `to_jax`.
+
+A key is an ``int64`` tensor of shape ``(2,)`` whose entries are the unsigned 32-bit words of a JAX
+key, and so in ``[0, 2**32)``; the functions also take the words as ``uint32`` (as
+``jax.random.key_data`` gives them, slower when compiled) or as ``int32``, and give new keys in the
+dtype of the old.  What is no key is a TypeError, an array of keys where one is taken a ValueError
+that says to use ``vmap``; a shape is a sequence, or a TypeError.  Generator: ``threefry2x32``, JAX's default, with ``jax_threefry_partitionable``
+on, which is JAX's default as well.
+
+| function | compared with JAX |
+|---|---|
+| ``key``, ``split``, ``fold_in``, ``bits``, ``uniform``, ``bernoulli``, ``rademacher``, ``randint``, ``permutation``, ``dropout`` | the same bits; ``float16`` numbers between bounds within a rounding |
+| ``normal``, ``truncated_normal``, ``exponential`` | the same uniform numbers, then torch's functions: within 2e-5 in ``float32``, 2e-12 in ``float64``, 2e-3 in ``float16``, 2e-2 in ``bfloat16``, of the number, or of 1 for numbers below 1 |
+| ``gumbel`` | the same uniform numbers, then torch's logarithm: a few ulp, of 1 for numbers below 1; in ``float64`` and mode ``high`` 2e-12 |
+| ``categorical`` | the same category, unless two are so close that an ulp decides |
+
+Dtypes: a float dtype that is not given is ``torch.get_default_dtype()``; where numbers depend on an
+integer dtype it is the one JAX takes with 64-bit types off (``uint32`` in `bits`, ``int32`` in
+`randint`); indices (`permutation`, `categorical`) are ``int64``.
+
+Example:
+    >>> import torch
+    >>> from functx.compat import random
+    >>> key = random.key(0)
+    >>> random.uniform(key, (2,))
+    tensor([0.9477, 0.9786])
+    >>> keys = random.split(key, 3)
+    >>> torch.vmap(lambda key, x: random.dropout(key, x, 0.5))(keys, torch.ones(3, 4))
+    tensor([[0., 2., 2., 2.],
+            [2., 2., 0., 2.],
+            [0., 0., 2., 2.]])
+"""  # noqa: E501  (a table row can't be broken)
+
+from __future__ import annotations
+
+from functx.compat.random._draws import bernoulli as bernoulli
+from functx.compat.random._draws import bits as bits
+from functx.compat.random._draws import dropout as dropout
+from functx.compat.random._draws import exponential as exponential
+from functx.compat.random._draws import gumbel as gumbel
+from functx.compat.random._draws import normal as normal
+from functx.compat.random._draws import rademacher as rademacher
+from functx.compat.random._draws import truncated_normal as truncated_normal
+from functx.compat.random._draws import uniform as uniform
+from functx.compat.random._integers import categorical as categorical
+from functx.compat.random._integers import permutation as permutation
+from functx.compat.random._integers import randint as randint
+from functx.compat.random._keys import PRNGKey as PRNGKey
+from functx.compat.random._keys import fold_in as fold_in
+from functx.compat.random._keys import from_jax as from_jax
+from functx.compat.random._keys import key as key
+from functx.compat.random._keys import key_data as key_data
+from functx.compat.random._keys import split as split
+from functx.compat.random._keys import to_jax as to_jax
+from functx.compat.random._keys import wrap_key_data as wrap_key_data
+
+__all__ = [
+    "PRNGKey",
+    "bernoulli",
+    "bits",
+    "categorical",
+    "dropout",
+    "exponential",
+    "fold_in",
+    "from_jax",
+    "gumbel",
+    "key",
+    "key_data",
+    "normal",
+    "permutation",
+    "rademacher",
+    "randint",
+    "split",
+    "to_jax",
+    "truncated_normal",
+    "uniform",
+    "wrap_key_data",
+]

@@ -1,0 +1,307 @@
+"""Real-valued draws from keys, and masks made of them.
+
+Invariant: each takes as many bits as ``jax.random`` does, from the same counters.
+
+A uniform number has as many random bits as its dtype has mantissa bits.  JAX sets them into the
+mantissa of a number in [1, 2) and subtracts 1; an integer times a power of two is the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from functx.compat.random._keys import (
+    check_broadcast,
+    check_key,
+    check_shape,
+    random_long,
+    random_word,
+)
+from functx.compat.random._rounding import divide, multiply_add
+
+_MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+# Of how many random bits the mantissa's are the upper ones.
+_DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def bits(
+    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Random bits, as ``jax.random.bits``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        shape: of the result.
+        dtype: ``uint8``, ``uint16``, ``uint32`` (the default) or ``uint64``.
+
+    Returns:
+        Unsigned integers of that shape and dtype, uniform over all values.
+
+    Raises:
+        ValueError: the dtype is not unsigned.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.bits(random.key(0), (3,))
+        tensor([4070199207, 4202968722, 1427181096], dtype=torch.uint32)
+    """
+    check_key("bits", key)
+    shape = check_shape("bits", shape)
+    dtype = torch.uint32 if dtype is None else dtype
+    if dtype not in _UNSIGNED:
+        raise ValueError(f"random.bits gives unsigned integers, not {dtype}")
+    word = (random_long if dtype == torch.uint64 else random_word)(key, shape)
+    if torch.compiler.is_compiling() and shape and dtype == torch.uint32:
+        # Inductor does not vectorize a loop that holds a uint32.  A view as bytes ends the loop,
+        # the other view is for free.
+        return word.view(torch.uint8).view(dtype)
+    return word.to(dtype)
+
+
+def uniform(
+    key: torch.Tensor,
+    shape: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+    minval: float | torch.Tensor = 0.0,
+    maxval: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """Uniform numbers in ``[minval, maxval)``, as ``jax.random.uniform``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        shape: of the result.
+        dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``; torch's default if None.
+        minval: the lower bound, a number or a tensor that broadcasts to ``shape``.
+        maxval: the upper bound; the result is differentiable in both.
+
+    Returns:
+        Numbers of that shape and dtype.
+
+    Raises:
+        ValueError: the dtype is not real, or a bound does not broadcast.
+
+    Example:
+        >>> import torch
+        >>> from functx.compat import random
+        >>> random.uniform(random.key(0), (2,), minval=-1.0, maxval=1.0)
+        tensor([0.8953, 0.9572])
+    """
+    shape, dtype = _checked("uniform", key, shape, dtype)
+    unit = _unit(key, shape, dtype)
+    numbers = not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor)
+    if numbers and (minval, maxval) == (0, 1):
+        return unit
+    low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
+    check_broadcast("uniform", shape, low.shape, high.shape)
+    return torch.maximum(low, multiply_add(unit, high - low, low))
+
+
+def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uniform numbers in [0, 1)."""
+    digits = _MANTISSA[dtype]
+    word = (random_long if dtype == torch.float64 else random_word)(key, shape)
+    word = (word >> (_DRAWN[dtype] - digits)) & ((1 << digits) - 1)
+    return word.to(dtype) * 2.0**-digits
+
+
+def bernoulli(
+    key: torch.Tensor,
+    p: float | torch.Tensor = 0.5,
+    shape: Sequence[int] | None = None,
+    mode: str = "low",
+) -> torch.Tensor:
+    """True with probability ``p``, as ``jax.random.bernoulli``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        p: the probability, a Python float (taken in torch's default dtype) or a real tensor.
+        shape: of the result; by default that of ``p``.
+        mode: ``"low"``, or ``"high"`` for twice the random bits, right for tiny ``p`` too.
+
+    Returns:
+        A ``bool`` tensor.
+
+    Raises:
+        TypeError: ``p`` is no float.
+        ValueError: ``p`` does not broadcast, or there is no such mode.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.bernoulli(random.key(0), 0.3, (4,))
+        tensor([False, False, False, False])
+    """
+    check_key("bernoulli", key)
+    if mode not in ("low", "high"):
+        raise ValueError(f"random.bernoulli: mode is 'low' or 'high', not {mode!r}")
+    if not isinstance(p, float) and not (isinstance(p, torch.Tensor) and p.dtype in _MANTISSA):
+        kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__
+        raise TypeError(f"random.bernoulli takes a probability of a real dtype, not {kind}")
+    dtype = p.dtype if isinstance(p, torch.Tensor) else torch.get_default_dtype()
+    own = tuple(p.shape) if isinstance(p, torch.Tensor) else ()
+    shape = own if shape is None else check_shape("bernoulli", shape)
+    check_broadcast("bernoulli", shape, own)
+    if mode == "low":
+        return uniform(key, shape, dtype) < p
+    high, low = uniform(key, (2, *shape), dtype).unbind(0)
+    return low * 2.0 ** -_MANTISSA[dtype] < p - high
+
+
+def rademacher(
+    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Signs, -1 or 1 with equal probability, as ``jax.random.rademacher``.
+
+    The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.
+    """
+    heads = _unit(key, *_checked("rademacher", key, shape, torch.float32)) < 0.5
+    return heads.to(dtype or torch.int32) * 2 - 1
+
+
+def dropout(
+    key: torch.Tensor,
+    x: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    broadcast_dims: Sequence[int] = (),
+) -> torch.Tensor:
+    """Set elements to zero with probability ``p`` and divide the others by ``1 - p``.
+
+    The same numbers as Flax's and Equinox's ``Dropout`` give for the key.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        x: a real or complex tensor.
+        p: the probability of a zero, as in ``torch.nn.functional.dropout``.
+        training: if False, ``x`` is handed back.
+        broadcast_dims: axes that share one mask.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``, on its device.
+
+    Raises:
+        ValueError: ``p`` is not in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from functx.compat import random
+        >>> random.dropout(random.key(0), torch.ones(6), 0.5)
+        tensor([0., 0., 2., 2., 0., 2.])
+    """
+    check_key("dropout", key)
+    if not 0 <= p <= 1:
+        raise ValueError(f"random.dropout: p={p} is no probability, which is in [0, 1]")
+    if not training or p == 0:
+        return x
+    if p == 1:
+        return torch.zeros_like(x)
+    shape = list(x.shape)
+    for axis in broadcast_dims:
+        shape[axis] = 1
+    keep = 1.0 - p
+    mask = bernoulli(key.to(x.device), keep, shape)
+    return torch.where(mask, divide(x, keep), 0.0)
+
+
+def normal(
+    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Standard normal numbers, as ``jax.random.normal``, but for torch's inverse error function.
+
+    Arguments and errors are those of `uniform`.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.normal(random.key(0), (2,))
+        tensor([1.6226, 2.0253])
+    """
+    shape, dtype = _checked("normal", key, shape, dtype)
+    # From the smallest number above -1 to 1, whose distance rounds to 2.
+    above = -1.0 + 2.0 ** -(_MANTISSA[dtype] + 1)
+    u = _unit(key, shape, dtype) * 2.0 + above
+    return torch.erfinv(u) * math.sqrt(2)
+
+
+def truncated_normal(
+    key: torch.Tensor,
+    lower: float | torch.Tensor,
+    upper: float | torch.Tensor,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Standard normal numbers between bounds, as ``jax.random.truncated_normal``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        lower: a number or a tensor.
+        upper: a number or a tensor.
+        shape: of the result; by default that of the bounds together.
+        dtype: as in `uniform`.
+
+    Returns:
+        Numbers of that shape and dtype, in the open interval.
+
+    Raises:
+        ValueError: the dtype is not real, or a bound does not broadcast.
+    """
+    _, dtype = _checked("truncated_normal", key, (), dtype)
+    low, high = _bound(lower, key.device, dtype), _bound(upper, key.device, dtype)
+    bounds = low.shape, high.shape
+    shape = torch.broadcast_shapes(*bounds) if shape is None else shape
+    check_broadcast("truncated_normal", check_shape("truncated_normal", shape), *bounds)
+    root = math.sqrt(2)
+    u = uniform(key, shape, dtype, torch.erf(low / root), torch.erf(high / root))
+    infinity = torch.full((), math.inf, dtype=dtype, device=key.device)
+    inside = torch.maximum(torch.erfinv(u) * root, torch.nextafter(low.detach(), infinity))
+    return torch.minimum(inside, torch.nextafter(high.detach(), -infinity))
+
+
+def exponential(
+    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Exponentially distributed numbers of mean 1, in ``[0, inf)``, as ``jax.random.exponential``.
+
+    Arguments and errors are those of `uniform`.
+    """
+    return -torch.log1p(-_unit(key, *_checked("exponential", key, shape, dtype)))
+
+
+def gumbel(
+    key: torch.Tensor,
+    shape: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+    mode: str | None = None,
+) -> torch.Tensor:
+    """Gumbel distributed numbers, as ``jax.random.gumbel``.
+
+    Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`.
+    """
+    shape, dtype = _checked("gumbel", key, shape, dtype)
+    tiny = torch.finfo(dtype).tiny
+    if mode in (None, "low"):
+        return -torch.log(-torch.log(uniform(key, shape, dtype, tiny, 1.0)))
+    if mode != "high":
+        raise ValueError(f"random.gumbel: mode is 'low' or 'high', not {mode!r}")
+    high, low = uniform(key, (2, *shape), dtype).unbind(0)
+    fine = high + 2.0 ** -_MANTISSA[dtype] * low + tiny
+    return -torch.log(-torch.log1p(-torch.where(high >= 0.5, high, fine)))
+
+
+def _checked(
+    name: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    check_key(name, key)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in _MANTISSA:
+        raise ValueError(f"random.{name} gives float16, bfloat16, float32 or float64, not {dtype}")
+    return check_shape(name, shape), dtype
+
+
+def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return x.to(device, dtype)
+    return torch.full((), x, dtype=dtype, device=device)

@@ -1,0 +1,208 @@
+"""Integers, permutations and categories from keys.
+
+Remainders of unsigned words are worked out in signed arithmetic (Warren, Hacker's Delight, 9-3),
+since torch has no remainder of ``uint32`` or ``uint64``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from functx.compat.random._draws import gumbel
+from functx.compat.random._keys import (
+    check_broadcast,
+    check_key,
+    check_shape,
+    random_long,
+    random_word,
+    split,
+)
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+Bound = int | torch.Tensor
+
+
+def randint(
+    key: torch.Tensor,
+    shape: Sequence[int],
+    minval: Bound,
+    maxval: Bound,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Uniform integers in ``[minval, maxval)``, as ``jax.random.randint``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        shape: of the result.
+        minval: the lower bound, an integer or an integer tensor that broadcasts to ``shape``.
+        maxval: the upper bound; where it is not above ``minval`` the result is ``minval``.
+        dtype: ``int8``, ``int16``, ``int32`` (the default), ``int64`` or ``uint8``.  Different
+            integers are drawn in 32 and in 64 bits; JAX's default depends on its x64 flag.
+
+    Returns:
+        Integers of that shape and dtype.
+
+    Raises:
+        TypeError: the dtype or a bound is not integer.
+        ValueError: a bound does not broadcast.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.randint(random.key(0), (4,), 0, 10)
+        tensor([9, 0, 2, 3], dtype=torch.int32)
+    """
+    check_key("randint", key)
+    shape = check_shape("randint", shape)
+    dtype = torch.int32 if dtype is None else dtype
+    if dtype not in _INTEGERS:
+        raise TypeError(f"random.randint gives int8, int16, int32, int64 or uint8, not {dtype}")
+    for bound in (minval, maxval):
+        kind = bound.dtype if isinstance(bound, torch.Tensor) else type(bound)
+        if kind not in (*_INTEGERS, int):
+            raise TypeError(
+                f"random.randint: a bound is a {getattr(kind, '__name__', kind)}, no integer"
+            )
+        check_broadcast("randint", shape, getattr(bound, "shape", ()))
+    wide = torch.int64 if dtype == torch.int64 else torch.int32
+    limits, most = torch.iinfo(dtype), torch.iinfo(wide).max
+    low = _clipped(minval, limits.min, limits.max, wide, key.device)
+    high = _clipped(maxval, limits.min, min(limits.max + 1, most), wide, key.device)
+    # An upper bound may be one more than the dtype holds: its own last value counts too.
+    beyond: Any = False
+    if not isinstance(maxval, torch.Tensor) or torch.iinfo(maxval.dtype).max > most:
+        beyond = torch.as_tensor(maxval > most, device=key.device)
+    span = torch.where(high <= low, 1, high - low + beyond)
+    first, second = split(key).unbind(0)
+    draw = random_long if wide == torch.int64 else random_word
+    half = 1 << (torch.iinfo(wide).bits // 2)
+    power = _remainder(torch.full_like(span, half), span)
+    power = _remainder(power * power, span)
+    offset = _remainder(draw(first, shape), span) * power + _remainder(draw(second, shape), span)
+    return (low + _remainder(offset, span)).to(dtype)
+
+
+def _clipped(
+    bound: Bound, least: int, most: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if isinstance(bound, torch.Tensor):
+        return bound.to(device).clamp(least, most).to(dtype)
+    return torch.full((), min(max(bound, least), most), dtype=dtype, device=device)
+
+
+def _remainder(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """``x % by`` of words taken as unsigned; ``x`` where ``by`` is zero, as XLA says."""
+    bits = torch.iinfo(x.dtype).bits
+    divisor = torch.where(by == 0, 1, by)
+    half = (x >> 1) & torch.iinfo(x.dtype).max
+    quotient = torch.div(half, divisor, rounding_mode="trunc") << 1
+    rest = x - quotient * divisor
+    sign = -(1 << (bits - 1))  # flipped, unsigned words compare as signed ones
+    rest = torch.where((rest ^ sign) >= (divisor ^ sign), rest - divisor, rest)
+    large = torch.where((x ^ sign) >= (by ^ sign), x - by, x)  # by >= 2**(bits - 1)
+    return torch.where(by == 0, x, torch.where(by < 0, large, rest))
+
+
+def permutation(
+    key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, independent: bool = False
+) -> torch.Tensor:
+    """A random order of a tensor, as ``jax.random.permutation``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        x: a tensor, or a number for ``torch.arange(x)``.
+        axis: which axis is put in order.
+        independent: whether each vector along the axis gets an order of its own.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: the key is no key, or ``x`` a float or a tensor without axes.
+        IndexError: there is no such axis.
+
+    Example:
+        >>> from functx.compat import random
+        >>> random.permutation(random.key(0), 5)
+        tensor([0, 1, 4, 3, 2])
+    """
+    check_key("permutation", key)
+    if isinstance(x, int) and not isinstance(x, bool):
+        return _shuffle(key, torch.arange(x, device=key.device), 0)
+    if not isinstance(x, torch.Tensor) or not x.ndim:
+        raise TypeError("random.permutation takes an integer or a tensor with at least one axis")
+    key = key.to(x.device)
+    if independent or x.ndim == 1:
+        return _shuffle(key, x, axis)
+    order = _shuffle(key, torch.arange(x.shape[axis], device=x.device), 0)
+    return torch.index_select(x, axis, order)
+
+
+def _shuffle(key: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+    # Sorted by random words as often as it takes for two elements with equal words to be unlikely.
+    rounds = math.ceil(3 * math.log(max(1, x.numel())) / math.log(0xFFFFFFFF))
+    for _ in range(rounds):
+        key, now = split(key).unbind(0)
+        # Words with their sign flipped sort as unsigned ones.
+        order = torch.argsort(random_word(now, x.shape) ^ -(1 << 31), dim=axis, stable=True)
+        x = torch.gather(x, axis, order)
+    return x
+
+
+def categorical(
+    key: torch.Tensor,
+    logits: torch.Tensor,
+    axis: int = -1,
+    shape: Sequence[int] | None = None,
+    replace: bool = True,
+    mode: str | None = None,
+) -> torch.Tensor:
+    """Categories with the probabilities ``softmax(logits)``, as ``jax.random.categorical``.
+
+    Args:
+        key: a key, shape ``(2,)``.
+        logits: logarithms of probabilities, up to a constant; a real tensor.
+        axis: the axis of ``logits`` that numbers the categories.
+        shape: of the result; it ends in the shape of ``logits`` without ``axis``, the default.
+        replace: if False, draws of one distribution (along the leading axes of ``shape``) differ.
+        mode: as in `gumbel`.
+
+    Returns:
+        ``int64`` indices of that shape.
+
+    Raises:
+        ValueError: the shape does not end as said, or there are fewer
+            categories than draws without replacement.
+        IndexError: there is no such axis.
+
+    Example:
+        >>> import torch
+        >>> from functx.compat import random
+        >>> random.categorical(random.key(0), torch.tensor([0.0, 1.0, 2.0]), shape=(6,))
+        tensor([1, 1, 2, 1, 2, 2])
+    """
+    check_key("categorical", key)
+    if not -logits.ndim <= axis < logits.ndim:
+        raise IndexError(f"random.categorical: axis {axis} of logits with {logits.ndim} axes")
+    axis %= logits.ndim
+    key = key.to(logits.device)
+    own = (*logits.shape[:axis], *logits.shape[axis + 1 :])
+    shape = own if shape is None else check_shape("categorical", shape)
+    check_broadcast("categorical", shape, own)
+    prefix = shape[: len(shape) - len(own)]
+    if replace:
+        rest = list(shape[len(prefix) :])
+        rest.insert(axis, logits.shape[axis])
+        noise = gumbel(key, (*prefix, *rest), logits.dtype, mode)
+        return torch.argmax(noise + logits, dim=axis - logits.ndim)
+    draws, known = math.prod(prefix), logits.shape[axis]
+    if draws > known:
+        raise ValueError(
+            f"random.categorical: {draws} draws without replacement from {known} categories"
+        )
+    noisy = logits + gumbel(key, logits.shape, logits.dtype, mode)
+    best = torch.topk(noisy.movedim(axis, -1), draws).indices
+    return best.movedim(-1, 0).reshape(shape)
