@@ -31,6 +31,7 @@ BENCHES = {
             name: f"bench.gpu.{name}"
             for name in ("gpt", "gpt_agreement", "gpt_trace", "gpt_per_sample", "gpt_batch")
         },
+        "compiled": "bench.compiled",
         "deep_network": "bench.deep_network",
         "overhead": "bench.overhead",
     },

@@ -3,7 +3,8 @@
 Each program runs in eager with regions, by `functx.jit` with the same, by ``torch.compile`` of the
 same transforms of torch.func without regions (which it can't have), and by ``jax.jit`` with
 ``jax.checkpoint`` (the loss lowered by ``functx.compat.to_jax``, with barriers kept). CPU time of
-one thread, in turns. Peaks are of what is allocated in the call, results too.
+one thread, in turns; on a GPU larger programs, and the time until it is done. Peaks are of what is
+allocated in the call, results too.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def chain(name: str, kind: str, rows: int, width: int, layers: int, every: int, 
     return Program(name, kind, loss, params, torch.randn(rows, width))
 
 
-def gpt() -> Program:
-    blocks = [Block(128, 4) for _ in range(4)]
+def gpt(width: int = 128, rows: int = 4) -> Program:
+    blocks = [Block(width, 4) for _ in range(4)]
 
     def loss(remat: Any) -> Loss:
         region = remat(lambda own, x: functional_call(blocks[0], own, (x,)))
@@ -76,14 +77,14 @@ def gpt() -> Program:
         return f
 
     params = [{n: p.detach() for n, p in b.named_parameters()} for b in blocks]
-    return Program("step of a GPT, 4 blocks", "step", loss, params, torch.randn(4, 128, 128))
+    return Program("step of a GPT, 4 blocks", "step", loss, params, torch.randn(rows, 128, width))
 
 
-def llama() -> Program:
+def llama(width: int = 128, rows: int = 4) -> Program:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+        vocab_size=512, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     plain, regions = LlamaForCausalLM(config), LlamaForCausalLM(config)
@@ -99,7 +100,7 @@ def llama() -> Program:
         return f
 
     params = {n: p.detach() for n, p in plain.named_parameters()}
-    ids = torch.randint(0, 512, (4, 128))
+    ids = torch.randint(0, 512, (rows, 128))
     return Program("step of a Llama, 4 layers", "step", loss, params, ids)
 
 
@@ -115,7 +116,16 @@ def small(x: Tensor, w: Tensor) -> Tensor:
     return torch.sin(x * w.sum(0)).exp().tanh() + torch.cos(x)
 
 
-def programs() -> list[Program]:
+def programs(device: torch.device) -> list[Program]:
+    if device.type == "cuda":
+        return [
+            chain("gradient, 24 layers, regions of 4", "grad", 8192, 2048, 24, 4, layer),
+            chain("gradient, 24 waves, regions of 1", "grad", 8192, 2048, 24, 1, waves),
+            chain("per-example gradients, 12 layers", "vmap(grad)", 128, 512, 12, 3, layer),
+            chain("HVP, 12 layers, regions of 3", "hvp", 8192, 1024, 12, 3, layer),
+            gpt(1024, 16),
+            llama(1024, 16),
+        ]
     return [
         chain("gradient, 24 layers, regions of 4", "grad", 512, 256, 24, 4, layer),
         chain("gradient, 24 waves, regions of 1", "grad", 512, 256, 24, 1, waves),
@@ -161,8 +171,10 @@ def by_jax(program: Program) -> tuple[Callable[[], Any], int]:
 
     from functx.compat import to_jax
 
+    jax.config.update("jax_default_matmul_precision", "highest")  # as torch's
+
     tensors = program.params, program.x
-    params, x = pytree.tree_map(lambda t: jax.numpy.asarray(t.numpy()), tensors)
+    params, x = pytree.tree_map(lambda t: jax.numpy.asarray(t.cpu().numpy()), tensors)
     f = computed(program.kind, jax, to_jax(program.loss(functx.remat)))
     keep = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     run = jax.jit(f).lower(params, x).compile(compiler_options=keep)
@@ -171,7 +183,7 @@ def by_jax(program: Program) -> tuple[Callable[[], Any], int]:
     return lambda: jax.block_until_ready(run(params, x)), nbytes
 
 
-def measured(program: Program) -> list[dict[str, Any]]:
+def measured(program: Program, device: torch.device) -> list[dict[str, Any]]:
     eager = computed(program.kind, functx, program.loss(functx.remat))
     plain = computed(program.kind, torch.func, program.loss(lambda f: f))
     compiled = functx.jit(eager), torch.compile(plain)
@@ -191,7 +203,8 @@ def measured(program: Program) -> list[dict[str, Any]]:
     call, rows[-1]["peak"] = by_jax(program)
     rows[-1]["compile"] = time.perf_counter() - start
     runs.append(call)
-    for row, seconds in zip(rows, median_seconds(runs, REPEATS, time.process_time)):
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    for row, seconds in zip(rows, median_seconds(runs, REPEATS, clock, device)):
         row["seconds"] = seconds
         row["speed"] = rows[0].get("seconds", seconds) / seconds
         row["peak_ratio"] = row["peak"] / rows[0]["peak"]
@@ -203,15 +216,17 @@ def run(device: torch.device) -> Result:
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
     rows = []
-    for program in programs():
-        rows += measured(program)
+    with device:
+        made = programs(device)
+    for program in made:
+        rows += measured(program, device)
         for row in rows[-4:]:
             print({k: v for k, v in row.items() if v is not None}, flush=True)
     columns = [
         Column("program", "program"),
         Column("system", "by"),
         Column("compile", "compiled in, s", ".1f"),
-        Column("seconds", "CPU time, ms", ".1f", 1e-3),
+        Column("seconds", "time, ms", ".1f", 1e-3),
         Column("speed", "times as fast as eager", ".2f"),
         Column("peak", "peak, MiB", ".2f", 2**20),
         Column("peak_ratio", "to eager", ".2f"),
