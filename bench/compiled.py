@@ -215,13 +215,8 @@ def measured(program: Program, device: torch.device) -> list[dict[str, Any]]:
 def run(device: torch.device) -> Result:
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
-    rows = []
     with device:
         made = programs(device)
-    for program in made:
-        rows += measured(program, device)
-        for row in rows[-4:]:
-            print({k: v for k, v in row.items() if v is not None}, flush=True)
     columns = [
         Column("program", "program"),
         Column("system", "by"),
@@ -231,7 +226,15 @@ def run(device: torch.device) -> Result:
         Column("peak", "peak, MiB", ".2f", 2**20),
         Column("peak_ratio", "to eager", ".2f"),
     ]
-    return Result(NAME, CLAIM + ".", columns, rows, [], environment(device, "jax", "transformers"))
+    rows: list[dict[str, Any]] = []
+    versions = environment(device, "jax", "transformers")
+    result = Result(NAME, CLAIM + ".", columns, rows, [], versions)
+    for program in made:
+        rows += measured(program, device)
+        for row in rows[-4:]:
+            print({k: v for k, v in row.items() if v is not None}, flush=True)
+        result.write()  # in case that time runs out
+    return result
 
 
 if __name__ == "__main__":
@@ -239,6 +242,4 @@ if __name__ == "__main__":
         "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 "
         + os.environ.get("XLA_FLAGS", "")
     )
-    result = run(device_argument(NAME, CLAIM))
-    result.show()
-    result.write()
+    run(device_argument(NAME, CLAIM)).show()

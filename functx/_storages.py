@@ -14,13 +14,15 @@ torch from elsewhere (a NumPy array) until something copies it.
 NOTE [lines of nodes]
 What the autograd engine runs has no line of its own: Python is where the backward pass was started.
 But nodes are numbered, and an operation of the forward runs right after its node was made, so that
-its line is known for the node. Python nodes (a custom Function, a region) run code with lines.
+its line is known for the node. Each thread has numbers of its own: autograd replays on a GPU's.
+Python nodes (a custom Function, a region) run code with lines.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -144,8 +146,10 @@ class LiveStorages(_torch.TorchDispatchMode):
         self.timeline: list[Event] = []
         self.phases: list[str] = []
         self._modules = ModulePaths()
-        self._sites: dict[int, tuple[Place, str]] = {}  # lines and modules, by number of a node
-        self._first_node = _torch.next_sequence_number()
+        # Lines and modules by thread and number of a node; the first number in each thread.
+        self._sites: dict[tuple[int, int], tuple[Place, str]] = {}
+        self._thread = threading.get_ident()
+        self._first = {self._thread: _torch.next_sequence_number()}
         self._blocks: dict[int, _Block] = {}
         self._changes: list[tuple[int, int, Held]] = []  # after which event, bytes, of what
         self._until_peak = 0
@@ -171,10 +175,8 @@ class LiveStorages(_torch.TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        node, site = _torch.next_sequence_number() - 1, None  # NOTE [lines of nodes]
-        while self._lines and node >= self._first_node and node not in self._sites:
-            site = self._sites[node] = site or self._site()
-            node -= 1
+        if self._lines:
+            self._note_nodes()
         name = operation_name(func)
         # `lift_fresh` hands over what torch.tensor has made without dispatching anything.
         self._meet(inputs, name, name == "lift_fresh")
@@ -198,13 +200,24 @@ class LiveStorages(_torch.TorchDispatchMode):
                 self._add(block.made, counted - block.counted)
                 block.counted = counted
 
+    def _note_nodes(self) -> None:
+        """The line that runs is that of the nodes made since the last one. NOTE [lines of nodes]"""
+        thread, number, site = threading.get_ident(), _torch.next_sequence_number(), None
+        for node in range(number - 1, self._first.setdefault(thread, number) - 1, -1):
+            if (thread, node) in self._sites:
+                break
+            site = self._sites[thread, node] = site or self._site()
+
     def _site(self) -> tuple[Place, str]:
         return where(), self._modules.here()
 
     def _made(self, tensor: torch.Tensor, operation: str) -> Held:
         node, site = _torch.current_node(), None
         if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-            site = self._sites.get(_torch.sequence_number(node))
+            # Of a replay on this thread, or of the forward.
+            number = _torch.sequence_number(node)
+            threads = threading.get_ident(), self._thread
+            site = next(filter(None, (self._sites.get((t, number)) for t in threads)), None)
         what = operation, tuple(tensor.shape), tensor.dtype, tensor.device, 0
         if not self._lines:
             return Held(*what, "", 0, "", "", "")

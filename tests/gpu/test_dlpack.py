@@ -23,6 +23,15 @@ def _has_device(device):
         yield
 
 
+@pytest.fixture
+def highest():
+    """No TF32 in JAX: for all threads, since backward passes of a device have one of their own."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
 def test_arrays_go_to_jax_and_back(dtype, device):
     x = torch.arange(4096, device=device).to(dtype).view(64, 64)
@@ -42,7 +51,7 @@ def test_views_arrive_as_what_they_show(layout, device):
     assert torch.equal(back, view)
 
 
-@pytest.mark.usefixtures("exact")
+@pytest.mark.usefixtures("exact", "highest")
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("way", ["backward", "grad", "vmap", "remat"])
 def test_a_function_of_jax_in_torch(way, own_stream, device):
@@ -62,7 +71,7 @@ def test_a_function_of_jax_in_torch(way, own_stream, device):
         return functx.grad(functx.remat(f) if way == "remat" else f)(w, x)
 
     stream = torch.cuda.Stream() if device == "cuda" and own_stream else None
-    with torch.cuda.stream(stream), jax.default_matmul_precision("highest"):
+    with torch.cuda.stream(stream):
         ours, expected = run(f), run(lambda w, x: torch.tanh(x @ w).square().sum())
         assert ours.device.type == device
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
