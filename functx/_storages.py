@@ -201,7 +201,7 @@ class LiveStorages(_torch.TorchDispatchMode):
                 block.counted = counted
 
     def _note_nodes(self) -> None:
-        """The line that runs is that of the nodes made since the last one. NOTE [lines of nodes]"""
+        """Nodes made since the last call are of the line that runs; NOTE [lines of nodes]."""
         thread, number, site = threading.get_ident(), _torch.next_sequence_number(), None
         for node in range(number - 1, self._first.setdefault(thread, number) - 1, -1):
             if (thread, node) in self._sites:
