@@ -1,4 +1,4 @@
-"""Norms and weighted sums of per-example gradients, whole or by their factors; stacked results.
+"""Norms and weighted sums of per-example gradients, whole or by their factors.
 
 The gradients of ``c`` examples by one leaf are rows, of shape ``(c, *leaf.shape)``. The backward
 pass leaves the dimensions of a row in any order in memory. A product of matrices wants rows flat:
@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _tree
-from functx.per_sample._batch import Batch
+from functx.per_sample._stack import followed
 
 # Factors are kept where they are this many times smaller than the product.
 _WORTH = 4
@@ -64,7 +63,7 @@ Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is
 
 @dataclass(frozen=True)
 class Factored:
-    """Rows that are not computed: sums of products, ``(c, *shape)``, by their factors."""
+    """Rows of shape ``(c, *leaf.shape)`` that are not computed: sums of products, by factors."""
 
     terms: Sequence[Term]
     shape: torch.Size
@@ -146,13 +145,12 @@ class WeightedSum:
         self._total: torch.Tensor | None = None
 
     def add(
-        self, rows: torch.Tensor | Term, weights: torch.Tensor, start: int = 0, stop: int = -1
+        self, rows: torch.Tensor | Term, weights: torch.Tensor, part: slice = slice(None)
     ) -> None:
-        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; or some of them.
+        """Add a part of rows, or of a term of them, weighted by numbers of shape ``(c,)``.
 
-        Either all from ``start`` to ``stop`` are added, or, where memory runs out, none.
+        Where memory runs out, nothing is added.
         """
-        part = slice(start, len(weights) if stop < 0 else stop)
         weights = weights[part].to(self._dtype)
         if isinstance(rows, tuple):
             left, right = rows[0][part], rows[1][part]
@@ -207,59 +205,3 @@ def _memory_order(row: torch.Tensor) -> list[int]:
 def _flat(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     """Rows as a matrix, their dimensions in a given order."""
     return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), rows.shape[1:].numel())
-
-
-def followed(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether something differentiates or traces what is made of tensors."""
-    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
-
-
-class Stack:
-    """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
-
-    Rows are copied to their place at once, so that chunks and result are not alive together; unless
-    something differentiates or traces the result, which could not follow the copies. The place
-    follows from the chunk alone: a chunk that is put twice is there once.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[torch.Tensor]] = {}  # by the position of their first example
-        self._reserved: set[int] = set()  # positions of parts with a place for a whole batch
-        self._spec: _tree.TreeSpec = None
-
-    def put(self, batch: Batch, tree: Any) -> None:
-        """Put the rows of a chunk in their place."""
-        leaves, self._spec = _tree.flatten(tree)
-        begin, size = batch.whole
-        if begin not in self._reserved:
-            if batch.start > begin or batch.size == size or followed(leaves):
-                self._parts[batch.start] = leaves
-                return
-            self._parts[begin] = [part.new_empty(size, *part.shape[1:]) for part in leaves]
-            self._reserved.add(begin)
-        first = batch.start - begin
-        for whole, part in zip(self._parts[begin], leaves):
-            whole[first : first + batch.size] = part
-
-    def before(self, batch: Batch) -> torch.Tensor:
-        """The rows of the only leaf that come before those of a chunk."""
-        found = [self._parts[start][0] for start in sorted(self._parts) if start < batch.start]
-        return (torch.cat(found) if len(found) > 1 else found[0])[: batch.start]
-
-    def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
-        """All rows; the arguments are those of ``Job.result``.
-
-        Returns:
-            The pytree, with zeros where an example does not count.
-        """
-        columns = list(zip(*(self._parts[start] for start in sorted(self._parts))))
-        self._parts = {}
-        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
-        if empty:
-            whole = [leaf[:0] for leaf in whole]
-        if kept is not None:
-            whole = [
-                leaf.new_zeros(size, *leaf.shape[1:]).index_copy(0, kept.to(leaf.device), leaf)
-                for leaf in whole
-            ]
-        return _tree.unflatten(self._spec, whole)
