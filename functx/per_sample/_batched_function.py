@@ -145,8 +145,9 @@ class BatchedFunction:
             make_again = functools.partial(make, batch)
             reduction = reduction or make_again()
             self._check_whole(batch)
-            batch = replace(batch, start=seen, whole=(seen, batch.size))
-            self._chunks.run(batch, reduction, make_again)
+            if batch.size:
+                batch = replace(batch, start=seen, whole=(seen, batch.size))
+                self._chunks.run(batch, reduction, make_again)
             seen += batch.size
         if reduction is None:
             raise ValueError(f"{self.api}: the iterator has no batch")

@@ -12,6 +12,7 @@ differentiate the result, in plain autograd.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,23 +106,20 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
     return arrivals
 
 
-def _recorded(
+def recorded(
     function: BatchedFunction,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     positions: tuple[int, ...],
+    losses: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any, Pullback]:
-    """The loss of one example, auxiliary outputs, and the pullback."""
-    return record(
-        function.func,
-        args,
-        kwargs,
-        positions,
-        has_aux=function.has_aux,
-        check_output=functools.partial(_validate.check_scalar, api=function.api),
-        api=function.api,
-        once=True,
-    )
+    """The loss of one example, auxiliary outputs, and the pullback; or ``losses`` of several."""
+    check = functools.partial(_validate.check_scalar, api=function.api)
+    options: dict[str, Any] = {"has_aux": function.has_aux, "check_output": check}
+    if losses is not None:
+        options = {"has_aux": False, "check_output": lambda output: None}
+    func, api = losses or function.func, function.api
+    return record(func, args, kwargs, positions, api=api, once=True, **options)
 
 
 def _pull_back(
@@ -141,7 +139,7 @@ def _pull_back(
                 rows = rows_of(_dense(whole).unsqueeze(0) if alone else whole)
                 arrivals.gradient(leaf, rows)
 
-        record_loss = _recorded_plain if plain else _recorded
+        record_loss = _recorded_plain if plain else recorded
         value, aux, pullback = record_loss(function, args, kwargs, batch.positions)
         receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
         with mode.pulling_back() if mode else nullcontext():
@@ -158,7 +156,7 @@ def _recorded_plain(
     kwargs: dict[str, Any],
     positions: tuple[int, ...],
 ) -> tuple[Any, Any, Pullback]:
-    """As `_recorded`, in plain autograd: nothing around the call can differentiate the result."""
+    """As `recorded`, in plain autograd: nothing around the call can differentiate the result."""
     _validate.check_inputs(args, positions, function.api)
     with torch.enable_grad():
         arguments = [

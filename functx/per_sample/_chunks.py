@@ -11,18 +11,63 @@ chunk size that a line gives is measured too, and the line corrected.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from functx import _torch, memory
+from functx import _torch, _tree, memory
 from functx.per_sample._batch import Batch, Counted, random_state, restore_random_state
-from functx.per_sample._stack import Stack
+
+
+def followed(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether something differentiates or traces what is made of tensors."""
+    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
+
+
+class Stack:
+    """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
+
+    Rows are copied to their place at once, so that chunks and result are not alive together; unless
+    something differentiates or traces the result, which could not follow the copies. The place
+    follows from the chunk alone: a chunk that is put twice is there once.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[torch.Tensor]] = {}  # by the position of their first example
+        self._reserved: set[int] = set()  # positions of parts with a place for a whole batch
+        self._spec: _tree.TreeSpec = None
+
+    def put(self, batch: Batch, tree: Any) -> None:
+        """Put the rows of a chunk in their place."""
+        leaves, self._spec = _tree.flatten(tree)
+        begin, size = batch.whole
+        if begin not in self._reserved:
+            if batch.start > begin or batch.size == size or followed(leaves):
+                self._parts[batch.start] = leaves
+                return
+            self._parts[begin] = [part.new_empty(size, *part.shape[1:]) for part in leaves]
+            self._reserved.add(begin)
+        first = batch.start - begin
+        for whole, part in zip(self._parts[begin], leaves):
+            whole[first : first + batch.size] = part
+
+    def before(self, batch: Batch) -> torch.Tensor:
+        """The rows of the only leaf that come before those of a chunk."""
+        found = [self._parts[start][0] for start in sorted(self._parts) if start < batch.start]
+        return (torch.cat(found) if len(found) > 1 else found[0])[: batch.start]
+
+    def close(self, counted: Counted) -> Any:
+        """All rows, zeros where an example does not count."""
+        columns = zip(*(self._parts[start] for start in sorted(self._parts)))
+        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
+        self._parts = {}
+        return _tree.unflatten(self._spec, [counted.rows(leaf) for leaf in whole])
 
 
 class Reduction:
@@ -44,11 +89,7 @@ class Reduction:
         self.stack.put(batch, self.run(batch))
 
     def add(self) -> str | None:
-        """Add the chunk that ran to the result for good.
-
-        Returns:
-            What the error said, if memory ran out on the way.
-        """
+        """Add the chunk that ran to the result for good; what the error said if memory ran out."""
         return None
 
     def result(self, counted: Counted) -> Any:
@@ -67,9 +108,11 @@ class _Line:
         self._fixed = max(0, two - 2 * self._each)
         self._checked = 0  # the largest number that was measured and fits
 
-    def largest(self, most: int, room: int, measure: Callable[[int], int]) -> int:
-        """How many examples fit in ``room`` bytes, ``most`` at most."""
-        while (size := min(most, (room - self._fixed) // self._each)) > self._checked:
+    def largest(self, least: int, most: int, room: int, measure: Callable[[int], int]) -> int:
+        """How many examples fit in ``room`` bytes, ``most`` at most; inexact below ``least``."""
+        while (size := min(most, (room - self._fixed) // self._each)) >= max(
+            least, self._checked + 1
+        ):
             peak = measure(size)
             if peak <= room:
                 self._checked = size
@@ -77,10 +120,6 @@ class _Line:
                 found = -(-(peak - self._fixed) // size)
                 self._each = max(found, self._each + self._each // 64 + 1)
         return size
-
-    def holds(self, size: int, room: int) -> bool:
-        """Whether so many examples may fit in ``room`` bytes."""
-        return self._fixed + size * self._each <= room
 
 
 @dataclass
@@ -103,42 +142,36 @@ class Chunks:
         while start < batch.size:
             if saved is not None:
                 restore_random_state(saved)
-            size = min(chunk, batch.size - start)
+            size, is_adding = min(chunk, batch.size - start), False
+            run = functools.partial(reduction.stack_rows, batch.chunk(start, start + size))
             try:
-                reduction.stack_rows(batch.chunk(start, start + size))
+                failure = out_of_memory(run, may_fail=size > 1)
+                if failure is None:
+                    is_adding, start = True, start + size
+                    failure = reduction.add()
             except (RuntimeError, MemoryError) as error:
-                if size == 1 or not is_out_of_memory(error):
-                    self._explain(error, size)
-                    raise
-                failure: str | None = first_line(error)
-            else:
-                failure, start = self._add(reduction), start + size
+                self._advise(error, size, is_adding)
+                raise
             if failure is not None:
-                free_memory()
                 self._fits[key] = chunk = max(1, size // 2)
                 warn(
                     f"{self.api}: out of memory with {size} examples at a time, going on with "
                     f"{chunk}; give chunk_size={chunk} or a memory_budget to avoid this ({failure})"
                 )
 
-    def _add(self, reduction: Reduction) -> str | None:
-        try:
-            return reduction.add()
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                error.add_note(
-                    f"{self.api}: memory ran out while a chunk was being added to the result, "
-                    "which can't be undone; call again with a smaller chunk_size"
-                )
-            raise
-
-    def _explain(self, error: BaseException, size: int) -> None:
-        """Says what else to do, where an error may be due to ``vmap``."""
+    def _advise(self, error: BaseException, size: int, is_adding: bool) -> None:
+        """Notes what else to do after an error."""
         # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type"
         # is of autocast, which comes by where vmap takes operations apart.)
         words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
         said = str(error).lower()
-        if size > 1 and any(word in said for word in (*words, "sparse", "scalar type")):
+        if is_out_of_memory(error):
+            if is_adding:
+                error.add_note(
+                    f"{self.api}: memory ran out while a chunk was being added to the result, "
+                    "which can't be undone; call again with a smaller chunk_size"
+                )
+        elif size > 1 and any(word in said for word in (*words, "sparse", "scalar type")):
             error.add_note(
                 f"{self.api}: vmap, which runs {size} examples at a time, can't do this; "
                 "chunk_size=1 runs each as it is, without vmap"
@@ -168,12 +201,10 @@ class Chunks:
             self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
         one, more, kept = self._lines[key]
         # All in one chunk is only measured where the line says that it fits.
-        if one.holds(batch.size, budget) and (
-            one.largest(batch.size, budget, of_one) == batch.size
-        ):
+        if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
         rest = batch.size * kept
-        chunk = more.largest(batch.size, budget - rest, of_more)
+        chunk = more.largest(1, batch.size, budget - rest, of_more)
         if chunk >= 1:
             return chunk
         # One example alone runs without vmap, which can take less.
@@ -213,16 +244,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or any(word in str(error) for word in words)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, without traces."""
-    return f"{error}".partition("\n")[0]
-
-
-def free_memory() -> None:
-    """Frees what a failed run has left, once its traceback, which holds its frames, is gone."""
+def out_of_memory(run: Callable[[], None], may_fail: bool = True) -> str | None:
+    """Runs something; what the error says where memory runs out, if that may be."""
+    try:
+        run()
+        return None
+    except (RuntimeError, MemoryError) as error:
+        if not may_fail or not is_out_of_memory(error):
+            raise
+        failure = str(error).partition("\n")[0]
+    # Only here is the failed run's traceback gone, with all that its frames held.
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    return failure
 
 
 def warn(message: str) -> None:

@@ -30,9 +30,9 @@ class CompiledGradients:
     def __init__(self, function: BatchedFunction, options: Mapping[str, Any]) -> None:
         self._compiler: Callable[..., Any] = jit(**options)
         self._function = function
-        # The size of the chunks that are compiled, and what runs them, by signatures.
+        # The size of the chunks that are compiled, 0 for none, and their graph, by signatures.
         self._graphs: dict[Any, tuple[int, Callable[..., Any]]] = {}
-        self._gave_up = self._warned = False
+        self._warned = False
         self._lock = threading.RLock()
 
     def run(self, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
@@ -45,13 +45,13 @@ class CompiledGradients:
             self._graphs[key] = self._function.chunk_size or batch.size, self._graph_for(batch)
         size, graph = self._graphs[key]
         # Chunks of another size would have to be compiled too.
-        if self._gave_up or batch.size != size or size == 1 or _is_followed(batch):
+        if batch.size != size or size == 1 or _is_followed(batch):
             return None
         try:
             with self._lock:
                 found, value = graph(batch.leaves, batch.kwargs)
         except TracingError as error:
-            self._gave_up = True
+            self._graphs[key] = 0, graph
             self._warn(str(error))
             return None
         value, aux = value if self._function.has_aux else (value, None)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from functx import _torch, _tree, memory
-from functx._pullback import Pullback, record
+from functx._pullback import Pullback
 from functx.per_sample._batch import Batch, Counted, Inspection
 from functx.per_sample._batched_function import BatchedFunction
-from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients
-from functx.per_sample._chunks import Reduction, first_line, free_memory, is_out_of_memory
+from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients, recorded
+from functx.per_sample._chunks import Reduction, out_of_memory
 from functx.per_sample._clipping import Groups, Scaling, factors
 from functx.per_sample._sums import Factored, Term, WeightedSum, norm_dtype
 
@@ -102,13 +102,11 @@ class StackedResults(Reduction):
         """What is asked for, of one chunk."""
         rows = {"values": found.values, "norms": self.groups.pack(norms), "aux": found.aux}
         if "gradients" in self.names:
-            gradients = [
-                found.kept[leaf]
-                if leaf in found.kept
-                else like.new_zeros(len(found.values), *like.shape)
-                for leaf, like in enumerate(self.like)
-            ]
-            rows["gradients"] = _tree.unflatten(self.spec, gradients)
+            size, kept = len(found.values), found.kept
+            for leaf, like in enumerate(self.like):
+                if leaf not in kept:
+                    kept[leaf] = like.new_zeros(size, *like.shape)
+            rows["gradients"] = _tree.unflatten(self.spec, [kept[leaf] for leaf in sorted(kept)])
         return {name: rows[name] for name in self.names}
 
 
@@ -155,20 +153,14 @@ class ClippedSum(StackedResults):
         return self.rows(found, norms)
 
     def add(self) -> str | None:
-        """Add the chunk that ran to the sums, one example after the other where memory runs out."""
+        """Add the chunk that ran to the sums, once more where memory had to be freed first."""
         failure = None
         while self._parts:
-            leaf, part, weights = self._parts.pop()
-            try:
-                self._sums[leaf].add(part, weights)
-                continue
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = first_line(error)
-            free_memory()
-            for example in range(len(weights)):
-                self._sums[leaf].add(part, weights, slice(example, example + 1))
+            leaf, *part = self._parts.pop()
+            add = functools.partial(self._sums[leaf].add, *part)
+            if (error := out_of_memory(add)) is not None:
+                failure = error
+                add()
         while self._totals:
             leaf, total = self._totals.popitem()
             self._sums[leaf].add_sum(total)
@@ -225,16 +217,8 @@ class ClippedSum(StackedResults):
         def values_of(*args: Any) -> Any:
             return replace(batch, leaves=_tree.leaves(args)).map(value_of, "error")
 
-        value, _, pullback = record(
-            values_of,
-            batch.args(),
-            {},
-            batch.positions,
-            has_aux=False,
-            check_output=lambda output: None,
-            api=self.function.api,
-            once=True,
-        )
+        args = batch.args()
+        value, _, pullback = recorded(self.function, args, {}, batch.positions, values_of)
         return value, pullback
 
     def result(self, counted: Counted) -> tuple[Any, Extras]:

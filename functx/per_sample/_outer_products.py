@@ -116,7 +116,7 @@ def rows_of(gradient: torch.Tensor) -> Rows:
 
 def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a view is all of another, in order, in any shape."""
-    if one.numel() != whole.numel():
+    if one.numel() != whole.numel() or one.storage_offset() != whole.storage_offset():
         return False
     try:
         other = whole.view(one.shape)
@@ -125,7 +125,7 @@ def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
             raise
         return False
     steps = zip(one.shape, one.stride(), other.stride())
-    return one.storage_offset() == 0 and all(size == 1 or a == b for size, a, b in steps)
+    return all(size == 1 or a == b for size, a, b in steps)
 
 
 class KeepFactors(_torch.TorchDispatchMode):
@@ -264,15 +264,10 @@ def _leaves_out_row(one: OuterProduct) -> bool:
     """Take a row out of the factors, where ``one`` is that row: vmap zeroes that of padding."""
     products, whole = one.products, one.products.whole
     row = one.shadow.storage_offset() // whole.stride(1)
-    if not products.terms or row >= whole.shape[1] or not _same(one.shadow, whole[:, row]):
+    if not products.terms or row >= whole.shape[1] or not _same_layout(one.shadow, whole[:, row]):
         return False
     products.terms = [_without_row(left, right, row) for left, right in products.terms]
     return True
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    layouts = [(t.shape, t.stride(), t.storage_offset()) for t in (one, other)]
-    return layouts[0] == layouts[1]
 
 
 def _without_row(left: Factor, right: Factor, row: int) -> Term:

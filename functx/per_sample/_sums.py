@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from functx.per_sample._stack import followed
+from functx.per_sample._chunks import followed
 
 # Factors are kept where they are this many times smaller than the product.
 _WORTH = 4
@@ -52,9 +52,6 @@ class OneHot:
 
     def __len__(self) -> int:
         return len(self.index)
-
-    def __getitem__(self, part: slice) -> OneHot:
-        return OneHot(self.index[part], self.size)
 
 
 Factor = torch.Tensor | OneHot
@@ -124,17 +121,14 @@ def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
 
 def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
     if len(terms) == 1 and terms[0][0].shape[1] == 1:
-        return math.prod(_squares(factor, dtype) for factor in terms[0])
+        factors = (factor for factor in terms[0] if not isinstance(factor, OneHot))
+        return functools.reduce(torch.mul, (squared_norms(factor, dtype) for factor in factors))
     total: Any = 0
     for number, (left, right) in enumerate(terms):
         for other, (left2, right2) in enumerate(terms[: number + 1]):
             both = (_gram(left, left2) * _gram(right, right2)).sum((1, 2))
             total = total + (both if other == number else 2 * both)
     return total.clamp_min(0).to(dtype)
-
-
-def _squares(factor: Factor, dtype: torch.dtype) -> Any:
-    return 1 if isinstance(factor, OneHot) else squared_norms(factor, dtype)
 
 
 class WeightedSum:
@@ -144,22 +138,14 @@ class WeightedSum:
         self._shape, self._device, self._dtype = leaf.shape, leaf.device, dtype
         self._total: torch.Tensor | None = None
 
-    def add(
-        self, rows: torch.Tensor | Term, weights: torch.Tensor, part: slice = slice(None)
-    ) -> None:
-        """Add a part of rows, or of a term of them, weighted by numbers of shape ``(c,)``.
-
-        Where memory runs out, nothing is added.
-        """
-        weights = weights[part].to(self._dtype)
+    def add(self, rows: torch.Tensor | Term, weights: torch.Tensor) -> None:
+        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; all, or an error."""
+        weights = weights.to(self._dtype)
         if isinstance(rows, tuple):
-            left, right = rows[0][part], rows[1][part]
             if not weights.requires_grad:
-                self._add_product(left, right, weights)
+                self._add_product(*rows, weights)
                 return
-            rows = product([(left, right)]).reshape(-1, *self._shape)
-        else:
-            rows = rows[part]
+            rows = product([rows]).reshape(-1, *self._shape)
         total = self._total
         order = _memory_order(rows[0] if total is None else total)
         flat = _flat(rows, order).to(self._dtype)
