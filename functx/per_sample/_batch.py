@@ -43,8 +43,6 @@ class Batch:
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
-        if (start, stop) == (0, self.size):
-            return self
         leaves = self._each(lambda leaf, dim: leaf.narrow(dim, start, stop - start))
         return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 
@@ -68,15 +66,6 @@ class Batch:
     def args(self) -> tuple[Any, ...]:
         """The arguments, all examples together."""
         return _tree.unflatten(self.spec, self.leaves)
-
-    def differentiated(self) -> list[tuple[Any, int | None]]:
-        """The leaves of the differentiated arguments, each with its dimension of the examples."""
-        args, dims = self.args(), _tree.unflatten(self.spec, self.dims)
-        return [
-            pair
-            for position in self.positions
-            for pair in zip(_tree.leaves(args[position]), _tree.leaves(dims[position]))
-        ]
 
     @property
     def alone(self) -> bool:
@@ -165,12 +154,12 @@ def batch_of(
             f"{api}: no argument has a batch dimension: the differentiated ones (argnums) are "
             "shared unless in_dims says otherwise, and keyword arguments always are"
         )
-    if len(sizes) > 1:
+    size, *others = sorted(sizes)
+    if others:
         raise ValueError(
             f"{api}: expected all tensors to have the same number of examples, got sizes "
-            f"{sorted(sizes)}; give in_dims, with None for what all examples share"
+            f"{[size, *others]}; give in_dims, with None for what all examples share"
         )
-    size = sizes.pop()
     return Batch(leaves, spec, dims, size, kwargs, positions, 0, (0, size))
 
 
@@ -185,7 +174,7 @@ def _flat_dims(
             for leaf in _tree.leaves(arg)
         ]
     if isinstance(in_dims, int):
-        return [in_dims for _ in _tree.leaves(args)]
+        in_dims = (in_dims,) * len(args)
     if not isinstance(in_dims, (tuple, list)) or len(in_dims) != len(args):
         raise ValueError(
             f"{api}: in_dims must be an int or a tuple with an entry for each of the {len(args)} "
@@ -197,9 +186,8 @@ def _flat_dims(
             flat += _tree.spread(dims, arg)
         except ValueError as error:
             raise ValueError(f"{api}: in_dims of argument {position}: {error}") from None
-    for dim in flat:
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-            raise ValueError(f"{api}: in_dims must consist of ints and None, got {dim!r}")
+    if wrong := [dim for dim in flat if dim is not None and type(dim) is not int]:
+        raise ValueError(f"{api}: in_dims must consist of ints and None, got {wrong[0]!r}")
     return flat
 
 

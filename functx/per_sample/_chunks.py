@@ -109,17 +109,17 @@ class _Line:
         self._checked = 0  # the largest number that was measured and fits
 
     def largest(self, least: int, most: int, room: int, measure: Callable[[int], int]) -> int:
-        """How many examples fit in ``room`` bytes, ``most`` at most; inexact below ``least``."""
-        while (size := min(most, (room - self._fixed) // self._each)) >= max(
-            least, self._checked + 1
-        ):
+        """How many examples fit in ``room`` bytes, ``most`` at most; not exact below ``least``."""
+        while True:
+            size = min(most, (room - self._fixed) // self._each)
+            if size < least or size <= self._checked:
+                return size
             peak = measure(size)
             if peak <= room:
                 self._checked = size
             else:
                 found = -(-(peak - self._fixed) // size)
                 self._each = max(found, self._each + self._each // 64 + 1)
-        return size
 
 
 @dataclass

@@ -52,6 +52,7 @@ class StackedResults(Reduction):
 
     Attributes:
         like: The leaves that are differentiated, for one example: of shape, dtype and device only.
+        shared: Whether all examples share them.
         names: What is asked for: of the fields of `Extras`, and ``"gradients"``.
         keeps: Gradients of these types are kept until a chunk has run.
     """
@@ -69,12 +70,14 @@ class StackedResults(Reduction):
         self.keeps: tuple[type, ...] = (torch.Tensor,) if "gradients" in names else ()
         self.like: list[torch.Tensor] = []
         self._norm_dtype = torch.float32
-        for leaf, dim in batch.differentiated():
+        leaves, self.spec = _tree.flatten(function.differentiated(batch))
+        dims = _tree.leaves(function.differentiated(replace(batch, leaves=batch.dims)))
+        self.shared = all(dim is None for dim in dims)
+        for leaf, dim in zip(leaves, dims):
             shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
             self.like.append(leaf.detach().new_empty(()).expand(shape))
             wanted = norm_dtype(leaf.dtype, accumulation_dtype)
             self._norm_dtype = torch.promote_types(self._norm_dtype, wanted)
-        _, self.spec = _tree.flatten(function.differentiated(batch))
 
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
@@ -169,9 +172,8 @@ class ClippedSum(StackedResults):
     def _twice(self, batch: Batch) -> bool:
         """Whether norms come first, and then a backward pass of all examples together."""
         may_run_again = self.function.randomness == "error" and not _torch.transforming()
-        shared = all(dim is None for _, dim in batch.differentiated())
         exact = all(self._dtype_of_sum(like) == like.dtype for like in self.like)
-        if self._passes == 1 or batch.size == 1 or not (may_run_again and shared and exact):
+        if self._passes == 1 or batch.size == 1 or not (may_run_again and self.shared and exact):
             return False
         size = sum(like.numel() * like.dtype.itemsize for like in self.like)
         if self._passes == 2 or batch.size * size < _SMALL:
