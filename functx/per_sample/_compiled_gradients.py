@@ -37,6 +37,8 @@ class CompiledGradients:
 
     def run(self, batch: Batch) -> tuple[Any, Any, list[Any]] | None:
         """Values, auxiliary outputs and gradients by leaf; ``None`` if there is no graph."""
+        if batch.size == 1:
+            return None
         key = batch.signature()
         if key not in self._graphs:
             if len(self._graphs) >= _SHAPES:
@@ -45,7 +47,7 @@ class CompiledGradients:
             self._graphs[key] = self._function.chunk_size or batch.size, self._graph_for(batch)
         size, graph = self._graphs[key]
         # Chunks of another size would have to be compiled too.
-        if batch.size != size or size == 1 or _is_followed(batch):
+        if batch.size != size or _is_followed(batch):
             return None
         try:
             with self._lock:
