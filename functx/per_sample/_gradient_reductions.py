@@ -63,6 +63,7 @@ class StackedResults(Reduction):
         batch: Batch,
         groups: Groups,
         names: list[str],
+        *,
         accumulation_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class ClippedSum(StackedResults):
         accumulation_dtype: torch.dtype | None,
         passes: int | None,
     ) -> None:
-        super().__init__(*args, accumulation_dtype)
+        super().__init__(*args, accumulation_dtype=accumulation_dtype)
         self._scaling, self._passes = scaling, passes
         self._wanted = accumulation_dtype
         self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
@@ -159,8 +160,8 @@ class ClippedSum(StackedResults):
         """Add the chunk that ran to the sums, once more where memory had to be freed first."""
         failure = None
         while self._parts:
-            leaf, *part = self._parts.pop()
-            add = functools.partial(self._sums[leaf].add, *part)
+            leaf, rows, weights = self._parts.pop()
+            add = functools.partial(self._sums[leaf].add, rows, weights)
             if (error := out_of_memory(add)) is not None:
                 failure = error
                 add()
