@@ -18,11 +18,12 @@ All but the last three lines are transforms, as :func:`functx.grad` is: they tak
 example (or a pair of module and criterion) and return a function of a batch.
 """
 
+from functx.per_sample._clipping import automatic, clip, normalize
+from functx.per_sample._gradient_reductions import Extras
 from functx.per_sample._gradients import clipped_sum, grads, norms
-from functx.per_sample._groups import automatic, clip, normalize
-from functx.per_sample._jobs import Extras
-from functx.per_sample._maps import gram, jacobian, map_reduce
-from functx.per_sample._model import functional
+from functx.per_sample._gram import gram
+from functx.per_sample._map_reduce import jacobian, map_reduce
+from functx.per_sample._module_loss import functional
 
 __all__ = [
     "Extras",

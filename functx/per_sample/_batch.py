@@ -43,8 +43,6 @@ class Batch:
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
-        if (start, stop) == (0, self.size):
-            return self
         leaves = self._each(lambda leaf, dim: leaf.narrow(dim, start, stop - start))
         return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 
@@ -69,17 +67,22 @@ class Batch:
         """The arguments, all examples together."""
         return _tree.unflatten(self.spec, self.leaves)
 
-    def differentiated(self) -> list[tuple[Any, int | None]]:
-        """The leaves of the differentiated arguments, each with its dimension of the examples."""
-        args, dims = self.args(), _tree.unflatten(self.spec, self.dims)
-        return [
-            pair
-            for position in self.positions
-            for pair in zip(_tree.leaves(args[position]), _tree.leaves(dims[position]))
-        ]
+    @property
+    def alone(self) -> bool:
+        """Whether this is one example, which `map` runs as it is."""
+        return self.size == 1 and not _torch.transforming()
 
     def map(self, func: Callable[..., Any], randomness: str) -> Any:
-        """``func`` of each example, by ``vmap``: leaves of shape ``(c, ...)``."""
+        """``func`` of each example, leaves of shape ``(c, ...)``: by ``vmap``, but for one alone.
+
+        One example alone runs as it is, without the limitations of ``vmap``.
+        """
+        if self.alone:
+            leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
+            # Only the first example of a call pays for looking at every operation.
+            with _allowed(randomness, first=self.start == 0):
+                result = func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
+            return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
         mapped = [number for number, dim in enumerate(self.dims) if dim is not None]
 
         def example(*rows: torch.Tensor) -> Any:
@@ -92,13 +95,6 @@ class Batch:
         rows = [self.leaves[number] for number in mapped]
         return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
 
-    def alone(self, func: Callable[..., Any], randomness: str) -> Any:
-        """``func`` of the first example, as it is, without that dimension."""
-        leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
-        # Only the first example of a call pays for looking at every operation.
-        with _allowed(randomness, first=self.start == 0):
-            return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
-
     def signature(self) -> tuple[Any, ...]:
         """What two batches share that differ in values and in the number of examples only."""
 
@@ -108,7 +104,25 @@ class Batch:
             shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
             return shape, leaf.dtype, leaf.device, dim
 
-        return tuple(map(of, self.leaves, self.dims))
+        return self.spec, self.positions, *map(of, self.leaves, self.dims)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Which examples of a call count, where results of those that ran are put in their places."""
+
+    size: int  # all examples, padding too
+    kept: torch.Tensor | None = None  # the indices of those that count; None if all do
+    empty: bool = False  # whether none counts, and the only one that ran was invented
+
+    def rows(self, leaf: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Entries of the examples that ran as entries of all, zeros where one does not count."""
+        if self.empty:
+            leaf = leaf.narrow(dim, 0, 0)
+        if self.kept is None:
+            return leaf
+        whole = leaf.new_zeros(*leaf.shape[:dim], self.size, *leaf.shape[dim + 1 :])
+        return whole.index_copy(dim, self.kept.to(leaf.device), leaf)
 
 
 def batch_of(
@@ -140,12 +154,12 @@ def batch_of(
             f"{api}: no argument has a batch dimension: the differentiated ones (argnums) are "
             "shared unless in_dims says otherwise, and keyword arguments always are"
         )
-    if len(sizes) > 1:
+    size, *others = sorted(sizes)
+    if others:
         raise ValueError(
             f"{api}: expected all tensors to have the same number of examples, got sizes "
-            f"{sorted(sizes)}; give in_dims, with None for what all examples share"
+            f"{[size, *others]}; give in_dims, with None for what all examples share"
         )
-    size = sizes.pop()
     return Batch(leaves, spec, dims, size, kwargs, positions, 0, (0, size))
 
 
@@ -160,7 +174,7 @@ def _flat_dims(
             for leaf in _tree.leaves(arg)
         ]
     if isinstance(in_dims, int):
-        return [in_dims for _ in _tree.leaves(args)]
+        in_dims = (in_dims,) * len(args)
     if not isinstance(in_dims, (tuple, list)) or len(in_dims) != len(args):
         raise ValueError(
             f"{api}: in_dims must be an int or a tuple with an entry for each of the {len(args)} "
@@ -172,9 +186,8 @@ def _flat_dims(
             flat += _tree.spread(dims, arg)
         except ValueError as error:
             raise ValueError(f"{api}: in_dims of argument {position}: {error}") from None
-    for dim in flat:
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-            raise ValueError(f"{api}: in_dims must consist of ints and None, got {dim!r}")
+    if wrong := [dim for dim in flat if dim is not None and type(dim) is not int]:
+        raise ValueError(f"{api}: in_dims must consist of ints and None, got {wrong[0]!r}")
     return flat
 
 
@@ -245,17 +258,27 @@ def restore_random_state(saved: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(saved[1:])
 
 
-class _NoGenerators(_torch.TorchDispatchMode):
-    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
+class Inspection(_torch.TorchDispatchMode):
+    """Shows each operation and its arguments to a function, which raises for what is refused."""
 
     only_observes = True
+
+    def __init__(self, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._look = look
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
-            raise RuntimeError(_FORBIDDEN)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self._look(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _refuse_generators(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
+    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        raise RuntimeError(_FORBIDDEN)
 
 
 @contextmanager
@@ -268,7 +291,7 @@ def _allowed(randomness: str, first: bool) -> Iterator[None]:
         yield
         return
     before = random_state()
-    with _NoGenerators() if first else nullcontext():
+    with Inspection(_refuse_generators) if first else nullcontext():
         yield
     if not all(map(torch.equal, before, random_state())):
         restore_random_state(before)

@@ -11,170 +11,200 @@ chunk size that a line gives is measured too, and the line corrected.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from functx import _torch, memory
-from functx.per_sample._batch import Batch, random_state, restore_random_state
-
-# Takes the number of examples that memory ran out with, and what the error said.
-Halved = Callable[[int, str], None]
-Commit = Callable[[Halved], None]
+from functx import _torch, _tree, memory
+from functx.per_sample._batch import Batch, Counted, random_state, restore_random_state
 
 
-class Job(Protocol):
-    """What is computed from one call's examples, chunk by chunk."""
-
-    def run(self, batch: Batch) -> Commit | None:
-        """Compute one chunk, which may run again; the commit adds it to the result for good."""
-
-    def result(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
-        """What came of all chunks.
-
-        Of ``size`` examples those at ``kept`` count, all if that is ``None``; where it is ``empty``
-        none counts, and the one that ran was invented.
-        """
+def followed(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether something differentiates or traces what is made of tensors."""
+    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
 
 
-MakeJob = Callable[[], Job]
+class Stack:
+    """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
+
+    Rows are copied to their place at once, so that chunks and result are not alive together; unless
+    something differentiates or traces the result, which could not follow the copies. The place
+    follows from the chunk alone: a chunk that is put twice is there once.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[torch.Tensor]] = {}  # by the position of their first example
+        self._reserved: set[int] = set()  # positions of parts with a place for a whole batch
+        self._spec: _tree.TreeSpec = None
+
+    def put(self, batch: Batch, tree: Any) -> None:
+        """Put the rows of a chunk in their place."""
+        leaves, self._spec = _tree.flatten(tree)
+        begin, size = batch.whole
+        if begin not in self._reserved:
+            if batch.start > begin or batch.size == size or followed(leaves):
+                self._parts[batch.start] = leaves
+                return
+            self._parts[begin] = [part.new_empty(size, *part.shape[1:]) for part in leaves]
+            self._reserved.add(begin)
+        first = batch.start - begin
+        for whole, part in zip(self._parts[begin], leaves):
+            whole[first : first + batch.size] = part
+
+    def before(self, batch: Batch) -> torch.Tensor:
+        """The rows of the only leaf that come before those of a chunk."""
+        found = [self._parts[start][0] for start in sorted(self._parts) if start < batch.start]
+        return (torch.cat(found) if len(found) > 1 else found[0])[: batch.start]
+
+    def close(self, counted: Counted) -> Any:
+        """All rows, zeros where an example does not count."""
+        columns = zip(*(self._parts[start] for start in sorted(self._parts)))
+        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
+        self._parts = {}
+        return _tree.unflatten(self._spec, [counted.rows(leaf) for leaf in whole])
 
 
-def in_chunks(
-    run: Callable[[int, int], Commit | None], size: int, chunk: int, halved: Halved
-) -> None:
-    """``run(start, stop)`` over ``size`` examples; where memory runs out, chunks are halved."""
-    start = 0
+class Reduction:
+    """What is computed from one call's examples, chunk by chunk.
 
-    def smaller(ran: int, failure: str) -> None:
-        nonlocal chunk
-        chunk = max(1, ran // 2)
-        halved(ran, failure)
+    Attributes:
+        stack: The rows that `run` has returned.
+    """
 
-    while start < size:
-        stop = min(start + chunk, size)
-        try:
-            commit = run(start, stop)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or stop - start == 1:
-                raise
-            failure = str(error).splitlines()[0]
-        else:
-            if commit is not None:
-                commit(smaller)
-            start = stop
-            continue
-        # Only here is the failed run's traceback gone, with all that its frames held.
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        smaller(stop - start, failure)
+    def __init__(self) -> None:
+        self.stack = Stack()
+
+    def run(self, batch: Batch) -> Any:
+        """Compute one chunk, which may run again; returns a pytree of rows to stack."""
+        raise NotImplementedError
+
+    def stack_rows(self, batch: Batch) -> None:
+        """Compute one chunk, up to what can't be undone."""
+        self.stack.put(batch, self.run(batch))
+
+    def add(self) -> str | None:
+        """Add the chunk that ran to the result for good; what the error said if memory ran out."""
+        return None
+
+    def result(self, counted: Counted) -> Any:
+        """The result of all chunks."""
+        return self.stack.close(counted)
 
 
-@dataclass
+MakeReduction = Callable[[], Reduction]
+
+
 class _Line:
     """Bytes at the peak over the number of examples, see NOTE [budget]."""
 
-    fixed: int
-    each: int
-    checked: int = 0  # the largest number that was measured and fits
+    def __init__(self, two: int, four: int) -> None:
+        self._each = max(1, (four - two + 1) // 2)
+        self._fixed = max(0, two - 2 * self._each)
+        self._checked = 0  # the largest number that was measured and fits
 
-    @classmethod
-    def through(cls, two: int, four: int) -> _Line:
-        """The line through the peaks of two and four examples."""
-        each = max(1, (four - two + 1) // 2)
-        return cls(max(0, two - 2 * each), each)
-
-    def largest(self, most: int, room: int, measure: Callable[[int], int]) -> int:
-        """How many examples fit in ``room`` bytes, ``most`` at most."""
-        while (size := min(most, (room - self.fixed) // self.each)) > self.checked:
+    def largest(self, least: int, most: int, room: int, measure: Callable[[int], int]) -> int:
+        """How many examples fit in ``room`` bytes, ``most`` at most; not exact below ``least``."""
+        while True:
+            size = min(most, (room - self._fixed) // self._each)
+            if size < least or size <= self._checked:
+                return size
             peak = measure(size)
             if peak <= room:
-                self.checked = size
+                self._checked = size
             else:
-                found = -(-(peak - self.fixed) // size)
-                self.each = max(found, self.each + self.each // 64 + 1)
-        return size
+                found = -(-(peak - self._fixed) // size)
+                self._each = max(found, self._each + self._each // 64 + 1)
 
 
 @dataclass
 class Chunks:
-    """How batches are cut; what was found out about it is remembered, by signatures of batches."""
+    """How batches are cut. What was measured is remembered, by signatures of batches."""
 
     api: str
     chunk_size: int | None
     memory_budget: int | None
     randomness: str
-    # The largest chunk that fits.
-    _fits: dict[Any, int] = field(default_factory=dict)
+    _fits: dict[Any, int] = field(default_factory=dict)  # the largest chunk that fits
     # A line for all in one chunk, one for more chunks, and what each example leaves behind.
     _lines: dict[Any, tuple[_Line, _Line, int]] = field(default_factory=dict)
 
-    def run(self, batch: Batch, job: Job, make_job: MakeJob) -> None:
-        """Hands the examples of ``batch`` to ``job`` in chunks."""
-        key = batch.signature()
+    def run(self, batch: Batch, reduction: Reduction, make: MakeReduction) -> None:
+        """Hands the examples of ``batch`` to ``reduction`` in chunks."""
+        key, start = batch.signature(), 0
+        chunk = min(self._size(batch, key, make), self._fits.get(key, batch.size))
         saved = random_state() if self.randomness == "same" else None
-
-        def run(start: int, stop: int) -> Commit | None:
+        while start < batch.size:
             if saved is not None:
                 restore_random_state(saved)
+            size, is_adding = min(chunk, batch.size - start), False
+            run = functools.partial(reduction.stack_rows, batch.chunk(start, start + size))
             try:
-                return job.run(batch.chunk(start, stop))
-            except RuntimeError as error:
-                if stop - start > 1 and _is_of_vmap(error) and not is_out_of_memory(error):
-                    error.add_note(
-                        f"{self.api}: vmap, which runs {stop - start} examples at a time, can't do "
-                        "this; chunk_size=1 runs each as it is, without vmap"
-                    )
+                failure = out_of_memory(run, may_fail=size > 1)
+                if failure is None:
+                    is_adding, start = True, start + size
+                    failure = reduction.add()
+            except (RuntimeError, MemoryError) as error:
+                self._advise(error, size, is_adding)
                 raise
+            if failure is not None:
+                self._fits[key] = chunk = max(1, size // 2)
+                warn(
+                    f"{self.api}: out of memory with {size} examples at a time, going on with "
+                    f"{chunk}; give chunk_size={chunk} or a memory_budget to avoid this ({failure})"
+                )
 
-        def halved(size: int, failure: str) -> None:
-            self._fits[key] = size // 2
-            warnings.warn(
-                f"{self.api}: out of memory with {size} examples at a time, going on with "
-                f"{size // 2}; give chunk_size={size // 2} or a memory_budget to avoid this "
-                f"({failure})",
-                RuntimeWarning,
-                stacklevel=outside(),
+    def _advise(self, error: BaseException, size: int, is_adding: bool) -> None:
+        """Notes what else to do after an error."""
+        # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type"
+        # is of autocast, which comes by where vmap takes operations apart.)
+        words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
+        said = str(error).lower()
+        if is_out_of_memory(error):
+            if is_adding:
+                error.add_note(
+                    f"{self.api}: memory ran out while a chunk was being added to the result, "
+                    "which can't be undone; call again with a smaller chunk_size"
+                )
+        elif size > 1 and any(word in said for word in (*words, "sparse", "scalar type")):
+            error.add_note(
+                f"{self.api}: vmap, which runs {size} examples at a time, can't do this; "
+                "chunk_size=1 runs each as it is, without vmap"
             )
 
-        chunk = min(self._size(batch, key, make_job), self._fits.get(key, batch.size))
-        in_chunks(run, batch.size, chunk, halved)
-
-    def _size(self, batch: Batch, key: Any, make_job: MakeJob) -> int:
+    def _size(self, batch: Batch, key: Any, make: MakeReduction) -> int:
         """Examples in a chunk."""
-        budget = self.memory_budget
-        if budget is None:
+        if self.memory_budget is None:
             return self.chunk_size or batch.size
         if _torch.tracing():
             raise RuntimeError(
                 f"{self.api}: memory can't be measured while operations are traced; give "
                 "chunk_size instead of memory_budget"
             )
+        budget = self.memory_budget
 
         def of_one(chunk: int) -> int:
-            return self._profile(batch, chunk, 1, make_job).peak
+            return self._profile(batch, chunk, 1, make).peak
 
         def of_more(chunk: int) -> int:
-            return self._profile(batch, chunk, 2, make_job).peak - 2 * chunk * kept
+            return self._profile(batch, chunk, 2, make).peak - 2 * chunk * kept
 
         if key not in self._lines:
-            two, four = (self._profile(batch, chunk, 2, make_job) for chunk in (2, 4))
+            two, four = (self._profile(batch, chunk, 2, make) for chunk in (2, 4))
             kept = max(0, four.returned - two.returned) // 4
-            more = _Line.through(two.peak - 4 * kept, four.peak - 8 * kept)
-            self._lines[key] = _Line.through(of_one(2), of_one(4)), more, kept
+            more = _Line(two.peak - 4 * kept, four.peak - 8 * kept)
+            self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
         one, more, kept = self._lines[key]
         # All in one chunk is only measured where the line says that it fits.
-        may_fit = one.fixed + batch.size * one.each <= budget
-        if may_fit and one.largest(batch.size, budget, of_one) == batch.size:
+        if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
         rest = batch.size * kept
-        chunk = more.largest(batch.size, budget - rest, of_more)
+        chunk = more.largest(1, batch.size, budget - rest, of_more)
         if chunk >= 1:
             return chunk
         # One example alone runs without vmap, which can take less.
@@ -187,18 +217,19 @@ class Chunks:
             )
         return 1
 
-    def _profile(self, batch: Batch, chunk: int, chunks: int, make_job: MakeJob) -> memory.Profile:
+    def _profile(
+        self, batch: Batch, chunk: int, chunks: int, make: MakeReduction
+    ) -> memory.Profile:
         """Chunks of ``chunk`` examples, results thrown away."""
         saved = random_state()
         examples = batch.take(torch.arange(chunk * chunks) % batch.size)
 
         def run() -> Any:
-            job = make_job()
+            reduction = make()
             for start in range(0, examples.size, chunk):
-                commit = job.run(examples.chunk(start, start + chunk))
-                if commit is not None:
-                    commit(lambda size, failure: None)
-            return job.result(None, examples.size, False)
+                reduction.stack_rows(examples.chunk(start, start + chunk))
+                reduction.add()
+            return reduction.result(Counted(examples.size))
 
         try:
             return memory.profile(run)
@@ -209,23 +240,29 @@ class Chunks:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a device or on the CPU."""
     words = ("not enough memory", "can't allocate memory", "out of memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(word in str(error) for word in words)
 
 
-def _is_of_vmap(error: BaseException) -> bool:
-    """Whether an error may be due to ``vmap``: one example alone may well run."""
-    # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type" is
-    # of autocast, which comes by where vmap takes operations apart.)
-    words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
-    return any(word in str(error).lower() for word in (*words, "sparse", "scalar type"))
+def out_of_memory(run: Callable[[], None], may_fail: bool = True) -> str | None:
+    """Runs something; what the error says where memory runs out, if that may be."""
+    try:
+        run()
+        return None
+    except (RuntimeError, MemoryError) as error:
+        if not may_fail or not is_out_of_memory(error):
+            raise
+        failure = str(error).partition("\n")[0]
+    # Only here is the failed run's traceback gone, with all that its frames held.
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return failure
 
 
-def outside() -> int:
-    """The ``stacklevel`` of a warning for the caller of ``per_sample``."""
+def warn(message: str) -> None:
+    """Warns the caller of ``per_sample``."""
     level, frame = 1, inspect.currentframe()
-    frame = frame and frame.f_back
     while frame is not None and frame.f_globals.get("__name__", "").startswith("functx."):
         level, frame = level + 1, frame.f_back
-    return level
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from functx import _tree, _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims
-from functx.per_sample._groups import Scaling, check_scaling, groups_of
-from functx.per_sample._jobs import ClippedSum, Gradients, Norms
-from functx.per_sample._options import Func, PerSample
-from functx.per_sample._pull import compiled_by
+from functx.per_sample._batched_function import BatchedFunction, Func
+from functx.per_sample._clipping import Scaling, check_scaling, groups_of
+from functx.per_sample._compiled_gradients import compiled_by
+from functx.per_sample._gradient_reductions import ClippedSum, StackedResults
 
 
 def grads(
@@ -84,11 +85,12 @@ def grads(
                 [0., 2.],
                 [0., 0.]])
     """
-    over = PerSample(
+    function = BatchedFunction(
         "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
-    extras: dict[str, Any] = {"return_values": return_values, "return_norms": return_norms}
-    return _differentiated(over, Gradients, has_aux, compile, **extras)
+    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux, "gradients": True}
+    shows_extras = return_values or return_norms
+    return _over_batch(function, StackedResults, wanted, compile, shows_extras=shows_extras)
 
 
 def norms(
@@ -130,14 +132,12 @@ def norms(
         >>> functx.per_sample.norms(loss)(torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([5., 1.])
     """
-    over = PerSample(
+    function = BatchedFunction(
         "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
-    options: dict[str, Any] = {
-        "return_values": return_values,
-        "accumulation_dtype": accumulation_dtype,
-    }
-    return _differentiated(over, Norms, has_aux, compile, groups, **options)
+    make = functools.partial(StackedResults, accumulation_dtype=accumulation_dtype)
+    wanted = {"values": return_values, "norms": True, "aux": has_aux}
+    return _over_batch(function, make, wanted, compile, groups, shows_extras=return_values)
 
 
 def clipped_sum(
@@ -203,58 +203,55 @@ def clipped_sum(
         >>> total, extras.norms
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
-    over = PerSample(
+    function = BatchedFunction(
         "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, memory_budget, randomness
     )
-    scale = check_scaling(scaling, max_norm, over.api)
     if passes not in (None, 1, 2):
         raise ValueError(
-            f"{over.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
+            f"{function.api}: passes must be 1 or 2, or None to have it chosen, got {passes!r}"
         )
-
-    return _differentiated(
-        over,
+    make = functools.partial(
         ClippedSum,
-        has_aux,
-        compile,
-        groups,
-        max_norm,
-        lambda total: _all_reduced(total, process_group),
-        scaling=scale,
+        scaling=check_scaling(scaling, max_norm, function.api),
         accumulation_dtype=accumulation_dtype,
         passes=passes,
-        return_values=return_values,
-        return_norms=return_norms,
+    )
+    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux}
+    finish = functools.partial(_all_reduced, process_group=process_group)
+    return _over_batch(
+        *(function, make, wanted, compile, groups, max_norm, finish),
+        shows_extras=return_values or return_norms,
     )
 
 
-def _differentiated(
-    over: PerSample,
-    kind: type[Gradients] | type[Norms] | type[ClippedSum],
-    has_aux: bool,
+def _over_batch(
+    function: BatchedFunction,
+    make: Callable[..., StackedResults],
+    wanted: dict[str, bool],
     compile: bool | Mapping[str, Any],
     groups: Any = None,
     max_norm: Any = None,
     finish: Callable[[Any], Any] = lambda result: result,
-    **options: Any,
+    *,
+    shows_extras: bool,
 ) -> Callable[..., Any]:
-    """A function that runs a job over the examples it is given."""
-    _validate.check_argnums(over.argnums, over.api)
-    over.has_aux, over.compiled = has_aux, compiled_by(over, compile)
-    extras_wanted = options["return_values"] or options.get("return_norms", False)
+    """A function of a batch, that runs a reduction of gradients over the examples."""
+    function.has_aux, function.compiled = wanted["aux"], compiled_by(function, compile)
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
 
-    def make_job(batch: Batch) -> Any:
-        _validate.check_inputs(batch.args(), batch.positions, over.api)
-        found = groups_of(over.differentiated(batch), groups, max_norm, over.api)
-        return kind(over, batch, found, **options)
+    def make_for(batch: Batch) -> StackedResults:
+        _validate.check_inputs(batch.args(), batch.positions, function.api)
+        differentiated = function.differentiated(batch)
+        found = groups_of(differentiated, groups, max_norm, function.api)
+        return make(function, batch, found, names)
 
     def returned(found: tuple[Any, Any]) -> Any:
         result, extras = finish(found[0]), found[1]
-        if extras_wanted:
+        if shows_extras:
             return result, extras
-        return (result, extras.aux) if has_aux else result
+        return (result, extras.aux) if function.has_aux else result
 
-    return over.over_batch(make_job, returned)
+    return function.over_batch(make_for, returned)
 
 
 def _all_reduced(tree: Any, process_group: Any) -> Any:

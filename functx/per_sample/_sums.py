@@ -1,4 +1,4 @@
-"""Norms and weighted sums of per-example gradients, whole or by their factors; stacked results.
+"""Norms and weighted sums of per-example gradients, whole or by their factors.
 
 The gradients of ``c`` examples by one leaf are rows, of shape ``(c, *leaf.shape)``. The backward
 pass leaves the dimensions of a row in any order in memory. A product of matrices wants rows flat:
@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 
-from functx import _torch, _tree
-from functx.per_sample._batch import Batch
+from functx.per_sample._chunks import followed
 
 # Factors are kept where they are this many times smaller than the product.
 _WORTH = 4
@@ -54,9 +53,6 @@ class OneHot:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, part: slice) -> OneHot:
-        return OneHot(self.index[part], self.size)
-
 
 Factor = torch.Tensor | OneHot
 Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is a tensor
@@ -64,7 +60,7 @@ Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is
 
 @dataclass(frozen=True)
 class Factored:
-    """Rows that are not computed: sums of products, ``(c, *shape)``, by their factors."""
+    """Rows of shape ``(c, *leaf.shape)`` that are not computed: sums of products, by factors."""
 
     terms: Sequence[Term]
     shape: torch.Size
@@ -125,17 +121,14 @@ def squared_norms(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
 
 def _squared_norms_of_terms(terms: Sequence[Term], dtype: torch.dtype) -> torch.Tensor:
     if len(terms) == 1 and terms[0][0].shape[1] == 1:
-        return math.prod(_squares(factor, dtype) for factor in terms[0])
+        factors = (factor for factor in terms[0] if not isinstance(factor, OneHot))
+        return functools.reduce(torch.mul, (squared_norms(factor, dtype) for factor in factors))
     total: Any = 0
     for number, (left, right) in enumerate(terms):
         for other, (left2, right2) in enumerate(terms[: number + 1]):
             both = (_gram(left, left2) * _gram(right, right2)).sum((1, 2))
             total = total + (both if other == number else 2 * both)
     return total.clamp_min(0).to(dtype)
-
-
-def _squares(factor: Factor, dtype: torch.dtype) -> Any:
-    return 1 if isinstance(factor, OneHot) else squared_norms(factor, dtype)
 
 
 class WeightedSum:
@@ -145,23 +138,14 @@ class WeightedSum:
         self._shape, self._device, self._dtype = leaf.shape, leaf.device, dtype
         self._total: torch.Tensor | None = None
 
-    def add(
-        self, rows: torch.Tensor | Term, weights: torch.Tensor, start: int = 0, stop: int = -1
-    ) -> None:
-        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; or some of them.
-
-        Either all from ``start`` to ``stop`` are added, or, where memory runs out, none.
-        """
-        part = slice(start, len(weights) if stop < 0 else stop)
-        weights = weights[part].to(self._dtype)
+    def add(self, rows: torch.Tensor | Term, weights: torch.Tensor) -> None:
+        """Add rows, or a term of them, weighted by numbers of shape ``(c,)``; all, or an error."""
+        weights = weights.to(self._dtype)
         if isinstance(rows, tuple):
-            left, right = rows[0][part], rows[1][part]
             if not weights.requires_grad:
-                self._add_product(left, right, weights)
+                self._add_product(*rows, weights)
                 return
-            rows = product([(left, right)]).reshape(-1, *self._shape)
-        else:
-            rows = rows[part]
+            rows = product([rows]).reshape(-1, *self._shape)
         total = self._total
         order = _memory_order(rows[0] if total is None else total)
         flat = _flat(rows, order).to(self._dtype)
@@ -207,59 +191,3 @@ def _memory_order(row: torch.Tensor) -> list[int]:
 def _flat(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     """Rows as a matrix, their dimensions in a given order."""
     return rows.permute(0, *(dim + 1 for dim in order)).reshape(len(rows), rows.shape[1:].numel())
-
-
-def followed(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether something differentiates or traces what is made of tensors."""
-    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
-
-
-class Stack:
-    """Pytrees of tensors with leading dimension ``c``, one a chunk, made one of ``B``.
-
-    Rows are copied to their place at once, so that chunks and result are not alive together; unless
-    something differentiates or traces the result, which could not follow the copies. The place
-    follows from the chunk alone: a chunk that is put twice is there once.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[torch.Tensor]] = {}  # by the position of their first example
-        self._reserved: set[int] = set()  # positions of parts with a place for a whole batch
-        self._spec: _tree.TreeSpec = None
-
-    def put(self, batch: Batch, tree: Any) -> None:
-        """Put the rows of a chunk in their place."""
-        leaves, self._spec = _tree.flatten(tree)
-        begin, size = batch.whole
-        if begin not in self._reserved:
-            if batch.start > begin or batch.size == size or followed(leaves):
-                self._parts[batch.start] = leaves
-                return
-            self._parts[begin] = [part.new_empty(size, *part.shape[1:]) for part in leaves]
-            self._reserved.add(begin)
-        first = batch.start - begin
-        for whole, part in zip(self._parts[begin], leaves):
-            whole[first : first + batch.size] = part
-
-    def before(self, batch: Batch) -> torch.Tensor:
-        """The rows of the only leaf that come before those of a chunk."""
-        found = [self._parts[start][0] for start in sorted(self._parts) if start < batch.start]
-        return (torch.cat(found) if len(found) > 1 else found[0])[: batch.start]
-
-    def close(self, kept: torch.Tensor | None, size: int, empty: bool) -> Any:
-        """All rows; the arguments are those of ``Job.result``.
-
-        Returns:
-            The pytree, with zeros where an example does not count.
-        """
-        columns = list(zip(*(self._parts[start] for start in sorted(self._parts))))
-        self._parts = {}
-        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in columns]
-        if empty:
-            whole = [leaf[:0] for leaf in whole]
-        if kept is not None:
-            whole = [
-                leaf.new_zeros(size, *leaf.shape[1:]).index_copy(0, kept.to(leaf.device), leaf)
-                for leaf in whole
-            ]
-        return _tree.unflatten(self._spec, whole)

@@ -229,7 +229,7 @@ class TestBytes:
         assert norms < masked < 0.35 * everything
 
     def test_two_passes_are_chosen_where_gradients_are_large(self, monkeypatch):
-        monkeypatch.setattr(per_sample._jobs, "_SMALL", 0)
+        monkeypatch.setattr(per_sample._gradient_reductions, "_SMALL", 0)
         peaks = {n: peak(self.clipped(n), self.weights, self.x) for n in (None, 1, 2)}
         assert peaks[None] <= 1.1 * peaks[2] < 0.5 * peaks[1]
         x = self.x.unsqueeze(1).expand(-1, 40, -1).contiguous()  # 40 times the activations

@@ -121,7 +121,7 @@ WINGS = {
         1_750,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 2_780),
+    "per_sample": (("functx.per_sample",), 2_740),
     "jit, graph": (("functx._jit", "functx.graph"), 1_420),
     "private torch": (("functx._torch",), 950),
     "command line, demo": (("functx.__main__", "functx._demo"), 850),

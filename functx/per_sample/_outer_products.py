@@ -1,18 +1,18 @@
-"""Products of matrices that are not computed until somebody needs more than their norm.
+"""OuterProduct products that are not computed until more than their norm is needed.
 
 While the gradients of a chunk are pulled back, products over few terms (see `_sums`) are made
-`Outer`: tensors without memory that know their factors. Which of them are gradients of parameters
-need not be known beforehand: every operation but views and sums of two gets the product itself. So
-a gradient that arrives as `Outer` is known to be that product and nothing else, whatever the code
-was.
+`OuterProduct`: tensors without memory that know their factors. Which of them are gradients of
+parameters need not be known beforehand: every operation but views and sums of two gets the product
+itself. So a gradient that arrives as `OuterProduct` is known to be that product and nothing else,
+whatever the code was.
 
 The mode sits below autograd and ``vmap`` and sees what they run on the whole chunk: a product of
-one example is a batch of products there.
+one example is a batch of products there. Of one example alone it is a product of two matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ class _Products:
         return self._dense
 
 
-class Outer(torch.Tensor):
+class OuterProduct(torch.Tensor):
     """A view of products that are not computed.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outer(torch.Tensor):
     shadow: torch.Tensor
 
     @staticmethod
-    def __new__(cls: Any, products: _Products, shadow: torch.Tensor, like: Any) -> Outer:
+    def __new__(cls: Any, products: _Products, shadow: torch.Tensor, like: Any) -> OuterProduct:
         self = _torch.make_wrapper_subclass(
             cls,
             shadow.shape,
@@ -106,17 +106,17 @@ class Outer(torch.Tensor):
 
 def rows_of(gradient: torch.Tensor) -> Rows:
     """Gradients of a chunk, ``(c, *shape)``: by their factors, if these are known."""
-    if not isinstance(gradient, Outer):
+    if not isinstance(gradient, OuterProduct):
         return gradient
     terms = gradient.terms()
     if not terms or len(terms[0][0]) != len(gradient):
         return gradient.dense()
-    return Factored(terms, gradient.shape[1:])
+    return Factored(terms, gradient.shape)
 
 
 def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a view is all of another, in order, in any shape."""
-    if one.numel() != whole.numel():
+    if one.numel() != whole.numel() or one.storage_offset() != whole.storage_offset():
         return False
     try:
         other = whole.view(one.shape)
@@ -125,11 +125,11 @@ def _same_layout(one: torch.Tensor, whole: torch.Tensor) -> bool:
             raise
         return False
     steps = zip(one.shape, one.stride(), other.stride())
-    return one.storage_offset() == 0 and all(size == 1 or a == b for size, a, b in steps)
+    return all(size == 1 or a == b for size, a, b in steps)
 
 
 class KeepFactors(_torch.TorchDispatchMode):
-    """Inside, products of few terms are `Outer`, in a chunk of several examples."""
+    """Inside, products of few terms are `OuterProduct`, in a chunk of ``size`` examples."""
 
     _should_skip_dynamo = _torch.never_skip_dynamo
     only_observes = True
@@ -137,11 +137,10 @@ class KeepFactors(_torch.TorchDispatchMode):
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        self._paused = 0  # by regions that run again: these compute activations, no gradients
+        self._pauses = 0  # regions that run again, for one: these compute activations, no gradients
         # The memory of factors; as long as there is such a reference, no other has its key.
         self._factors: dict[int, Any] = {}
         self.made = 0  # products not computed
-        self.taken = self.spared = 0  # numbers of gradients that arrived, and by their factors
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -149,9 +148,9 @@ class KeepFactors(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if self._factors and _torch.is_mutable(func):
             self._check((args, kwargs))
-        if Outer in types:
+        if OuterProduct in types:
             return _run(func, args, kwargs)
-        term = None if self._paused or kwargs else self._term(func, args)
+        term = None if self._pauses or kwargs else self._term(func, args)
         if term is None:
             return func(*args, **kwargs)
         self.made += 1
@@ -161,36 +160,29 @@ class KeepFactors(_torch.TorchDispatchMode):
             self._factors[_torch.storage_address(values)] = reference
         products = _Products([term])
         whole = products.whole
-        if func is aten.embedding_dense_backward.default:  # tables, one below the other
-            whole = whole.flatten(0, 1)
-        return Outer(products, whole, args[0])
+        if args[0].dim() == 2 or func is aten.embedding_dense_backward.default:
+            whole = whole.flatten(0, 1)  # one below the other
+        return OuterProduct(products, whole, args[0])
 
     @contextmanager
     def pulling_back(self) -> Iterator[None]:
         """The mode, around a backward pass."""
-        with on_replay(lambda name: self.pause()), self:
+        with on_replay(lambda name: self.paused()), self:
             yield
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """No product is left out inside."""
-        self._paused += 1
+        self._pauses += 1
         try:
             yield
         finally:
-            self._paused -= 1
-
-    def take(self, gradient: torch.Tensor) -> Rows:
-        """A gradient of the chunk that arrives."""
-        found = rows_of(gradient)
-        self.taken += gradient.numel()
-        self.spared += gradient.numel() * isinstance(found, Factored)
-        return found
+            self._pauses -= 1
 
     def _check(self, args: Any) -> None:
         """Raises if an operation in place has a factor: the product should have been taken."""
         for arg in _tree.leaves(args):
-            if type(arg) is Outer or not isinstance(arg, torch.Tensor):
+            if type(arg) is OuterProduct or not isinstance(arg, torch.Tensor):
                 continue
             if _torch.storage_address(arg) in self._factors:
                 raise WrittenTo("a factor of a gradient is written to in place")
@@ -200,9 +192,12 @@ class KeepFactors(_torch.TorchDispatchMode):
         if func is aten.embedding_dense_backward.default:
             return self._rows_of_tables(*args)
         # A column times a row, which broadcast, is in the pullback of ``w @ x`` with a vector.
-        if func not in (aten.bmm.default, aten.mul.Tensor) or not _plain(args):
+        if func not in (aten.bmm.default, aten.mm.default, aten.mul.Tensor) or not _plain(args):
             return None
         left, right = args
+        if self._size == 1 and left.dim() == 2:
+            right = right.unsqueeze(0) if func is aten.mul.Tensor and right.dim() == 1 else right
+            left, right = left.unsqueeze(0), right.unsqueeze(0)
         if not left.dim() == right.dim() == 3:
             return None
         (size, rows, inner), (others, _, columns) = left.shape, right.shape
@@ -218,7 +213,7 @@ class KeepFactors(_torch.TorchDispatchMode):
         """The factors of an embedding's gradients: a table for each example, by its indices."""
         size, table = self._size, rows // self._size
         regular = not (rows % size or index.numel() % size)
-        if not regular or padding >= 0 or by_count or not _plain([gradient]):
+        if not regular or by_count or not _plain([gradient]) or (padding >= 0 and size > 1):
             return None
         index = index.reshape(size, -1)
         # (A row is an index here.)
@@ -227,53 +222,52 @@ class KeepFactors(_torch.TorchDispatchMode):
         index = index - torch.arange(size, device=index.device).unsqueeze(1) * table
         if not bool(((index >= 0) & (index < table)).all()):
             return None  # not one table for each example
-        return OneHot(index, table), gradient.reshape(size, -1, gradient.shape[-1])
+        right = gradient.reshape(size, -1, gradient.shape[-1])
+        if padding >= 0:
+            right = right.masked_fill((index == padding).unsqueeze(2), 0)
+        return OneHot(index, table), right
 
 
-def _plain(args: Sequence[Any]) -> bool:
+def _plain(args: Any) -> bool:
     """Whether all are tensors of real numbers of one dtype, which nothing else follows."""
+    recording = torch.is_grad_enabled()
     return all(
         type(t) in _PLAIN
         and t.is_floating_point()
-        and not t.requires_grad
+        and not (t.requires_grad and recording)
         and t.dtype == args[0].dtype
         for t in args
     )
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation of which at least one argument is `Outer`."""
+    """An operation of which at least one argument is `OuterProduct`."""
     one = args[0] if args else None
-    if isinstance(one, Outer):
+    if isinstance(one, OuterProduct):
         if func in _VIEWS:
-            return Outer(one.products, func(one.shadow, *args[1:], **kwargs), one)
-        if func is aten.add.Tensor and isinstance(args[1], Outer) and not kwargs:
+            return OuterProduct(one.products, func(one.shadow, *args[1:], **kwargs), one)
+        if func is aten.add.Tensor and isinstance(args[1], OuterProduct) and not kwargs:
             terms = _added(one, args[1])
             if terms:
                 products = _Products(terms)
-                return Outer(products, products.whole.view(one.shape), one)
+                return OuterProduct(products, products.whole.view(one.shape), one)
         if func in _ZEROES and args[1:] in ((), (0,)) and _leaves_out_row(one):
             return one
         if torch.Tag.inplace_view in func.tags:
             raise WrittenTo("a gradient is laid out in another way, in place")
     dense = _dense(args)
     result = func(*dense, **_dense(kwargs))
-    return one if isinstance(one, Outer) and result is dense[0] else result
+    return one if isinstance(one, OuterProduct) and result is dense[0] else result
 
 
-def _leaves_out_row(one: Outer) -> bool:
+def _leaves_out_row(one: OuterProduct) -> bool:
     """Take a row out of the factors, where ``one`` is that row: vmap zeroes that of padding."""
     products, whole = one.products, one.products.whole
     row = one.shadow.storage_offset() // whole.stride(1)
-    if not products.terms or row >= whole.shape[1] or not _same(one.shadow, whole[:, row]):
+    if not products.terms or row >= whole.shape[1] or not _same_layout(one.shadow, whole[:, row]):
         return False
     products.terms = [_without_row(left, right, row) for left, right in products.terms]
     return True
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    layouts = [(t.shape, t.stride(), t.storage_offset()) for t in (one, other)]
-    return layouts[0] == layouts[1]
 
 
 def _without_row(left: Factor, right: Factor, row: int) -> Term:
@@ -284,7 +278,7 @@ def _without_row(left: Factor, right: Factor, row: int) -> Term:
     return left.index_fill(2, column, 0), right
 
 
-def _added(one: Outer, other: Outer) -> list[Term]:
+def _added(one: OuterProduct, other: OuterProduct) -> list[Term]:
     """The factors of a sum, where there are some, and few."""
     terms, more = one.terms(), other.terms()
     if not terms or not more or one.shape != other.shape or one.dtype != other.dtype:
@@ -294,5 +288,5 @@ def _added(one: Outer, other: Outer) -> list[Term]:
 
 
 def _dense(tree: Any) -> Any:
-    """Arguments with products in the place of `Outer`."""
-    return _tree.map_(lambda leaf: leaf.dense() if isinstance(leaf, Outer) else leaf, tree)
+    """Arguments with products in the place of `OuterProduct`."""
+    return _tree.map_(lambda leaf: leaf.dense() if isinstance(leaf, OuterProduct) else leaf, tree)

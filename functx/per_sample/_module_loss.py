@@ -55,10 +55,10 @@ def functional(
         >>> loss(params, torch.ones(3), torch.tensor(1)).shape
         torch.Size([])
     """
-    return of_one(module, criterion), trainable(module)
+    return module_loss(module, criterion), trainable(module)
 
 
-def of_one(
+def module_loss(
     module: nn.Module, criterion: Callable[..., Any], outputs: bool = False
 ) -> Callable[..., Any]:
     """As the first result of `functional`; with ``outputs`` the criterion may return anything.
@@ -97,7 +97,7 @@ def of_one(
     return loss
 
 
-def unchanged(output: Any, *targets: Any) -> Any:
+def identity(output: Any, *targets: Any) -> Any:
     """The criterion of a module alone."""
     return output
 

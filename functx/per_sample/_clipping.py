@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,37 +39,30 @@ def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Grou
     Raises:
         ValueError: One is no prefix of ``differentiated``, or thresholds are not positive numbers.
     """
-    is_one = max_norm is None or _is_number(max_norm)
     pack: Callable[[list[Any]], Any]
     try:
         if groups is not None:
             labels = _tree.spread(groups, differentiated)
             names = list(dict.fromkeys(labels))
-            of_leaf, count = [names.index(label) for label in labels], len(names)
-            pack = lambda each: dict(zip(names, each))  # noqa: E731
+            of_leaf = [names.index(label) for label in labels]
+            pack, thresholds = lambda each: dict(zip(names, each)), [max_norm] * len(names)
         else:
-            heads, spec = _tree.flatten(0 if is_one else max_norm)
-            count = len(heads)
-            of_leaf = _tree.spread(_tree.unflatten(spec, range(count)), differentiated)
+            thresholds, spec = _tree.flatten(max_norm)
+            numbers = _tree.unflatten(spec, range(len(thresholds)))
+            of_leaf = _tree.spread(numbers, differentiated)
             pack = functools.partial(_tree.unflatten, spec)
     except ValueError as error:
         name = "max_norm" if groups is None else "groups"
         raise ValueError(
             f"{api}: {name} must be a pytree prefix of what is differentiated: {error}"
         ) from None
-    thresholds = [max_norm] * count
-    if not is_one:
-        numbers, spec = _tree.flatten(pack(list(range(count))))
-        try:
-            given = _tree.leaves_as(spec, max_norm)
-        except ValueError:
+    if groups is not None and not (max_norm is None or _is_number(max_norm)):
+        if not isinstance(max_norm, Mapping) or set(max_norm) != set(names):
             raise ValueError(
                 f"{api}: max_norm must be a number or have one for each group, as "
-                f"{pack(['...'] * count)}; got {describe(max_norm)}"
-            ) from None
-        # Dicts are flattened in another order than groups are numbered in.
-        for number, threshold in zip(numbers, given):
-            thresholds[number] = threshold
+                f"{pack(['...'] * len(names))}; got {describe(max_norm)}"
+            )
+        thresholds = [max_norm[name] for name in names]
     for threshold in thresholds:
         if threshold is not None and not _is_number(threshold):
             raise ValueError(f"{api}: max_norm must be numbers, got {describe(threshold)}")

@@ -1,4 +1,4 @@
-"""A call of a per-sample function: arguments checked, batches cut, a job run over the chunks."""
+"""A function of one example as a function of a batch: options and arguments checked, chunks run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from functx import _validate
 from functx._validate import Argnums
-from functx.per_sample import _model
-from functx.per_sample._batch import Batch, InDims, batch_of, kept_rows, split_batches
-from functx.per_sample._chunks import Chunks, Commit, Job
+from functx.per_sample._batch import Batch, Counted, InDims, batch_of, kept_rows, split_batches
+from functx.per_sample._chunks import Chunks, Reduction
+from functx.per_sample._module_loss import identity, module_loss, trainable
 
-MakeJob = Callable[[Batch], Job]
+MakeReduction = Callable[[Batch], Reduction]
 Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
 
 _LOCK = threading.Lock()
@@ -26,12 +26,12 @@ _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.We
 
 
 @dataclass
-class PerSample:
-    """What all functions of ``per_sample`` are made of: a function of one example, and options."""
+class BatchedFunction:
+    """A function of one example, and the options that all functions of ``per_sample`` have."""
 
     api: str  # the name for error messages
     func: Any  # once checked, one that takes the parameters of a module first
-    argnums: Argnums  # () where nothing is differentiated
+    argnums: Argnums | None  # None where nothing is differentiated
     in_dims: InDims
     chunk_size: int | None
     memory_budget: int | None
@@ -47,16 +47,16 @@ class PerSample:
         api, func = self.api, self.func
         self._module: torch.nn.Module | None = None
         if isinstance(func, (tuple, list)) and len(func) == 2:
-            self._module, self.func = func[0], _model.of_one(func[0], func[1], self.outputs)
+            self._module, self.func = func[0], module_loss(func[0], func[1], self.outputs)
         elif isinstance(func, torch.nn.Module) and self.outputs:
-            self._module, self.func = func, _model.of_one(func, _model.unchanged, outputs=True)
-        elif isinstance(func, torch.nn.Module) and self.argnums != ():
+            self._module, self.func = func, module_loss(func, identity, outputs=True)
+        elif isinstance(func, torch.nn.Module) and self.argnums is not None:
             raise TypeError(
                 f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
                 "criterion), or a function of parameters and one example"
             )
         _validate.check_callable(self.func, api)
-        if self.argnums != ():
+        if self.argnums is not None:
             _validate.check_argnums(self.argnums, api)
         if self._module is not None:
             if self.argnums != 0:
@@ -86,14 +86,14 @@ class PerSample:
         self._chunks = Chunks(api, self.chunk_size, self.memory_budget, self.randomness)
 
     def over_batch(
-        self, make_job: MakeJob, finish: Callable[[Any], Any] = lambda result: result
+        self, make: MakeReduction, finish: Callable[[Any], Any] = lambda result: result
     ) -> Callable[..., Any]:
-        """A function of a batch: what `finish` makes of a job's result."""
+        """A function of a batch: what `finish` makes of a reduction's result."""
 
         @functools.wraps(self.func, updated=())
         def of_batch(*args: Any, **kwargs: Any) -> Any:
             with self.arguments(args) as args:
-                return finish(self.run(make_job, args, kwargs))
+                return finish(self.run(make, args, kwargs))
 
         return of_batch
 
@@ -109,11 +109,12 @@ class PerSample:
         with _LOCK:
             lock = _LOCKS.setdefault(self._module, threading.RLock())
         with lock, torch.no_grad():
-            yield (_model.trainable(self._module), *args)
+            yield (trainable(self._module), *args)
 
     def positions(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """The positions of the differentiated arguments."""
-        return _validate.resolve_argnums(self.argnums, len(args), self.api)
+        argnums = () if self.argnums is None else self.argnums
+        return _validate.resolve_argnums(argnums, len(args), self.api)
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments, with the examples found in them."""
@@ -125,15 +126,15 @@ class PerSample:
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 
-    def run(self, make_job: MakeJob, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the job that ``make_job`` makes for the first batch."""
+    def run(self, make: MakeReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the reduction that ``make`` makes for the first batch."""
         is_padding = kwargs.pop("is_padding_example", None)
         batches = split_batches(args)
         if batches is not None and is_padding is not None:
             raise ValueError(
                 f"{self.api}: is_padding_example goes with one batch, not with an iterator of them"
             )
-        job: Job | None = None
+        reduction: Reduction | None = None
         kept, total, seen = None, 0, 0
         for one in [args] if batches is None else batches:
             batch = self.batch(one, kwargs)
@@ -141,19 +142,19 @@ class PerSample:
             total += batch.size
             if kept is not None:
                 batch = batch.take(kept)
-            make = functools.partial(make_job, batch)
-            job = job or make()
+            make_again = functools.partial(make, batch)
+            reduction = reduction or make_again()
             self._check_whole(batch)
             if batch.size:
-                self._chunks.run(replace(batch, start=seen, whole=(seen, batch.size)), job, make)
+                batch = replace(batch, start=seen, whole=(seen, batch.size))
+                self._chunks.run(batch, reduction, make_again)
             seen += batch.size
-        if job is None:
+        if reduction is None:
             raise ValueError(f"{self.api}: the iterator has no batch")
         if not seen:  # what the loss returns has a shape also where there is no example
-            commit: Commit | None = job.run(batch.zeros())
-            if commit is not None:
-                commit(lambda size, failure: None)
-        return job.result(kept, total, not seen)
+            reduction.stack_rows(batch.zeros())
+            reduction.add()
+        return reduction.result(Counted(total, kept, empty=not seen))
 
     def _check_whole(self, batch: Batch) -> None:
         """Raises ``ValueError`` for parameters that are spread over processes."""

@@ -1,0 +1,159 @@
+"""`gram`: inner products of per-example gradients, block by block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from functx import _tree
+from functx._transforms import jacrev
+from functx._validate import Argnums
+from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
+from functx.per_sample._batched_function import BatchedFunction, Func
+from functx.per_sample._chunks import Reduction
+
+
+def gram(
+    func: Func,
+    argnums: Argnums = 0,
+    *,
+    outputs: str = "full",
+    in_dims: InDims = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """Inner products of per-example gradients: for a network's outputs its empirical NTK.
+
+    ``K[i, j] = sum over parameters of d func(x_i) / d p * d func(x_j) / d p``.
+
+    Jacot et al., Neural tangent kernel, 2018.
+
+    Options that are not those of `grads`:
+        func: A function of parameters and one example without batch dimension. It returns a real
+            tensor of any shape ``m``; a loss, or the scores of all classes. Or a module, or a pair
+            ``(module, criterion)``, as for `jacobian`.
+        argnums: Which positional arguments to differentiate.
+        outputs: Of a function with several numbers, ``"full"``: products of all pairs;
+            ``"diagonal"``: of equal numbers only; ``"trace"``: the sum of those.
+        in_dims: As for `grads`: by default the differentiated arguments are shared.
+
+    Returns:
+        A function of the same arguments, for a batch, as `grads` returns one (with
+        ``is_padding_example`` and iterators of batches), and ``others=None``, a tuple of all
+        arguments but the differentiated ones for ``B2`` other examples (a tensor if there is only
+        one), which by default are the same. It returns a tensor of shape ``(B, B2, *m, *m)``,
+        ``(B, B2, *m)`` for the diagonal, ``(B, B2)`` for the trace; zeros for padding.
+
+    Raises:
+        TypeError: ``func`` can't be called, or does not return a tensor.
+        ValueError: An unknown ``outputs``; no example; or as `grads`.
+        RuntimeError: As :func:`functx.jacrev`.
+
+    Example:
+        >>> import torch, functx
+        >>> kernel = functx.per_sample.gram(lambda w, x: (w * x).sum())
+        >>> kernel(torch.ones(2), torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
+        tensor([[1., 1.],
+                [1., 5.]])
+    """
+    api = "per_sample.gram"
+    function = BatchedFunction(
+        api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
+    )
+    if outputs not in ("full", "diagonal", "trace"):
+        raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
+
+    def with_output(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        output = function.func(*args, **kwargs)
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"{api}: expected a function that returns a tensor, got {type(output).__name__}"
+            )
+        return output, output
+
+    jacobian = jacrev(with_output, argnums, has_aux=True)
+
+    @functools.wraps(function.func, updated=())
+    def products(*args: Any, others: Any = None, **kwargs: Any) -> Any:
+        shown = {key: arg for key, arg in kwargs.items() if key != "is_padding_example"}
+        with function.arguments(args) as args:
+            if batches := [function.batch(one, shown) for one in split_batches(args) or ()]:
+                args = joined(batches)
+            right: Batch | None = None
+            if others is not None:
+                rest = list(others) if isinstance(others, (tuple, list)) else [others]
+                positions = function.positions(args)
+                count = len(args) - len(positions)
+                if len(rest) != count:
+                    raise ValueError(
+                        f"{api}: others needs an entry for each of the {count} arguments that are "
+                        f"not differentiated, got {len(rest)}"
+                    )
+                mixed = [arg if at in positions else rest.pop(0) for at, arg in enumerate(args)]
+                right = function.batch(tuple(mixed), shown)
+            return function.run(
+                lambda left: _GramMatrix(function, left, right, jacobian, outputs), args, kwargs
+            )
+
+    return products
+
+
+# The products of Jacobians of shape (c, a, numel), a for all numbers of the output.
+_EQUATIONS = {"full": "iap,jbp->ijab", "diagonal": "iap,jap->ija", "trace": "iap,jap->ij"}
+
+
+class _GramMatrix(Reduction):
+    """Rows of the matrix, for one chunk after the other."""
+
+    def __init__(
+        self,
+        function: BatchedFunction,
+        left: Batch,
+        others: Batch | None,
+        jacobian: Callable[..., Any],
+        outputs: str,
+    ) -> None:
+        super().__init__()
+        self._function, self._jacobian, self._outputs = function, jacobian, outputs
+        self._mirror, right = others is None, left if others is None else others
+        self._right = right if right.size else right.zeros()
+        self._shape = torch.Size()
+
+    def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
+        """The Jacobians of a chunk by leaf."""
+        found, output = batch.map(self._jacobian, self._function.randomness)
+        self._shape = output.shape[1:]
+        numbers = self._shape.numel()
+        return [leaf.reshape(len(leaf), numbers, -1) for leaf in _tree.leaves(found)]
+
+    def _block(self, own: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
+        equation = _EQUATIONS[self._outputs]
+        parts = (torch.einsum(equation, *pair) for pair in zip(own, other))
+        return functools.reduce(torch.add, parts)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        own, first, size = self._jacobians(batch), 0, self._right.size
+        blocks: list[torch.Tensor] = []
+        # While memory is measured there are other rows.
+        mirror = self._mirror and batch.whole == (0, size)
+        if mirror and batch.start:
+            first = batch.start
+            above = self.stack.before(batch)[:, first : first + batch.size].transpose(0, 1)
+            blocks.append(above.mT if self._outputs == "full" else above)
+        for start in range(first, size, batch.size):
+            # Where the product has been taken, nothing holds the other Jacobians.
+            other = self._right.chunk(start, min(start + batch.size, size))
+            same = mirror and start == batch.start
+            blocks.append(self._block(own, own if same else self._jacobians(other)))
+        return torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]
+
+    def result(self, counted: Counted) -> torch.Tensor:
+        if not counted.size:
+            raise ValueError(f"{self._function.api}: no example to take products of")
+        matrix: torch.Tensor = self.stack.close(counted)
+        matrix = matrix.reshape(*matrix.shape[:2], *self._shape * (matrix.dim() - 2))
+        return counted.rows(matrix, 1) if self._mirror else matrix

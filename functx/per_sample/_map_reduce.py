@@ -1,0 +1,200 @@
+"""`map_reduce` and `jacobian`: any function of one example, over a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from functx import _tree, _validate
+from functx._transforms import jacfwd, jacrev
+from functx._validate import Argnums
+from functx.per_sample._batch import Batch, Counted, InDims
+from functx.per_sample._batched_function import BatchedFunction, Func
+from functx.per_sample._chunks import Reduction
+
+Reduce = Callable[[Any], Any]
+Combine = Callable[[Any, Any], Any]
+
+
+def map_reduce(
+    func: Callable[..., Any],
+    reduce: str | Reduce = "sum",
+    combine: Combine | None = None,
+    *,
+    in_dims: InDims = 0,
+    accumulation_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """Anything computed for each example, reduced chunk by chunk.
+
+    Options that are not those of `grads`:
+        func: A function of one example, without batch dimension, that returns a pytree of tensors:
+            a gradient and its square, say.
+        reduce: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` over the examples; or a function of a
+            chunk's results, the pytree with a leading dimension ``c``, that returns a pytree.
+        combine: A function of what `reduce` made of the examples so far and of the next ones, that
+            returns the two in one; by default they are added. Only with a function for ``reduce``.
+        in_dims: Where the examples are, as for :func:`torch.func.vmap`.
+        accumulation_dtype: For ``"sum"`` and ``"mean"``, the dtype to add up in, and that of the
+            result; by default that of the leaf.
+
+    Returns:
+        A function of the same arguments, for a batch, as `grads` returns one (with
+        ``is_padding_example`` and iterators of batches): a pytree like that of ``func``, or what
+        ``reduce`` makes of it.
+
+    Raises:
+        TypeError: ``func``, ``reduce`` or ``combine`` can't be called.
+        ValueError: An unknown ``reduce``; ``combine`` without a function for it; ``in_dims`` or
+            sizes don't fit; no example to reduce, where there is no neutral element.
+
+    Example:
+        >>> import torch, functx
+        >>> square_of_gradient = lambda w, x: functx.grad(lambda w: (w * x).sum())(w) ** 2
+        >>> diagonal = functx.per_sample.map_reduce(square_of_gradient, "mean", in_dims=(None, 0))
+        >>> diagonal(torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([ 5., 10.])
+    """
+    api = "per_sample.map_reduce"
+    _validate.check_callable(func, api)
+    if combine is not None:
+        _validate.check_callable(combine, api)
+    if not isinstance(reduce, str):
+        _validate.check_callable(reduce, api)
+    else:
+        if reduce not in ("sum", "mean", "min", "max"):
+            raise ValueError(
+                f"{api}: reduce must be 'sum', 'mean', 'min', 'max' or a function, got {reduce!r}"
+            )
+        if combine is not None:
+            raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
+    function = BatchedFunction(api, func, None, in_dims, chunk_size, memory_budget, randomness)
+    return function.over_batch(
+        lambda batch: _Reduced(function, reduce, combine, accumulation_dtype)
+    )
+
+
+def jacobian(
+    func: Func,
+    argnums: Argnums = 0,
+    *,
+    mode: str = "reverse",
+    in_dims: InDims = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """The Jacobian of a function for each example.
+
+    Options that are not those of `grads`:
+        func: A function of one example, without batch dimension, that returns a pytree of real
+            floating point tensors (with ``has_aux`` a pair of that and a pytree of tensors). Or a
+            module, or a pair ``(module, criterion)``, as for `grads`: what the module, or the
+            criterion, returns for a batch of one, which is taken off, is differentiated with
+            respect to the parameters that require grad.
+        argnums: Which positional arguments to differentiate.
+        mode: ``"reverse"``, a pullback for each number of the output, or ``"forward"``, a
+            pushforward for each number of the input.
+        in_dims: As for `grads`: by default the differentiated arguments are shared.
+        has_aux: Whether ``func`` returns ``(output, aux)``.
+
+    Returns:
+        A function of the same arguments, for a batch, as `grads` returns one: for each output of
+        shape ``m`` and each leaf of shape ``n`` a tensor of shape ``(B, *m, *n)``, in pytrees as
+        :func:`functx.jacrev` makes them; with ``has_aux`` the pair of that and ``aux``.
+
+    Raises:
+        TypeError: ``func`` can't be called.
+        ValueError: An unknown ``mode``; or as `grads`.
+        RuntimeError: As :func:`functx.jacrev`.
+
+    Example:
+        >>> import torch, functx
+        >>> scores = lambda w, x: torch.stack([w * x, w + x])
+        >>> jacobian = functx.per_sample.jacobian(scores)
+        >>> jacobian(torch.tensor(2.0), torch.tensor([3.0, 5.0]))
+        tensor([[3., 1.],
+                [5., 1.]])
+    """
+    api = "per_sample.jacobian"
+    if mode not in ("reverse", "forward"):
+        raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
+    function = BatchedFunction(
+        api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
+    )
+    transform: Any = jacrev if mode == "reverse" else jacfwd
+    of_one = transform(function.func, argnums, has_aux=has_aux)
+    return function.over_batch(lambda batch: _EachJacobian(of_one, randomness))
+
+
+class _EachJacobian(Reduction):
+    """Results of all examples, side by side."""
+
+    def __init__(self, func: Callable[..., Any], randomness: str) -> None:
+        super().__init__()
+        self._func, self._randomness = func, randomness
+
+    def run(self, batch: Batch) -> Any:
+        return batch.map(self._func, self._randomness)
+
+
+class _Reduced(Reduction):
+    """Results of all examples, in one."""
+
+    def __init__(
+        self,
+        function: BatchedFunction,
+        reduce: str | Reduce,
+        combine: Combine | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self._function, self._reduce, self._combine, self._dtype = function, reduce, combine, dtype
+        self._total: Any = None
+        self._count = 0
+
+    def run(self, batch: Batch) -> tuple[()]:
+        part = self._reduced(batch.map(self._function.func, self._function.randomness))
+        if self._count:
+            part = self._combined(self._total, part)
+        self._total, self._count = part, self._count + batch.size
+        return ()
+
+    def _reduced(self, rows: Any) -> Any:
+        if callable(self._reduce):
+            return self._reduce(rows)
+        if self._reduce in ("min", "max"):
+            return _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
+        return _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
+
+    def _combined(self, before: Any, part: Any) -> Any:
+        if self._combine is not None:
+            return self._combine(before, part)
+        how = {"min": torch.minimum, "max": torch.maximum}.get(str(self._reduce), torch.add)
+        (flat, spec), (parts, part_spec) = _tree.flatten(before), _tree.flatten(part)
+        if spec != part_spec:
+            raise ValueError(
+                f"{self._function.api}: reduce returned another structure for another chunk, "
+                f"{_tree.shown(part_spec)} after {_tree.shown(spec)}; give combine"
+            )
+        for one, other in zip(flat, parts):
+            if one.shape != other.shape:
+                raise ValueError(
+                    f"{self._function.api}: reduce returned shape {tuple(other.shape)} after "
+                    f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
+                )
+        return _tree.unflatten(spec, map(how, flat, parts))
+
+    def result(self, counted: Counted) -> Any:
+        if counted.empty and self._reduce != "sum":
+            raise ValueError(f"{self._function.api}: no example to reduce")
+        if counted.empty:
+            return _tree.map_(torch.zeros_like, self._total)
+        if self._reduce == "mean":
+            return _tree.map_(lambda leaf: leaf / self._count, self._total)
+        return self._total
