@@ -21,32 +21,16 @@ import torch
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-# The library, and the module that knows its transforms: `find(api, args, kwargs)` gives a backend
-# for the arguments, or None.
-_BACKENDS = {"jax": "functx.compat._backend"}
-
 
 def backend_of(api: str, args: Any, kwargs: Any) -> Any:
-    """Who transforms a function of these arguments, unless torch does. NOTE [whose arrays].
-
-    Args:
-        api: the transform, for messages.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        A backend, which has a method for each transform, or ``None`` for torch.
+    """The module whose transforms these arguments need, ``None`` for torch; NOTE [whose arrays].
 
     Raises:
-        TypeError: arrays of both kinds are among the arguments.
+        TypeError: arrays of both kinds are among the arguments; ``api`` is named.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or sys.modules.get("jax") is None:
         return None
-    for library, module in _BACKENDS.items():
-        if sys.modules.get(library) is not None:
-            found = sys.modules.get(module) or importlib.import_module(module)
-            return found.find(api, args, kwargs)
-    return None
+    return importlib.import_module("functx.compat._backend").find(api, args, kwargs)
 
 
 def by_arguments(transform: T) -> T:
@@ -56,16 +40,12 @@ def by_arguments(transform: T) -> T:
     @functools.wraps(transform)
     def chosen(func: Any, *options: Any, **named: Any) -> Any:
         own = transform(func, *options, **named)
-        theirs: dict[Any, Callable[..., Any]] = {}
 
         @functools.wraps(own)
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            backend = backend_of(name, args, kwargs)
-            if backend is None:
+            if (backend := backend_of(name, args, kwargs)) is None:
                 return own(*args, **kwargs)
-            if backend not in theirs:
-                theirs[backend] = getattr(backend, name)(func, *options, **named)
-            return theirs[backend](*args, **kwargs)
+            return getattr(backend, name)(func, *options, **named)(*args, **kwargs)
 
         return transformed
 
@@ -78,8 +58,7 @@ def by_primals(transform: T) -> T:
 
     @functools.wraps(transform)
     def chosen(func: Any, *args: Any, **named: Any) -> Any:
-        backend = backend_of(name, args, named)
-        if backend is None:
+        if (backend := backend_of(name, args, named)) is None:
             return transform(func, *args, **named)
         return getattr(backend, name)(func, *args, **named)
 

@@ -20,7 +20,7 @@ forward pass never saw, and its derivative would be silently zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +80,11 @@ class Pullback:
         ]
         self._outputs_spec = spec
 
+    @property
+    def arity(self) -> int:
+        """How many leaves the inputs have."""
+        return len(self._inputs)
+
     @compiler.uncompiled
     def __call__(
         self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
@@ -101,23 +106,10 @@ class Pullback:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
-        edges, flat_cotangents = self._begin(cotangents, retain_graph)
-        with _no_inference_mode():
-            gradients = pull_back(
-                edges,
-                self._inputs,
-                flat_cotangents,
-                retain_graph=retain_graph,
-                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
-            )
+        gradients = self._pull(self._inputs, cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
-        flat_gradients = [_torch.alive(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, made_inside(flat_gradients))
-
-    @property
-    def arity(self) -> int:
-        """How many leaves the inputs have."""
-        return len(self._inputs)
+        alive = [_torch.alive(gradient) for gradient in gradients]
+        return _tree.unflatten(self._inputs_spec, made_inside(alive))
 
     def feed(
         self,
@@ -135,8 +127,6 @@ class Pullback:
             receivers: By the number of the input's leaf; the others are not computed.
             retain_graph: As for a call.
         """
-        edges, flat_cotangents = self._begin(cotangents, retain_graph)
-        inputs = [self._inputs[number] for number in receivers]
 
         def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
             def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -149,26 +139,20 @@ class Pullback:
 
             return hook
 
-        hooks = [
-            leaf.register_hook(hook_for(receive))
-            for leaf, receive in zip(inputs, receivers.values())
-        ]
-        try:
-            with _no_inference_mode():
-                pull_back(
-                    edges,
-                    inputs,
-                    flat_cotangents,
-                    retain_graph=retain_graph,
-                    create_graph=torch.is_grad_enabled(),
-                )
-        finally:
-            for hook in hooks:
-                hook.remove()
+        inputs = [self._inputs[number] for number in receivers]
+        with ExitStack() as hooks:
+            for leaf, receive in zip(inputs, receivers.values()):
+                hooks.callback(leaf.register_hook(hook_for(receive)).remove)
+            self._pull(inputs, cotangents, retain_graph)
 
-    def _begin(self, cotangents: Any, retain_graph: bool) -> tuple[list[Any], list[Any]]:
-        """Where tapes of outputs begin, and their cotangents, checked."""
-        flat_cotangents, spec = _tree.flatten(cotangents)
+    def _pull(
+        self,
+        inputs: Sequence[torch.Tensor],
+        cotangents: Any,
+        retain_graph: bool,
+        create_graph: bool | None = None,
+    ) -> Sequence[torch.Tensor]:
+        flat, spec = _tree.flatten(cotangents)
         if spec != self._outputs_spec:
             raise RuntimeError(
                 "Expected pytree structure of cotangents to be the same as pytree structure of "
@@ -179,10 +163,17 @@ class Pullback:
                 "vjp_fn: the residuals are gone, because an earlier call passed "
                 "retain_graph=False; leave it out in all calls but the last"
             )
-        taped = [(e, c) for e, c in zip(self._edges, flat_cotangents) if e is not None]
+        taped = [(edge, c) for edge, c in zip(self._edges, flat) if edge is not None]
         if not retain_graph:
             self._edges = None
-        return [e for e, _ in taped], [c for _, c in taped]
+        with _no_inference_mode():
+            return pull_back(
+                [edge for edge, _ in taped],
+                inputs,
+                [cotangent for _, cotangent in taped],
+                retain_graph=retain_graph,
+                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+            )
 
 
 def record(
@@ -221,18 +212,14 @@ def record(
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
-
-        def enter(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            return _torch.wrap_grad(_torch.alive(leaf), level)
-
         made: list[torch.Tensor] = []
 
+        def enter(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            return _torch.wrap_grad(_torch.alive(leaf), level) if is_tensor else leaf
+
         def leave(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            value = _torch.unwrap_grad(leaf, level)
+            value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
             if value is not leaf:  # else it is of nobody here, and passed on as it is
                 made.append(value)
             return value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from functx import _torch, _tree, _validate
-from functx._transforms import jacfwd, jacrev
+from functx._jacobians import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims, joined, split_batches
 from functx.per_sample._options import Func, PerSample
