@@ -1,14 +1,13 @@
 """Jacobians: a pullback for each number of the output, or a pushforward for each of the input.
 
-In reverse mode, outputs of ``m_1, m_2, ...`` numbers have the ``m_1 + m_2 + ...`` rows of an
-identity matrix as cotangents, cut into one block of columns an output. A chunk of rows is one
-``vmap`` of the pullback; only the last chunk may free the residuals.
+In reverse mode the rows of an identity matrix, cut into one block of columns for each output, are
+the cotangents. ``vmap`` of the pullback computes a chunk of rows at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -37,7 +36,7 @@ def jacrev(
 ) -> Callable[P, Any]:
     """The Jacobian of a function, by reverse mode: one pullback for each number of the output.
 
-    As :func:`torch.func.jacrev`; the last pullback frees the residuals as it goes.
+    As :func:`torch.func.jacrev`; without chunks, the pullback frees the residuals as it goes.
 
     Args:
         func: Takes pytrees, and returns a pytree of real floating point tensors (with ``has_aux``,
@@ -46,6 +45,7 @@ def jacrev(
         has_aux: Whether ``func`` returns ``(output, aux)``.
         chunk_size: How many rows to compute at a time; by default all in one. With 1 the rows are
             computed in a loop without ``vmap``, and are free of its limitations.
+        _preallocate_and_copy: As in torch, which does not document it; without effect.
 
     Returns:
         A function that returns, for each output of shape ``m`` and each differentiated leaf of
@@ -54,8 +54,7 @@ def jacrev(
 
     Raises:
         TypeError: ``func`` can't be called.
-        ValueError: ``chunk_size`` is not positive; or, at the call, a leaf to differentiate is not
-            a tensor.
+        ValueError: ``chunk_size`` is not positive; at the call, a leaf is not a tensor.
         RuntimeError: As :func:`functx.grad`, or an argument or output is complex.
 
     Example:
@@ -72,26 +71,18 @@ def jacrev(
     @named_after(func)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         _validate.check_real(args, "jacrev", "inputs")
+        at, api = _validate.resolve_argnums(argnums, len(args), "jacrev"), "jacrev(f)(*args)"
         output, aux, pullback = record(
-            func,
-            args,
-            kwargs,
-            _validate.resolve_argnums(argnums, len(args), "jacrev"),
-            has_aux=has_aux,
-            check_output=_check_output,
-            api="jacrev(f)(*args)",
+            func, args, kwargs, at, has_aux=has_aux, check_output=_check_output, api=api
         )
         wrt = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-        leaves, inputs = _tree.flatten(wrt)
-        outs, outputs = _tree.flatten(output)
-        blocks = _pull_back_basis(
-            pullback, outs, outputs, leaves, chunk_size, _preallocate_and_copy
-        )
+        (leaves, inputs), (outs, outputs) = _tree.flatten(wrt), _tree.flatten(output)
+        blocks = _rows(pullback, outs, outputs, leaves, chunk_size)
         sizes = [out.numel() for out in outs]
-        rows = zip(*(block.split(sizes) for block in blocks)) if blocks else ([] for _ in outs)
+        of_outputs = zip(*(block.split(sizes) for block in blocks)) if blocks else [()] * len(outs)
         made = [
-            _tree.unflatten(inputs, [r.view(out.shape + x.shape) for r, x in zip(row, leaves)])
-            for out, row in zip(outs, rows)
+            _tree.unflatten(inputs, [r.view(out.shape + x.shape) for r, x in zip(rows, leaves)])
+            for out, rows in zip(outs, of_outputs)
         ]
         jacobian = _tree.unflatten(outputs, made)
         return (jacobian, aux) if has_aux else jacobian
@@ -104,57 +95,33 @@ def _check_output(output: Any) -> None:
     _validate.check_real(output, "jacrev", "outputs")
 
 
-def _pull_back_basis(
+def _rows(
     pullback: Pullback,
     outs: Sequence[Tensor],
     spec: _tree.TreeSpec,
     leaves: Sequence[Tensor],
     chunk_size: int | None,
-    preallocate: bool,
 ) -> list[Tensor]:
-    """All rows of the Jacobian, one tensor for each input, of shape ``(rows, *leaf.shape)``.
-
-    To ``preallocate`` them and copy each chunk at once, so that chunks and result are not alive
-    together, is not possible where ``vmap`` maps the Jacobian and not the input.
-    """
-    total = sum(out.numel() for out in outs)
+    """All rows of the Jacobian, one tensor for each input, of shape ``(rows, *leaf.shape)``."""
+    numbers = [out.numel() for out in outs]
+    total = sum(numbers)
     if total == 0:
         return [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
-    # One chunk is spelled out, so that a symbolic number of rows stays symbolic.
-    size = total if chunk_size is None else chunk_size
-    starts: Sequence[int] = [0] if chunk_size is None else range(0, total, size)
-    whole: list[Tensor] = []
-    if preallocate and len(starts) > 1:
-        whole = [leaf.new_zeros(total, *leaf.shape) for leaf in leaves]
-    chunks: list[list[Tensor]] = []
-    for start in starts:
-        stop = total if start == starts[-1] else start + size
-        pull = functools.partial(pullback, retain_graph=start != starts[-1])
-        basis = _tree.unflatten(spec, list(_identity(outs, start, stop)))
-        chunks.append(_rows(pull, basis, chunk_size == 1 or total == 1))
-        del basis
-        if whole:
-            for place, part in zip(whole, chunks.pop()):
-                place[start:stop].copy_(part)
-    return whole or [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*chunks)]
 
+    def pull(units: list[Tensor]) -> list[Tensor]:
+        keep = chunk_size is not None and total > 1
+        return _tree.leaves(pullback(_tree.unflatten(spec, units), retain_graph=keep))
 
-def _rows(pull: Callable[..., Any], basis: Any, is_one: bool) -> list[Tensor]:
-    """Rows of the Jacobian for rows of the identity; one alone is computed without ``vmap``."""
-    if not is_one:
-        return _tree.leaves(vmap(pull)(basis))
-    row = pull(_tree.map_(lambda block: block.squeeze(0), basis))
-    return [leaf.unsqueeze(0) for leaf in _tree.leaves(row)]
+    def row(index: Tensor) -> list[Tensor]:
+        units = zip(every.split(numbers), outs)
+        return pull([(i == index).to(out.device, out.dtype).view(out.shape) for i, out in units])
 
-
-def _identity(outs: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """Rows ``start`` to ``stop`` of the identity, cut into blocks shaped like ``outs``."""
-    first_column = 0
-    for out in outs:
-        block = out.new_zeros(stop - start, out.numel())
-        block.diagonal(start - first_column).fill_(1)
-        yield block.view(stop - start, *out.shape)
-        first_column += out.numel()
+    if total == 1:
+        return [leaf.unsqueeze(0) for leaf in pull([torch.ones_like(out) for out in outs])]
+    every = torch.arange(total, device=outs[0].device)
+    if chunk_size == 1:
+        return [torch.stack(rows) for rows in zip(*map(row, every))]
+    return vmap(row, chunk_size=chunk_size)(every)
 
 
 @by_arguments
@@ -186,20 +153,11 @@ def jacfwd(
 def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.
 
-    As :func:`torch.func.hessian`, with the lean :func:`functx.jacrev`.
-
-    Args:
-        func: Takes pytrees of real tensors, and returns a pytree of them.
-        argnums: As for :func:`functx.grad`.
+    As :func:`torch.func.hessian`; arguments and errors are those of :func:`functx.jacrev`.
 
     Returns:
         A function that returns, for an output of shape ``m`` and two leaves of shapes ``n`` and
         ``k``, a tensor of shape ``m + n + k``, in the nested pytrees of two Jacobians.
-
-    Raises:
-        TypeError: As :func:`functx.jacrev`.
-        RuntimeError: As :func:`functx.jacrev`.
-        ValueError: As :func:`functx.jacrev`.
 
     Example:
         >>> import torch, functx

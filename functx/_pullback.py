@@ -40,29 +40,6 @@ _HOOKS_NOTE = (
 )
 
 
-def pull_back(
-    edges: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    *,
-    retain_graph: bool,
-    create_graph: bool,
-) -> Sequence[torch.Tensor]:
-    """As transforms of torch.func do it, from edges; zeros for what they do not lead to."""
-    found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-    if edges and inputs:
-        with compiler.without_compiled_autograd():
-            found = torch.autograd.grad(
-                edges,
-                inputs,
-                cotangents,
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
-
-
 class Pullback:
     """A recorded function, ready to take cotangents of its outputs to those of its inputs.
 
@@ -89,18 +66,14 @@ class Pullback:
     def __call__(
         self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> Any:
-        """The cotangents of the inputs, for the cotangents of the outputs.
+        """The cotangents of the inputs, a pytree like the primals.
 
         Args:
             cotangents: A pytree like the function's output, of tensors of the same shapes.
             retain_graph: Keep the residuals, so that the pullback can be called again. With
                 ``False`` each goes as soon as it has been read.
             create_graph: Let the levels around the transform, and plain autograd, record the
-                pullback, so that it can itself be differentiated. By default they do if grad mode
-                is on.
-
-        Returns:
-            A pytree like the primals.
+                pullback, so that it can itself be differentiated. By default if grad mode is on.
 
         Raises:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
@@ -166,14 +139,18 @@ class Pullback:
         taped = [(edge, c) for edge, c in zip(self._edges, flat) if edge is not None]
         if not retain_graph:
             self._edges = None
-        with _no_inference_mode():
-            return pull_back(
-                [edge for edge, _ in taped],
-                inputs,
-                [cotangent for _, cotangent in taped],
-                retain_graph=retain_graph,
-                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
-            )
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        with _no_inference_mode(), compiler.without_compiled_autograd():
+            if taped and inputs:
+                found = torch.autograd.grad(
+                    [edge for edge, _ in taped],
+                    inputs,
+                    [cotangent for _, cotangent in taped],
+                    retain_graph=retain_graph,
+                    create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+                    allow_unused=True,
+                )
+            return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
 
 
 def record(
@@ -200,8 +177,8 @@ def record(
         once: Whether the pullback is called once, and not under ``vmap``.
 
     Returns:
-        The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
-        inputs are the tuple of the differentiated arguments.
+        The output, the auxiliary output or ``None``, and the pullback to the tuple of the
+        differentiated arguments.
     """
     _validate.check_inputs(args, argnums, api)
     _validate.check_derivatives_exist(api)

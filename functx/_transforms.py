@@ -7,7 +7,7 @@ in ``_pullback.py``). JAX arrays are transformed by JAX (NOTE [whose arrays] in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -122,18 +122,13 @@ def _of_scalar(
     _validate.check_callable(func, name)
     _validate.check_argnums(argnums, name)
     api = f"{name}(f)(*args)"
+    check = functools.partial(_validate.check_scalar, api=api)
 
     @named_after(func)
     def transformed(*args: Any, **kwargs: Any) -> Any:
+        at = _validate.resolve_argnums(argnums, len(args), name)
         value, aux, pullback = record(
-            func,
-            args,
-            kwargs,
-            _validate.resolve_argnums(argnums, len(args), name),
-            has_aux=has_aux,
-            check_output=functools.partial(_validate.check_scalar, api=api),
-            api=api,
-            once=True,
+            func, args, kwargs, at, has_aux=has_aux, check_output=check, api=api, once=True
         )
         gradients = pullback(torch.ones_like(value), retain_graph=False)
         gradient = gradients[0] if isinstance(argnums, int) else gradients
@@ -183,15 +178,10 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         (tensor(6.), (tensor(3.), tensor(2.)))
     """
     _validate.check_callable(func, "vjp")
-    api = "vjp(f, *primals)"
+    api, at = "vjp(f, *primals)", tuple(range(len(primals)))
+    check = functools.partial(_validate.check_outputs, api=api)
     output, aux, pullback = record(
-        func,
-        primals,
-        {},
-        tuple(range(len(primals))),
-        has_aux=has_aux,
-        check_output=functools.partial(_validate.check_outputs, api=api),
-        api=api,
+        func, primals, {}, at, has_aux=has_aux, check_output=check, api=api
     )
     return (output, pullback, aux) if has_aux else (output, pullback)
 
@@ -232,12 +222,9 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
         *primals: Its arguments; all leaves are floating point or complex tensors.
 
     Returns:
-        The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``
-        with the shapes, dtypes and devices of their leaves, that returns a pytree like the value:
-        the derivative of each leaf, zeros for leaves that are no floating point tensors.
-
-    Raises:
-        RuntimeError: by the function returned, where tangents do not fit ``primals``.
+        The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``,
+        that returns a pytree like the value: the derivative of each leaf, zeros for tensors of
+        integers. It raises a ``RuntimeError`` where tangents do not fit ``primals``.
 
     Example:
         >>> import torch, functx
@@ -250,22 +237,12 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
         POPL 2023, the other way around; Townsend, *A new trick for calculating Jacobian vector
         products*, 2017.
     """
-    structure: list[Any] = []
-
-    def parted(*args: Any) -> tuple[list[Any], list[Any]]:
-        outs, spec = _tree.flatten(func(*args))
-        structure[:] = spec, [_validate.has_derivatives(out) for out in outs]
-        varying = [out for out, varies in zip(outs, structure[1]) if varies]
-        return varying, [out for out, varies in zip(outs, structure[1]) if not varies]
-
-    def joined(varying: Sequence[Any], rest: Sequence[Any]) -> Any:
-        parts = iter(varying), iter(rest)
-        return _tree.unflatten(spec, [next(parts[not v]) for v in varies])
-
-    values, pullback, others = vjp(parted, *primals, has_aux=True)
-    spec, varies = structure
-    layouts = _layouts(values)
-    constant = [torch.zeros_like(o) if isinstance(o, Tensor) else o for o in others]
+    parted = functools.partial(_tree.parted, belongs=_validate.has_derivatives)
+    values, pullback, others = vjp(lambda *args: parted(func(*args)), *primals, has_aux=True)
+    constants = _tree.map_(
+        lambda leaf: torch.zeros_like(leaf) if _tree.is_tensor(leaf) else leaf, others
+    )
+    _, layouts = _layouts(values)
     expected = _layouts(primals)
 
     def linear(*tangents: Any) -> Any:
@@ -275,12 +252,11 @@ def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R
                 "linearize: tangents must have the structure, shapes, dtypes and devices of the "
                 f"primals, {expected}, got {given}"
             )
-        zeros = [torch.zeros(shape, dtype=d, device=on) for shape, d, on in layouts[1]]
         # What maps cotangents to gradients is linear: zeros are as good a point as any.
-        transpose = vjp(pullback, zeros)[1]
-        return joined(transpose(tangents)[0], constant)
+        zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
+        return _tree.joined(vjp(pullback, zeros)[1](tangents)[0], constants)
 
-    return joined(values, others), linear
+    return _tree.joined(values, others), linear
 
 
 def _layouts(tree: Any) -> tuple[_tree.TreeSpec, list[Any]]:

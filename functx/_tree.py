@@ -7,7 +7,7 @@ register with torch (a model's output classes, caches) are containers here too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,13 +78,18 @@ def shown(spec: TreeSpec) -> str:
     return " ".join(str(spec).split())
 
 
-def parted(tree: Any) -> tuple[list[torch.Tensor], Any]:
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a tensor."""
+    return isinstance(leaf, torch.Tensor)
+
+
+def parted(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Any]:
     """The tensors among the leaves, and how `joined` puts the tree together again."""
-    if isinstance(tree, torch.Tensor):
+    if belongs(tree):
         return [tree], None
     found, spec = flatten(tree)
-    others = [None if isinstance(x, torch.Tensor) else (x,) for x in found]
-    return [x for x in found if isinstance(x, torch.Tensor)], (spec, others)
+    others = [None if belongs(leaf) else (leaf,) for leaf in found]
+    return [leaf for leaf, other in zip(found, others) if other is None], (spec, others)
 
 
 def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:

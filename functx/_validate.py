@@ -111,31 +111,30 @@ def split_aux(result: Any, api: str) -> tuple[Any, Any]:
 
 def check_scalar(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a real tensor of no dimensions."""
+    problem = ""
     if not isinstance(output, torch.Tensor):
-        raise RuntimeError(
-            f"{api}: Expected f(*args) to return a Tensor, got {type(output)}; to return more than "
-            "the value, use has_aux=True"
+        problem = (
+            f"to return a Tensor, got {type(output)}; for more than the value, use has_aux=True"
         )
-    if output.dim() != 0:
-        raise RuntimeError(
-            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.dim()} "
-            f"dims, shape {tuple(output.shape)}. Maybe you wanted to use the vjp or jacrev APIs "
-            "instead?"
+    elif output.dim() != 0:
+        problem = (
+            f"to return a scalar Tensor, got tensor with {output.dim()} dims, shape "
+            f"{tuple(output.shape)}. Maybe you wanted to use the vjp or jacrev APIs instead?"
         )
-    if output.is_complex() and output.requires_grad:
-        raise RuntimeError(
-            f"{api}: grad can be implicitly created only for real scalar outputs but got "
+    elif output.is_complex() and output.requires_grad:
+        problem = (
+            f"to be real: grad can be implicitly created only for real scalar outputs but got "
             f"{output.dtype}; return output.real or output.abs(), or use vjp"
         )
+    if problem:
+        raise RuntimeError(f"{api}: Expected f(*args) {problem}")
 
 
 def check_outputs(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a tree of tensors that can have derivatives."""
     outputs = _tree.leaves(output)
     if not outputs or outputs == [None]:
-        raise RuntimeError(
-            f"{api}: Expected f to be a function that has non-empty output (got {outputs})"
-        )
+        raise RuntimeError(f"{api}: Expected f to have non-empty output (got {outputs})")
     for out in outputs:
         if not has_derivatives(out):
             raise RuntimeError(
@@ -169,11 +168,8 @@ def check_derivatives_exist(api: str) -> None:
         )
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGT", 1)
-}
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def checked_budget(budget: Any, api: str) -> int | float:
