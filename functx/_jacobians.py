@@ -7,7 +7,7 @@ the cotangents. ``vmap`` of the pullback computes a chunk of rows at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import torch
@@ -71,18 +71,19 @@ def jacrev(
     @named_after(func)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         _validate.check_real(args, "jacrev", "inputs")
-        at, api = _validate.resolve_argnums(argnums, len(args), "jacrev"), "jacrev(f)(*args)"
-        output, aux, pullback = record(
-            func, args, kwargs, at, has_aux=has_aux, check_output=_check_output, api=api
-        )
-        wrt = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        at = _validate.resolve_argnums(argnums, len(args), "jacrev")
+        api = "jacrev(f)(*args)"
+        output, aux, pullback = record(func, args, kwargs, at, has_aux=has_aux, api=api)
+        _validate.check_real(output, "jacrev", "outputs")
+        wrt = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in at)
         (leaves, inputs), (outs, outputs) = _tree.flatten(wrt), _tree.flatten(output)
-        blocks = _rows(pullback, outs, outputs, leaves, chunk_size)
         sizes = [out.numel() for out in outs]
-        of_outputs = zip(*(block.split(sizes) for block in blocks)) if blocks else [()] * len(outs)
+        blocks = [b.split(sizes) for b in _rows(pullback, outs, outputs, leaves, chunk_size)]
         made = [
-            _tree.unflatten(inputs, [r.view(out.shape + x.shape) for r, x in zip(rows, leaves)])
-            for out, rows in zip(outs, of_outputs)
+            _tree.unflatten(
+                inputs, [b[i].view(out.shape + x.shape) for b, x in zip(blocks, leaves)]
+            )
+            for i, out in enumerate(outs)
         ]
         jacobian = _tree.unflatten(outputs, made)
         return (jacobian, aux) if has_aux else jacobian
@@ -90,21 +91,12 @@ def jacrev(
     return transformed
 
 
-def _check_output(output: Any) -> None:
-    _validate.check_outputs(output, "jacrev(f)(*args)")
-    _validate.check_real(output, "jacrev", "outputs")
-
-
 def _rows(
-    pullback: Pullback,
-    outs: Sequence[Tensor],
-    spec: _tree.TreeSpec,
-    leaves: Sequence[Tensor],
-    chunk_size: int | None,
+    pullback: Pullback, outs: list[Tensor], spec: Any, leaves: list[Tensor], chunk_size: int | None
 ) -> list[Tensor]:
     """All rows of the Jacobian, one tensor for each input, of shape ``(rows, *leaf.shape)``."""
-    numbers = [out.numel() for out in outs]
-    total = sum(numbers)
+    sizes = [out.numel() for out in outs]
+    total = sum(sizes)
     if total == 0:
         return [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
 
@@ -113,7 +105,7 @@ def _rows(
         return _tree.leaves(pullback(_tree.unflatten(spec, units), retain_graph=keep))
 
     def row(index: Tensor) -> list[Tensor]:
-        units = zip(every.split(numbers), outs)
+        units = zip(every.split(sizes), outs)
         return pull([(i == index).to(out.device, out.dtype).view(out.shape) for i, out in units])
 
     if total == 1:

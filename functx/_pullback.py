@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,32 +91,15 @@ class Pullback:
         receivers: Mapping[int, Callable[[torch.Tensor], None]],
         retain_graph: bool,
     ) -> None:
-        """Hands each cotangent of an input to its receiver as it becomes complete; keeps none.
+        """Hands each cotangent of an input, once summed over all uses, to its receiver; keeps none.
 
-        Complete means summed over all uses of the input. A leaf that the outputs do not depend on
-        may get none.
-
-        Args:
-            cotangents: As for a call.
-            receivers: By the number of the input's leaf; the others are not computed.
-            retain_graph: As for a call.
+        Receivers go by the number of the input's leaf; other leaves are not computed. A leaf that
+        the outputs do not depend on may get none.
         """
-
-        def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
-            def hook(gradient: torch.Tensor) -> torch.Tensor:
-                receive(*made_inside([_torch.alive(gradient)]))
-                if gradient.layout is not torch.strided:
-                    return torch.zeros_like(gradient)
-                # What the engine keeps to the end in its place has no memory to speak of.
-                nothing = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
-                return nothing.expand(gradient.shape)
-
-            return hook
-
         inputs = [self._inputs[number] for number in receivers]
         with ExitStack() as hooks:
             for leaf, receive in zip(inputs, receivers.values()):
-                hooks.callback(leaf.register_hook(hook_for(receive)).remove)
+                hooks.callback(leaf.register_hook(partial(_hand_over, receive)).remove)
             self._pull(inputs, cotangents, retain_graph)
 
     def _pull(
@@ -153,6 +137,15 @@ class Pullback:
             return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
 
 
+def _hand_over(receive: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> torch.Tensor:
+    """A hook that gives a gradient away, and the engine zeros without memory to speak of."""
+    receive(*made_inside([_torch.alive(gradient)]))
+    if gradient.layout is not torch.strided:
+        return torch.zeros_like(gradient)
+    zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+    return zero.expand(gradient.shape)
+
+
 def record(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -160,8 +153,8 @@ def record(
     argnums: tuple[int, ...],
     *,
     has_aux: bool,
-    check_output: Callable[[Any], None],
     api: str,
+    check_output: Callable[[Any], None] | None = None,
     once: bool = False,
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
@@ -172,8 +165,9 @@ def record(
         kwargs: Its keyword arguments, likewise.
         argnums: Positions of the arguments to differentiate, none negative.
         has_aux: Whether ``func`` returns ``(output, aux)``.
-        check_output: Called with the output inside the level; raises if it will not do.
         api: The transform's name, for error messages.
+        check_output: Called with the output inside the level; by default it is checked to be of
+            tensors that can have derivatives.
         once: Whether the pullback is called once, and not under ``vmap``.
 
     Returns:
@@ -209,7 +203,7 @@ def record(
         output, aux = func(*args, **kwargs), None
         if has_aux:
             output, aux = _validate.split_aux(output, api)
-        check_output(output)
+        (check_output or partial(_validate.check_outputs, api=api))(output)
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
         unwrap_for_backward(flat_output, classes)

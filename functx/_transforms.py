@@ -178,11 +178,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         (tensor(6.), (tensor(3.), tensor(2.)))
     """
     _validate.check_callable(func, "vjp")
-    api, at = "vjp(f, *primals)", tuple(range(len(primals)))
-    check = functools.partial(_validate.check_outputs, api=api)
-    output, aux, pullback = record(
-        func, primals, {}, at, has_aux=has_aux, check_output=check, api=api
-    )
+    at = tuple(range(len(primals)))
+    output, aux, pullback = record(func, primals, {}, at, has_aux=has_aux, api="vjp(f, *primals)")
     return (output, pullback, aux) if has_aux else (output, pullback)
 
 

@@ -111,23 +111,22 @@ def split_aux(result: Any, api: str) -> tuple[Any, Any]:
 
 def check_scalar(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a real tensor of no dimensions."""
-    problem = ""
     if not isinstance(output, torch.Tensor):
-        problem = (
-            f"to return a Tensor, got {type(output)}; for more than the value, use has_aux=True"
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a Tensor, got {type(output)}; to return more than "
+            "the value, use has_aux=True"
         )
-    elif output.dim() != 0:
-        problem = (
-            f"to return a scalar Tensor, got tensor with {output.dim()} dims, shape "
-            f"{tuple(output.shape)}. Maybe you wanted to use the vjp or jacrev APIs instead?"
+    if output.dim() != 0:
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.dim()} "
+            f"dims, shape {tuple(output.shape)}. Maybe you wanted to use the vjp or jacrev APIs "
+            "instead?"
         )
-    elif output.is_complex() and output.requires_grad:
-        problem = (
-            f"to be real: grad can be implicitly created only for real scalar outputs but got "
+    if output.is_complex() and output.requires_grad:
+        raise RuntimeError(
+            f"{api}: grad can be implicitly created only for real scalar outputs but got "
             f"{output.dtype}; return output.real or output.abs(), or use vjp"
         )
-    if problem:
-        raise RuntimeError(f"{api}: Expected f(*args) {problem}")
 
 
 def check_outputs(output: Any, api: str) -> None:
@@ -173,31 +172,24 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def checked_budget(budget: Any, api: str) -> int | float:
-    """A budget: bytes as an int, or a share as a float up to 1.
-
-    Args:
-        budget: either; or a text, bytes with a unit (``"2GiB"``, ``"500 MB"``).
-        api: what it was given to, for messages.
+    """A budget: bytes as an int (or a text, ``"2GiB"``), or a share as a float up to 1.
 
     Raises:
         TypeError: it is neither number nor text.
         ValueError: it is not positive, a share larger than 1, or no text of that form.
     """
+    number = budget
     if isinstance(budget, str):
         found = re.fullmatch(r"\s*([\d_]*\.?\d+)\s*([A-Za-z]*)\s*", budget)
-        if found is None or (unit := found[2].replace("k", "K")) not in _UNITS:
-            raise ValueError(f"{api}: budget is {budget!r}; write bytes as '2GiB' or '500MB'")
-        budget = int(float(found[1]) * _UNITS[unit])
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(
-            f"{api}: budget must be bytes (an int, or a text such as '2GiB') or a float up to 1, "
-            f"got {describe(budget)}"
+        unit = _UNITS.get(found[2].replace("k", "K"), 0) if found else 0
+        number = int(float(found[1]) * unit) if found else 0
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not number > 0 or (isinstance(number, float) and number > 1):
+        raise (ValueError if is_number else TypeError)(
+            f"{api}: budget must be positive: bytes (an int, or a text such as '2GiB'), or a float "
+            f"up to 1, a share; got {describe(budget)}"
         )
-    if not budget > 0 or (isinstance(budget, float) and budget > 1):
-        raise ValueError(
-            f"{api}: budget is {budget}; a float is a share between 0 and 1, bytes are an int"
-        )
-    return budget
+    return number
 
 
 def integer(value: Any, message: str) -> int:

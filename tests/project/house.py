@@ -93,7 +93,7 @@ WINGS = {
         (
             *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._pullback"),
             *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
-            *("functx._validate", "functx._errors", "functx._lines", "functx._notice", "functx"),
+            *("functx._validate", "functx._errors", "functx._lines", "functx"),
         ),
         2_050,
     ),
