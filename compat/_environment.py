@@ -27,7 +27,7 @@ _NAMED = (torch.Tensor, torch.nn.Module, types.FunctionType, *_PLAIN)
 _DEPTH = 6
 
 
-class _Same:
+class _ById:
     """Hashes and compares by identity, and keeps the object alive so that its id stays its own."""
 
     __slots__ = ("thing",)
@@ -39,7 +39,7 @@ class _Same:
         return id(self.thing)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.thing is other.thing
+        return isinstance(other, _ById) and self.thing is other.thing
 
 
 def environment_of(f: Callable[..., Any]) -> Hashable:
@@ -59,7 +59,7 @@ def _summary(thing: Any, seen: set[int], depth: int) -> Iterator[Hashable]:
     if isinstance(thing, types.ModuleType | type) or id(thing) in seen:
         return
     seen.add(id(thing))
-    yield _Same(thing)
+    yield _ById(thing)
     if depth == 0:
         return
     for part in _parts(thing):

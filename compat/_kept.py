@@ -38,7 +38,7 @@ from functx.compat._torch import base_of, storage_key
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionResiduals:
     """What a pullback keeps of the arrays that one region was the first to take.
 
     Attributes:
@@ -68,7 +68,7 @@ class Kept:
     activations: int
     arguments: int
     regions: int
-    by_region: tuple[Region, ...] = ()
+    by_region: tuple[RegionResiduals, ...] = ()
     storages: int = 0
 
 
@@ -93,7 +93,7 @@ def _kept(
         fresh = {k: size for k, size in live.items() if k not in seen}
         seen |= fresh.keys()
         regions.append(
-            Region(
+            RegionResiduals(
                 name,
                 sum(size for k, size in fresh.items() if not (ours(k) or outside(k))),
                 sum(size for k, size in fresh.items() if ours(k)),

@@ -23,7 +23,7 @@ from functx.compat import random
 from functx.compat._dlpack import array_from_torch
 from functx.compat._lowering._graph import body_of, custom_function_of, is_region
 from functx.compat._lowering._interpret import Interpreter, apply_rule
-from functx.compat._lowering._trace import Program
+from functx.compat._lowering._trace import TracedProgram
 from functx.compat._precision import Difference, difference
 from functx.compat._sources import Source, source_of
 from functx.compat._torch import map_tensors, tree_map
@@ -232,7 +232,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def first_difference(
-    program: Program,
+    program: TracedProgram,
     inputs: Sequence[torch.Tensor],
     derivatives: bool,
     rtol: float | None,

@@ -24,7 +24,7 @@ from functx.compat._jax import x64_enabled
 from functx.compat._lowering._check import check
 from functx.compat._lowering._dtypes import check_fits, to_jax_dtype, to_torch_dtype
 from functx.compat._lowering._interpret import Interpreter, Observe
-from functx.compat._lowering._trace import Program, Spec, trace
+from functx.compat._lowering._trace import Spec, TracedProgram, trace
 from functx.compat._modules import as_module, function_of, function_with_buffers, state_of
 from functx.compat._torch import original_of, version_of
 from functx.compat._trees import teach_jax
@@ -116,7 +116,7 @@ def to_jax(
 
 
 @dataclass(frozen=True)
-class Traced:
+class Signature:
     """One traced signature of a function.
 
     Attributes:
@@ -126,7 +126,7 @@ class Traced:
         run: evaluates the graph: ``run(inputs, captures, key)``.
     """
 
-    program: Program
+    program: TracedProgram
     out_leaves: tuple[tuple[bool, Any], ...]
     out_tree: Any
     run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]
@@ -145,7 +145,7 @@ class Lowered:
         self._rng = rng
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = getattr(f, "__doc__", None)
-        self._programs: dict[Hashable, Traced] = {}
+        self._programs: dict[Hashable, Signature] = {}
         self._arrays: dict[int, tuple[torch.Tensor, Hashable, jax.Array]] = {}
 
     def __repr__(self) -> str:
@@ -176,11 +176,11 @@ class Lowered:
         inputs = [*arrays, *self.captured(traced.program)]
         return traced.result(Interpreter(observe).run(traced.program.module, inputs))
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments."""
         return self._prepare(args, kwargs)[0].program
 
-    def _prepare(self, args: Any, kwargs: dict[str, Any]) -> tuple[Traced, list[Any]]:
+    def _prepare(self, args: Any, kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
         while teach_jax((args, kwargs)):
             pass
         paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
@@ -198,7 +198,7 @@ class Lowered:
             self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng)
         return self._programs[key], arrays
 
-    def captured(self, program: Program) -> list[jax.Array]:
+    def captured(self, program: TracedProgram) -> list[jax.Array]:
         """The current values of the tensors that a program closes over."""
         return [self._array(t) for t in program.captures]
 
@@ -259,7 +259,7 @@ def _words(key: jax.Array, where: str) -> jax.Array:
 
 def _trace(
     f: Callable[..., Any], leaves: list[Any], kinds: Sequence[Any], tree: Any, rng: bool
-) -> Traced:
+) -> Signature:
     out_leaves: list[tuple[bool, Any]] = []
     out_tree: Any = None
 
@@ -300,7 +300,7 @@ def _trace(
     def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
         return Interpreter(rng=key).run(program.module, [*inputs, *captures])
 
-    return Traced(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))
+    return Signature(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))
 
 
 def _device(f: Callable[..., Any]) -> str:

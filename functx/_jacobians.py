@@ -141,6 +141,7 @@ def jacfwd(
     return _remat.by_primals(transformed, "jacfwd")
 
 
+@by_arguments
 @compiler.told
 def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
     """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.

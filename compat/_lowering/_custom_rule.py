@@ -25,7 +25,7 @@ from functx.compat._lowering._linear import linear, transpose
 Zeros = Callable[[], list[Any]]
 
 
-class Run(Protocol):
+class RunGraph(Protocol):
     """Runs a graph on arrays, with a random key."""
 
     def __call__(
@@ -35,7 +35,7 @@ class Run(Protocol):
 
 
 def apply_custom_function(
-    function: CustomFunction, operands: Sequence[Any], rng: Any, run: Run
+    function: CustomFunction, operands: Sequence[Any], rng: Any, run: RunGraph
 ) -> tuple[Any, ...]:
     """The results of a custom Function, with its own derivatives.
 
@@ -69,7 +69,7 @@ class _Rules:
         to: results that they are given for.
     """
 
-    def __init__(self, function: CustomFunction, run: Run) -> None:
+    def __init__(self, function: CustomFunction, run: RunGraph) -> None:
         self._function = function
         self._run = run
         self._jvp = function.jvp

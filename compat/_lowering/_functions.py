@@ -43,7 +43,7 @@ from functx.compat._lowering._functional import (
     lift_constants,
     writes_to_placeholders,
 )
-from functx.compat._lowering._traced_draws import Draws
+from functx.compat._lowering._traced_draws import TracedDraws
 from functx.compat._torch import (
     BackwardHookFunction,
     FakeTensorMode,
@@ -95,7 +95,7 @@ class Interceptor:
         mode: the fake mode of the trace.
     """
 
-    def __init__(self, draws: Draws, mode: FakeTensorMode) -> None:
+    def __init__(self, draws: TracedDraws, mode: FakeTensorMode) -> None:
         self._draws = draws
         self._mode = mode
 

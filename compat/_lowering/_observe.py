@@ -32,7 +32,7 @@ from functx.compat._lowering._examples import with_examples
 from functx.compat._lowering._functions import within
 from functx.compat._lowering._recurrent import drops_between_layers, layer_by_layer
 from functx.compat._lowering._tape import ASKS, Tape
-from functx.compat._lowering._traced_draws import Draws, draws
+from functx.compat._lowering._traced_draws import TracedDraws, draws
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,
@@ -133,7 +133,7 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, random_draws: Draws, tape: Tape) -> None:
+    def __init__(self, random_draws: TracedDraws, tape: Tape) -> None:
         super().__init__()
         self._draws = random_draws
         self._tape = tape

@@ -30,7 +30,7 @@ from functx.compat._lowering._hand_over import hand_over
 from functx.compat._lowering._observe import Observer, UserCalls
 from functx.compat._lowering._table import decompositions
 from functx.compat._lowering._tape import WITHOUT_TAPE, Asked, Tape
-from functx.compat._lowering._traced_draws import Draws, only_torch_draws
+from functx.compat._lowering._traced_draws import TracedDraws, only_torch_draws
 from functx.compat._torch import FakeTensorMode, applying, make_fx
 
 _NO_DATA = "data is not allocated yet"
@@ -47,7 +47,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """A torch function as a functional ATen graph.
 
     Attributes:
@@ -63,7 +63,7 @@ class Program:
 
 def trace(
     f: Callable[..., Sequence[torch.Tensor]], specs: Sequence[Spec], name: str = "the function"
-) -> Program:
+) -> TracedProgram:
     """Trace ``f``, which takes flat tensors and returns a flat sequence of tensors.
 
     Args:
@@ -94,7 +94,7 @@ def trace(
     module.graph.eliminate_dead_code()
     hand_over(module)
     module.recompile()
-    return Program(module, tuple(specs), tuple(captures))
+    return TracedProgram(module, tuple(specs), tuple(captures))
 
 
 def _traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
@@ -110,7 +110,7 @@ def _run(
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
     """Pass (1), and which inputs the function used; ``NOTE [asked]`` in `_tape`."""
-    random_draws = Draws()
+    random_draws = TracedDraws()
     kept = Tape(tape)
     observer = Observer(random_draws, kept)
     with mode:

@@ -25,7 +25,7 @@ from functx.compat._torch import OpOverload, is_random
 Mark = tuple[bytes, int]
 
 
-class Draws:
+class TracedDraws:
     """The draws of one trace."""
 
     def __init__(self) -> None:
