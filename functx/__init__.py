@@ -79,7 +79,7 @@ from functx._vmap import vmap as vmap
 try:
     from torch.func import rearrange as rearrange
 except ImportError:  # before torch 2.13 it is exported by functorch alone
-    from functorch.einops import rearrange as rearrange  # type: ignore[no-redef]
+    from functorch.einops import rearrange as rearrange  # type: ignore[import-untyped,no-redef]
 
 __all__ = sorted(name for name in globals() if not name.startswith("_"))
 __version__ = "0.1.0"

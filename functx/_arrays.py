@@ -1,12 +1,10 @@
 """Whose arrays a transform is given: torch tensors are functx's, JAX arrays are JAX's.
 
 NOTE [whose arrays]
-A transform can't know at the time it is made, so it asks at each call. Without JAX in the process
-that is one look into a dict. Otherwise the arguments are looked through once; if JAX arrays are
-among them, the call is handed to a backend, which knows what the same transform is called there and
-gives it the untransformed function. A function that is itself such a transform asks again, with the
-tracers it gets. So `functx.vmap(functx.grad(functx.remat(g)))` of a JAX array is
-`jax.vmap(jax.grad(jax.checkpoint(g)))`.
+A transform can't know when it is made, so it asks at each call; without JAX in the process that is
+one look into a dict. If JAX arrays are among the arguments, JAX's transform of that name is given
+the untransformed function. A function that is itself such a transform asks again, with the tracers
+it gets: `functx.vmap(functx.grad(functx.remat(g)))` is `jax.vmap(jax.grad(jax.checkpoint(g)))`.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
     """
     if function_classes() == classes:
         return  # no custom Function was applied
-    todo = [e.grad_fn if isinstance(e, Tensor) else e and e.node for e in edges]
-    seen = {None}
+    todo: list[Any] = [e.grad_fn if isinstance(e, Tensor) else e and e.node for e in edges]
+    seen: set[Any] = {None}
     while todo:
         node = todo.pop()
         if node not in seen:

@@ -134,7 +134,6 @@ def jacfwd(
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
         _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
-        _validate.check_derivatives_exist("jacfwd")
         with _norms.around(args):
             return of_torch(*args)
 
@@ -160,10 +159,5 @@ def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
     """
     _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
-    of_gradient = jacfwd(jacrev(func, argnums), argnums)
-
-    @named_after(func)
-    def transformed(*args: Any) -> Any:
-        return of_gradient(*args)
-
-    return transformed
+    of_gradient: Callable[..., Any] = jacfwd(jacrev(func, argnums), argnums)
+    return named_after(func)(lambda *args: of_gradient(*args))

@@ -175,7 +175,6 @@ def record(
         differentiated arguments.
     """
     _validate.check_inputs(args, argnums, api)
-    _validate.check_derivatives_exist(api)
     args, kwargs = taken_in(api, (args, kwargs))
     with (
         _hooks_disabled(),
@@ -214,7 +213,7 @@ def record(
 
 @contextmanager
 def _hooks_disabled() -> Iterator[None]:
-    """No saved-tensor hooks inside; who needs them is told what to use instead."""
+    """No saved-tensor hooks inside: an error says what to use instead."""
     try:
         with disable_saved_tensors_hooks(_HOOKS_MESSAGE):
             yield

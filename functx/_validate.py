@@ -48,13 +48,12 @@ def check_callable(func: Any, api: str) -> None:
 
 
 def check_argnums(argnums: Any, api: str) -> None:
-    """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of different ints."""
-    if isinstance(argnums, int):
-        return
-    if not isinstance(argnums, tuple) or not all(isinstance(i, int) for i in argnums):
-        raise RuntimeError(f"{api}: argnums must be int or Tuple[int, ...], got {argnums!r}")
-    if not argnums or len(set(argnums)) != len(argnums):
-        raise RuntimeError(f"{api}: argnums must be non-empty and unique, got {argnums}")
+    """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of ints."""
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(chosen, tuple) or not chosen or not all(isinstance(i, int) for i in chosen):
+        raise RuntimeError(
+            f"{api}: argnums must be non-empty, an int or a tuple of ints, got {argnums!r}"
+        )
 
 
 def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...]:
@@ -97,6 +96,12 @@ def check_inputs(
                     f"gradients, got dtype {leaf.dtype} in argument {position}; convert it with "
                     ".float(), or don't differentiate it"
                 )
+    # There torch says without an error that derivatives are zero. (Versions compare as such.)
+    if torch.is_inference_mode_enabled() and torch.__version__ < "2.13":
+        raise RuntimeError(
+            f"{api}: torch {torch.__version__} has no derivatives in torch.inference_mode. Leave "
+            "it, or use torch.no_grad()."
+        )
 
 
 def split_aux(result: Any, api: str) -> tuple[Any, Any]:
@@ -156,15 +161,6 @@ def check_real(tree: Any, api: str, what: str) -> None:
                 f"{api}: Expected all {what} to be real but received complex tensor at flattened "
                 f"input idx: {index}"
             )
-
-
-def check_derivatives_exist(api: str) -> None:
-    """Raises ``RuntimeError`` where torch would say without an error that a derivative is zero."""
-    if torch.is_inference_mode_enabled() and torch.__version__ < "2.13":  # compares as a version
-        raise RuntimeError(
-            f"{api}: in torch.inference_mode, torch {torch.__version__} gives zeros for "
-            "derivatives. Leave it, or use torch.no_grad()."
-        )
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

@@ -46,7 +46,7 @@ def vmap_by_keys(
 
     @functools.wraps(of_torch)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        dims: list[Any] = []  # of each result; torch looks when the function has returned
+        dims: Any = []  # of each result; torch looks when the function has returned
         structure: list[_tree.TreeSpec] = []
 
         @functools.wraps(func)

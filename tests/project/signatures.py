@@ -1,4 +1,4 @@
-"""Transforms keep the signatures of the functions they take: for the type checker of `make lint`."""
+"""Transforms keep the signatures of the functions they take: checked by `make lint`."""
 
 from typing import Any, assert_type
 
