@@ -48,11 +48,13 @@ def check_callable(func: Any, api: str) -> None:
 
 
 def check_argnums(argnums: Any, api: str) -> None:
-    """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of ints."""
+    """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of different ints."""
     chosen = (argnums,) if isinstance(argnums, int) else argnums
-    if not isinstance(chosen, tuple) or not chosen or not all(isinstance(i, int) for i in chosen):
+    are_ints = isinstance(chosen, tuple) and all(isinstance(i, int) for i in chosen)
+    if not are_ints or not chosen or len(set(chosen)) != len(chosen):
         raise RuntimeError(
-            f"{api}: argnums must be non-empty, an int or a tuple of ints, got {argnums!r}"
+            f"{api}: argnums must be non-empty: an int or a tuple of different ints, "
+            f"got {argnums!r}"
         )
 
 
