@@ -35,77 +35,51 @@ Workloads and other frameworks:
     compat: the same function in JAX; import it as functx.compat.
 """
 
-from functx import checkpoint_policies, graph, memory, per_sample
-from functx._apply import apply_remat, remove_remat
-from functx._checkpoint import checkpoint, checkpoint_sequential, remat_sequential
-from functx._errors import RematError, ReplayError, TracingError
-from functx._jit import jit
-from functx._linearize import linearize
-from functx._loops import remat_loop, remat_scan
-from functx._names import checkpoint_name
-from functx._patch import patch_checkpoint
-from functx._plan import Plan, plan
-from functx._remat import remat
-from functx._residuals import Residual, Residuals, print_saved_residuals, saved_residuals
-from functx._transforms import (
-    debug_unwrap,
-    functional_call,
-    functionalize,
-    grad,
-    grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    rearrange,
-    replace_all_batch_norm_modules_,
-    stack_module_state,
-    value_and_grad,
-    vjp,
-    vmap,
-)
+from torch.func import debug_unwrap as debug_unwrap
+from torch.func import functional_call as functional_call
+from torch.func import functionalize as functionalize
+from torch.func import replace_all_batch_norm_modules_ as replace_all_batch_norm_modules_
+from torch.func import stack_module_state as stack_module_state
 
-__all__ = [
-    "Plan",
-    "RematError",
-    "ReplayError",
-    "Residual",
-    "Residuals",
-    "TracingError",
-    "apply_remat",
-    "checkpoint",
-    "checkpoint_name",
-    "checkpoint_policies",
-    "checkpoint_sequential",
-    "debug_unwrap",
-    "functional_call",
-    "functionalize",
-    "grad",
-    "grad_and_value",
-    "graph",
-    "hessian",
-    "jacfwd",
-    "jacrev",
-    "jit",
-    "jvp",
-    "linearize",
-    "memory",
-    "patch_checkpoint",
-    "per_sample",
-    "plan",
-    "print_saved_residuals",
-    "rearrange",
-    "remat",
-    "remat_loop",
-    "remat_scan",
-    "remat_sequential",
-    "remove_remat",
-    "replace_all_batch_norm_modules_",
-    "saved_residuals",
-    "stack_module_state",
-    "value_and_grad",
-    "vjp",
-    "vmap",
-]
+from functx import checkpoint_policies as checkpoint_policies
+from functx import graph as graph
+from functx import memory as memory
+from functx import per_sample as per_sample
+from functx._apply import apply_remat as apply_remat
+from functx._apply import remove_remat as remove_remat
+from functx._checkpoint import checkpoint as checkpoint
+from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
+from functx._checkpoint import remat_sequential as remat_sequential
+from functx._errors import RematError as RematError
+from functx._errors import ReplayError as ReplayError
+from functx._errors import TracingError as TracingError
+from functx._jacobians import hessian as hessian
+from functx._jacobians import jacfwd as jacfwd
+from functx._jacobians import jacrev as jacrev
+from functx._jit import jit as jit
+from functx._loops import remat_loop as remat_loop
+from functx._loops import remat_scan as remat_scan
+from functx._names import checkpoint_name as checkpoint_name
+from functx._patch import patch_checkpoint as patch_checkpoint
+from functx._plan import Plan as Plan
+from functx._plan import plan as plan
+from functx._remat import remat as remat
+from functx._residuals import Residual as Residual
+from functx._residuals import Residuals as Residuals
+from functx._residuals import print_saved_residuals as print_saved_residuals
+from functx._residuals import saved_residuals as saved_residuals
+from functx._transforms import grad as grad
+from functx._transforms import grad_and_value as grad_and_value
+from functx._transforms import jvp as jvp
+from functx._transforms import linearize as linearize
+from functx._transforms import value_and_grad as value_and_grad
+from functx._transforms import vjp as vjp
+from functx._vmap import vmap as vmap
 
+try:
+    from torch.func import rearrange as rearrange
+except ImportError:  # before torch 2.13 it is exported by functorch alone
+    from functorch.einops import rearrange as rearrange  # type: ignore[import-untyped,no-redef]
+
+__all__ = sorted(name for name in globals() if not name.startswith("_"))
 __version__ = "0.1.0"

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from functx._demo.run import DemoError, Settings, run
+    from functx._demo.run import DemoError, DemoSettings, run
 
-    settings = Settings(out=args.out, device=args.device)
+    settings = DemoSettings(out=args.out, device=args.device)
     settings = settings.quick() if args.quick else settings
     if args.epochs is not None:
         settings = replace(settings, epochs=args.epochs)

@@ -1,12 +1,10 @@
 """Whose arrays a transform is given: torch tensors are functx's, JAX arrays are JAX's.
 
 NOTE [whose arrays]
-A transform can't know at the time it is made, so it asks at each call. Without JAX in the process
-that is one look into a dict. Otherwise the arguments are looked through once; if JAX arrays are
-among them, the call is handed to a backend, which knows what the same transform is called there and
-gives it the untransformed function. A function that is itself such a transform asks again, with the
-tracers it gets. So `functx.vmap(functx.grad(functx.remat(g)))` of a JAX array is
-`jax.vmap(jax.grad(jax.checkpoint(g)))`.
+A transform can't know when it is made, so it asks at each call; without JAX in the process that is
+one look into a dict. If JAX arrays are among the arguments, JAX's transform of that name is given
+the untransformed function. A function that is itself such a transform asks again, with the tracers
+it gets: `functx.vmap(functx.grad(functx.remat(g)))` is `jax.vmap(jax.grad(jax.checkpoint(g)))`.
 """
 
 from __future__ import annotations
@@ -21,32 +19,16 @@ import torch
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-# The library, and the module that knows its transforms: `find(api, args, kwargs)` gives a backend
-# for the arguments, or None.
-_BACKENDS = {"jax": "functx.compat._jax_arrays.backend"}
-
 
 def backend_of(api: str, args: Any, kwargs: Any) -> Any:
-    """Who transforms a function of these arguments, unless torch does. NOTE [whose arrays].
-
-    Args:
-        api: the transform, for messages.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        A backend, which has a method for each transform, or ``None`` for torch.
+    """The module whose transforms these arguments need, ``None`` for torch; NOTE [whose arrays].
 
     Raises:
-        TypeError: arrays of both kinds are among the arguments.
+        TypeError: arrays of both kinds are among the arguments; ``api`` is named.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or sys.modules.get("jax") is None:
         return None
-    for library, module in _BACKENDS.items():
-        if sys.modules.get(library) is not None:
-            found = sys.modules.get(module) or importlib.import_module(module)
-            return found.find(api, args, kwargs)
-    return None
+    return importlib.import_module("functx.compat._jax_arrays.backend").find(api, args, kwargs)
 
 
 def by_arguments(transform: T) -> T:
@@ -56,16 +38,12 @@ def by_arguments(transform: T) -> T:
     @functools.wraps(transform)
     def chosen(func: Any, *options: Any, **named: Any) -> Any:
         own = transform(func, *options, **named)
-        theirs: dict[Any, Callable[..., Any]] = {}
 
         @functools.wraps(own)
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            backend = backend_of(name, args, kwargs)
-            if backend is None:
+            if (backend := backend_of(name, args, kwargs)) is None:
                 return own(*args, **kwargs)
-            if backend not in theirs:
-                theirs[backend] = getattr(backend, name)(func, *options, **named)
-            return theirs[backend](*args, **kwargs)
+            return getattr(backend, name)(func, *options, **named)(*args, **kwargs)
 
         return transformed
 
@@ -78,8 +56,7 @@ def by_primals(transform: T) -> T:
 
     @functools.wraps(transform)
     def chosen(func: Any, *args: Any, **named: Any) -> Any:
-        backend = backend_of(name, args, named)
-        if backend is None:
+        if (backend := backend_of(name, args, named)) is None:
             return transform(func, *args, **named)
         return getattr(backend, name)(func, *args, **named)
 

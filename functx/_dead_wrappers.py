@@ -1,11 +1,9 @@
 """Custom Functions whose backward runs when their level has ended.
 
-What such a backward finds in ``ctx.saved_tensors``, and its cotangents, are then wrappers of a dead
-level. torch's operations unwrap these, and so do functx's transforms, but ``torch.func.vjp`` does
-not: adjoints and implicit layers would meet an internal assert. So they are unwrapped before.
-
-At a level of functorch torch makes a class for each call of a Function; what is changed here is
-that class, and with it the one node.
+Such a backward finds wrappers of a dead level in ``ctx.saved_tensors`` and in its cotangents.
+torch's operations unwrap these, and so do functx's transforms, but ``torch.func.vjp`` does not:
+adjoints and implicit layers would meet an internal assert. At a level of functorch torch makes a
+class for each call of a Function; unwrapping is added to that class, and so to the one node.
 """
 
 from __future__ import annotations
@@ -28,23 +26,16 @@ def unwrap_for_backward(edges: Sequence[Any], classes: str) -> None:
     """
     if function_classes() == classes:
         return  # no custom Function was applied
-    todo = [_node_of(e) for e in edges]
-    seen = {None}
+    todo: list[Any] = [e.grad_fn if isinstance(e, Tensor) else e and e.node for e in edges]
+    seen: set[Any] = {None}
     while todo:
         node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [below for below, _ in node.next_functions]
-        made_for = getattr(node, "_forward_cls", None)
-        if made_for is not None and made_for.__module__ == _torch.MADE_FOR_ONE_CALL:
-            _unwrap(type(node), made_for)
-
-
-def _node_of(edge: Any) -> Any:
-    if edge is None or isinstance(edge, Tensor):
-        return None if edge is None else edge.grad_fn
-    return edge.node
+        if node not in seen:
+            seen.add(node)
+            todo += [below for below, _ in node.next_functions]
+            made_for = getattr(node, "_forward_cls", None)
+            if made_for is not None and made_for.__module__ == _torch.MADE_FOR_ONE_CALL:
+                _unwrap(type(node), made_for)
 
 
 def _unwrap(node: Any, function: Any) -> None:

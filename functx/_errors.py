@@ -13,15 +13,6 @@ class RematError(CheckpointError):
     """
 
 
-def not_initialized(name: str) -> RematError:
-    """The error for a lazy module, whose parameters are made by its first call."""
-    return RematError(
-        f"remat: {name!r} has a lazy module that was not initialized, and its first call, which "
-        "initializes it, can't be replayed. Call it once outside of regions and transforms before, "
-        "with a batch of the right shape."
-    )
-
-
 class ReplayError(RematError):
     """A replay departed from what ran forward."""
 

@@ -10,15 +10,13 @@ import functools
 import os
 import sys
 import types
-from typing import Any
 
 import torch
 from torch import nn
 
 Place = tuple[types.CodeType, int]
 
-_OURS = (os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))
-_INTERNAL = (*_OURS, "<frozen")
+_INTERNAL = (*(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__)), "<frozen")
 
 
 @functools.cache
@@ -27,27 +25,24 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_INTERNAL)
 
 
+def _frame() -> types.FrameType | None:
+    """The innermost frame outside of torch and functx."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def where() -> Place:
     """The line outside of torch and functx that is running."""
-    frame: Any = sys._getframe(1)
-    here = frame
-    while is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-        if frame is None:
-            frame = here
-            break
+    frame = _frame() or sys._getframe(1)
     return frame.f_code, frame.f_lasti
 
 
 def line_now() -> str:
     """``file:line`` of the user's code that is running."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_internal(name):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
+    frame = _frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
 
 
 def line_of(place: Place) -> tuple[str, int, str]:
@@ -66,7 +61,7 @@ class ModulePaths:
     def here(self) -> str:
         """The path from the outermost module that is running; ``""`` outside of modules."""
         running: list[nn.Module] = []
-        frame: Any = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code is nn.Module._call_impl.__code__:
                 running.append(frame.f_locals["self"])

@@ -9,7 +9,7 @@ functx transform, a layer keeps its value and takes its derivatives from its def
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,16 +45,17 @@ class NormsByDefinition(TorchFunctionMode):
     norms = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in DEFINITIONS:
-            return normalized(func, args, kwargs or {})
+        if func in NORMALISATIONS:
+            return normalised(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def normalized(func: Any, args: Any, kwargs: Any) -> Any:
+def normalised(func: Any, args: Any, kwargs: Any) -> Any:
     """What a normalisation returns, where derivatives nest with those of its definition."""
     out = func(*args, **kwargs)
-    nests = _nest((out, *args, *kwargs.values()))
-    if not nests or (exact := DEFINITIONS[func](*args, **kwargs)) is None:
+    # Whether a second derivative may be taken: the same in a region and its replays.
+    nests = (n := _levels()) > 1 or (n == 1 and _any_requires_grad((out, *args, *kwargs.values())))
+    if not nests or (exact := _definition(func, args, kwargs)) is None:
         return out
     exact = exact.to(out.dtype)
     return out.detach() + (exact - exact.detach())
@@ -68,11 +69,6 @@ def _levels() -> int:
     return sum(key in (grad, jvp) for key in active) + plain
 
 
-def _nest(values: Sequence[Any]) -> bool:
-    """Whether a second derivative may be taken: the same in a region and its replays."""
-    return (n := _levels()) > 1 or (n == 1 and _any_requires_grad(values))
-
-
 def _any_requires_grad(values: Sequence[Any]) -> bool:
     """Whether plain autograd knows one of some values, below all transforms."""
     for t in values:
@@ -83,60 +79,36 @@ def _any_requires_grad(values: Sequence[Any]) -> bool:
     return False
 
 
-def _normalized(x: Tensor, over: Any, weight: Any, bias: Any, eps: float, shape: Any) -> Tensor:
+def _definition(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """A normalisation by its definition; ``None`` where its statistics are constants."""
+    given = dict(zip(NORMALISATIONS[func], args)) | kwargs
+    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    if "normalized_shape" in given:
+        shape = given["normalized_shape"]
+        over = list(range(-len(shape), 0))
+    else:
+        of_instances = "use_input_stats" in NORMALISATIONS[func]
+        if not given.get("use_input_stats" if of_instances else "training", of_instances):
+            return None
+        over = [d for d in range(2 if of_instances else 0, x.dim()) if d != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    deviation = (x.var(tuple(over), correction=0, keepdim=True) + eps).sqrt()
-    x = (x - x.mean(tuple(over), keepdim=True)) / deviation
+    deviation = (x.var(over, correction=0, keepdim=True) + given.get("eps", 1e-5)).sqrt()
+    x = (x - x.mean(over, keepdim=True)) / deviation
     x = x if weight is None else x * weight.reshape(shape)
     return x if bias is None else x + bias.reshape(shape)
 
 
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    over = range(-len(normalized_shape), 0)
-    return _normalized(input, over, weight, bias, eps, normalized_shape)
-
-
-def _by_channel(first: int, default: bool) -> Callable[..., Tensor | None]:
-    """batch_norm, with statistics over all dimensions but 1, and instance_norm, from 2 on."""
-
-    def definition(
-        input: Tensor,
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = default,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-        **named: Any,
-    ) -> Tensor | None:
-        if not named.get("use_input_stats", training):
-            return None  # constants, as torch takes them
-        over = [d for d in range(first, input.dim()) if d != 1]
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        return _normalized(input, over, weight, bias, eps, shape)
-
-    return definition
-
-
-def _of_kernel(definition: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """The same for the kernel, which takes the weight first."""
-    return lambda x, w, b, mean, var, *rest, **k: definition(x, mean, var, w, b, *rest[:3], **k)
-
-
-_batch_norm, _instance_norm = _by_channel(0, False), _by_channel(2, True)
-DEFINITIONS: dict[Any, Callable[..., Tensor | None]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.batch_norm: _batch_norm,
-    torch.batch_norm: _of_kernel(_batch_norm),
-    F.instance_norm: _instance_norm,
-    torch.instance_norm: _of_kernel(_instance_norm),
+_OF_LAYER = ("input", "normalized_shape", "weight", "bias", "eps")
+_STATISTICS, _AFFINE = ("running_mean", "running_var"), ("weight", "bias")
+_OF_BATCH = ("training", "momentum", "eps")
+_OF_INSTANCE = ("use_input_stats", "momentum", "eps")
+NORMALISATIONS: dict[Any, tuple[str, ...]] = {
+    F.layer_norm: _OF_LAYER,
+    torch.layer_norm: _OF_LAYER,
+    F.batch_norm: ("input", *_STATISTICS, *_AFFINE, *_OF_BATCH),
+    torch.batch_norm: ("input", *_AFFINE, *_STATISTICS, *_OF_BATCH),
+    F.instance_norm: ("input", *_STATISTICS, *_AFFINE, *_OF_INSTANCE),
+    torch.instance_norm: ("input", *_AFFINE, *_STATISTICS, *_OF_INSTANCE),
 }
+"""The functions, and the names of their parameters."""

@@ -20,7 +20,8 @@ forward pass never saw, and its derivative would be silently zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,29 +41,6 @@ _HOOKS_NOTE = (
 )
 
 
-def pull_back(
-    edges: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    *,
-    retain_graph: bool,
-    create_graph: bool,
-) -> Sequence[torch.Tensor]:
-    """As transforms of torch.func do it, from edges; zeros for what they do not lead to."""
-    found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-    if edges and inputs:
-        with compiler.without_compiled_autograd():
-            found = torch.autograd.grad(
-                edges,
-                inputs,
-                cotangents,
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
-
-
 class Pullback:
     """A recorded function, ready to take cotangents of its outputs to those of its inputs.
 
@@ -80,44 +58,32 @@ class Pullback:
         ]
         self._outputs_spec = spec
 
+    @property
+    def arity(self) -> int:
+        """How many leaves the inputs have."""
+        return len(self._inputs)
+
     @compiler.uncompiled
     def __call__(
         self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
     ) -> Any:
-        """The cotangents of the inputs, for the cotangents of the outputs.
+        """The cotangents of the inputs, a pytree like the primals.
 
         Args:
             cotangents: A pytree like the function's output, of tensors of the same shapes.
             retain_graph: Keep the residuals, so that the pullback can be called again. With
                 ``False`` each goes as soon as it has been read.
             create_graph: Let the levels around the transform, and plain autograd, record the
-                pullback, so that it can itself be differentiated. By default they do if grad mode
-                is on.
-
-        Returns:
-            A pytree like the primals.
+                pullback, so that it can itself be differentiated. By default if grad mode is on.
 
         Raises:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
-        edges, flat_cotangents = self._begin(cotangents, retain_graph)
-        with _no_inference_mode():
-            gradients = pull_back(
-                edges,
-                self._inputs,
-                flat_cotangents,
-                retain_graph=retain_graph,
-                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
-            )
+        gradients = self._pull(self._inputs, cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
-        flat_gradients = [_torch.alive(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, made_inside(flat_gradients))
-
-    @property
-    def arity(self) -> int:
-        """How many leaves the inputs have."""
-        return len(self._inputs)
+        alive = [_torch.alive(gradient) for gradient in gradients]
+        return _tree.unflatten(self._inputs_spec, made_inside(alive))
 
     def feed(
         self,
@@ -125,50 +91,25 @@ class Pullback:
         receivers: Mapping[int, Callable[[torch.Tensor], None]],
         retain_graph: bool,
     ) -> None:
-        """Hands each cotangent of an input to its receiver as it becomes complete; keeps none.
+        """Hands each cotangent of an input, once summed over all uses, to its receiver; keeps none.
 
-        Complete means summed over all uses of the input. A leaf that the outputs do not depend on
-        may get none.
-
-        Args:
-            cotangents: As for a call.
-            receivers: By the number of the input's leaf; the others are not computed.
-            retain_graph: As for a call.
+        Receivers go by the number of the input's leaf; other leaves are not computed. A leaf that
+        the outputs do not depend on may get none.
         """
-        edges, flat_cotangents = self._begin(cotangents, retain_graph)
         inputs = [self._inputs[number] for number in receivers]
+        with ExitStack() as hooks:
+            for leaf, receive in zip(inputs, receivers.values()):
+                hooks.callback(leaf.register_hook(partial(_hand_over, receive)).remove)
+            self._pull(inputs, cotangents, retain_graph)
 
-        def hook_for(receive: Callable[[torch.Tensor], None]) -> Callable[[Any], torch.Tensor]:
-            def hook(gradient: torch.Tensor) -> torch.Tensor:
-                receive(*made_inside([_torch.alive(gradient)]))
-                if gradient.layout is not torch.strided:
-                    return torch.zeros_like(gradient)
-                # What the engine keeps to the end in its place has no memory to speak of.
-                nothing = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
-                return nothing.expand(gradient.shape)
-
-            return hook
-
-        hooks = [
-            leaf.register_hook(hook_for(receive))
-            for leaf, receive in zip(inputs, receivers.values())
-        ]
-        try:
-            with _no_inference_mode():
-                pull_back(
-                    edges,
-                    inputs,
-                    flat_cotangents,
-                    retain_graph=retain_graph,
-                    create_graph=torch.is_grad_enabled(),
-                )
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self, cotangents: Any, retain_graph: bool) -> tuple[list[Any], list[Any]]:
-        """Where tapes of outputs begin, and their cotangents, checked."""
-        flat_cotangents, spec = _tree.flatten(cotangents)
+    def _pull(
+        self,
+        inputs: Sequence[torch.Tensor],
+        cotangents: Any,
+        retain_graph: bool,
+        create_graph: bool | None = None,
+    ) -> Sequence[torch.Tensor]:
+        flat, spec = _tree.flatten(cotangents)
         if spec != self._outputs_spec:
             raise RuntimeError(
                 "Expected pytree structure of cotangents to be the same as pytree structure of "
@@ -179,10 +120,30 @@ class Pullback:
                 "vjp_fn: the residuals are gone, because an earlier call passed "
                 "retain_graph=False; leave it out in all calls but the last"
             )
-        taped = [(e, c) for e, c in zip(self._edges, flat_cotangents) if e is not None]
+        taped = [(edge, c) for edge, c in zip(self._edges, flat) if edge is not None]
         if not retain_graph:
             self._edges = None
-        return [e for e, _ in taped], [c for _, c in taped]
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        with _no_inference_mode(), compiler.without_compiled_autograd():
+            if taped and inputs:
+                found = torch.autograd.grad(
+                    [edge for edge, _ in taped],
+                    inputs,
+                    [cotangent for _, cotangent in taped],
+                    retain_graph=retain_graph,
+                    create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+                    allow_unused=True,
+                )
+            return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
+
+
+def _hand_over(receive: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> torch.Tensor:
+    """A hook that gives a gradient away, and the engine zeros without memory to speak of."""
+    receive(*made_inside([_torch.alive(gradient)]))
+    if gradient.layout is not torch.strided:
+        return torch.zeros_like(gradient)
+    zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+    return zero.expand(gradient.shape)
 
 
 def record(
@@ -192,8 +153,8 @@ def record(
     argnums: tuple[int, ...],
     *,
     has_aux: bool,
-    check_output: Callable[[Any], None],
     api: str,
+    check_output: Callable[[Any], None] | None = None,
     once: bool = False,
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
@@ -204,16 +165,16 @@ def record(
         kwargs: Its keyword arguments, likewise.
         argnums: Positions of the arguments to differentiate, none negative.
         has_aux: Whether ``func`` returns ``(output, aux)``.
-        check_output: Called with the output inside the level; raises if it will not do.
         api: The transform's name, for error messages.
+        check_output: Called with the output inside the level; by default it is checked to be of
+            tensors that can have derivatives.
         once: Whether the pullback is called once, and not under ``vmap``.
 
     Returns:
-        The output, the auxiliary output (``None`` without ``has_aux``), and the pullback, whose
-        inputs are the tuple of the differentiated arguments.
+        The output, the auxiliary output or ``None``, and the pullback to the tuple of the
+        differentiated arguments.
     """
     _validate.check_inputs(args, argnums, api)
-    _validate.check_derivatives_exist(api)
     args, kwargs = taken_in(api, (args, kwargs))
     with (
         _hooks_disabled(),
@@ -221,18 +182,14 @@ def record(
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
-
-        def enter(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            return _torch.wrap_grad(_torch.alive(leaf), level)
-
         made: list[torch.Tensor] = []
 
+        def enter(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            return _torch.wrap_grad(_torch.alive(leaf), level) if is_tensor else leaf
+
         def leave(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            value = _torch.unwrap_grad(leaf, level)
+            value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
             if value is not leaf:  # else it is of nobody here, and passed on as it is
                 made.append(value)
             return value
@@ -245,7 +202,7 @@ def record(
         output, aux = func(*args, **kwargs), None
         if has_aux:
             output, aux = _validate.split_aux(output, api)
-        check_output(output)
+        (check_output or partial(_validate.check_outputs, api=api))(output)
         flat_output, spec = _tree.flatten(output)
         pullback = Pullback(inputs, flat_output, spec)
         unwrap_for_backward(flat_output, classes)
@@ -256,7 +213,7 @@ def record(
 
 @contextmanager
 def _hooks_disabled() -> Iterator[None]:
-    """No saved-tensor hooks inside; who needs them is told what to use instead."""
+    """No saved-tensor hooks inside: an error says what to use instead."""
     try:
         with disable_saved_tensors_hooks(_HOOKS_MESSAGE):
             yield

@@ -37,7 +37,7 @@ _TENSORS = {"T", "H", "mT", "mH", "data", "grad", "real", "imag"}  # attributes 
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedCall:
     """One call, and what it ran under."""
 
     function: Callable[..., Any]
@@ -67,7 +67,7 @@ class OperationBlock:
     It ``reads`` some; others just pass.
     """
 
-    def __init__(self, operations: Sequence[Operation], dying: Sequence[list[int]]) -> None:
+    def __init__(self, operations: Sequence[RecordedCall], dying: Sequence[list[int]]) -> None:
         self._operations, self._dying = operations, dying
         names = [getattr(o.function, "__name__", "?") for o in operations]
         self.__qualname__ = " ".join(names[:6]) + (" ..." if len(names) > 6 else "")
@@ -92,7 +92,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.values: dict[int, Tensor] = {}  # arguments, and what it reaches otherwise
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedCall] = []
         self.layouts: list[tuple[Any, ...]] = []  # shape, dtype and device of each value
         self.uncut: set[int] = set()  # where no cut may be, by the number of operations before
         self.results: list[int] = []
@@ -210,7 +210,7 @@ class _Recorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         made = _tree.parted(out)[0]
         reads, gives = [[*map(self.number, ts)] for ts in (given, made)]
-        self.recording.operations.append(Operation(func, reads, how, gives, grad, Settings()))
+        self.recording.operations.append(RecordedCall(func, reads, how, gives, grad, Settings()))
         for t in (*given, *made):
             self._first.setdefault(_torch.storage_address(t), at)
         for t, version in zip(given, versions):

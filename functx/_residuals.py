@@ -25,7 +25,7 @@ from functx._validate import check_callable
 ON_HOST = ", in host memory"
 
 
-class Value(NamedTuple):
+class ShapeAndDtype(NamedTuple):
     """The shape and dtype of a tensor; prints as ``float32[2,3]``."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Residual(NamedTuple):
         is_result: whether it is (a part of) what the function returned.
     """
 
-    value: Value
+    value: ShapeAndDtype
     source: str
     nbytes: int
     kind: str
@@ -286,7 +286,7 @@ def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     if known is not None:
         t, (kind, name) = known
         nbytes = min(nbytes, t.numel() * t.element_size())
-    value = Value(tuple(t.shape), t.dtype)
+    value = ShapeAndDtype(tuple(t.shape), t.dtype)
     if name or first is None:
         return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
     source = f"a {kind} that {os.path.basename(first.file)}:{first.line} in {first.function} reads"
@@ -300,7 +300,7 @@ def _made(first: Held, nbytes: int, names: tuple[str, ...], on_host: bool) -> Re
     source += f" at {first.place}" + (f" ({first.module})" if first.module else "")
     source, kind = source + (ON_HOST if on_host else ""), "named" if names else "output"
     site = first.file, first.line, first.function, first.module
-    value = Value(first.shape, first.dtype)
+    value = ShapeAndDtype(first.shape, first.dtype)
     return Residual(value, source, nbytes, kind, names, operation, *site, on_host)
 
 

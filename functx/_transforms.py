@@ -1,66 +1,32 @@
-"""The transforms: what :mod:`torch.func` exports (`linearize` aside), with a lean reverse mode.
+"""Derivatives as :mod:`torch.func` has them, with a lean reverse mode: gradients, vjp, jvp.
 
-``grad``, ``grad_and_value``, ``value_and_grad``, ``vjp``, ``jacrev`` and ``hessian`` are functx's
-own: same signatures and results as torch's, at the peak memory of ``torch.autograd.grad`` (see
-NOTE [lean] in ``_pullback.py``). The others are torch's. JAX arrays are transformed by JAX: NOTE
-[whose arrays] in ``_arrays.py``.
+Signatures and results are torch's; the peak memory is that of ``torch.autograd.grad`` (NOTE [lean]
+in ``_pullback.py``). JAX arrays are transformed by JAX (NOTE [whose arrays] in ``_arrays.py``).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.func import (
-    debug_unwrap,
-    functional_call,
-    functionalize,
-    replace_all_batch_norm_modules_,
-    stack_module_state,
-)
+from torch import Tensor
 
-from functx import _forward, _jacobian, _remat, _tree, _validate
-from functx._arrays import backend_of, by_arguments, by_primals
+from functx import _norms, _tree, _validate
+from functx._arrays import by_arguments, by_primals
 from functx._pullback import record
+from functx._remat import made_inside, taken_in
 from functx._torch import compiler
 from functx._validate import Argnums
-from functx._vmap import vmap_by_keys
 
-try:
-    from torch.func import rearrange
-except ImportError:  # before torch 2.13 it is exported by functorch alone
-    from functorch.einops import rearrange  # type: ignore[import-untyped,no-redef]
-
-__all__ = [
-    "debug_unwrap",
-    "functional_call",
-    "functionalize",
-    "grad",
-    "grad_and_value",
-    "hessian",
-    "jacfwd",
-    "jacrev",
-    "jvp",
-    "rearrange",
-    "replace_all_batch_norm_modules_",
-    "stack_module_state",
-    "value_and_grad",
-    "vjp",
-    "vmap",
-]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-vmap = by_arguments(_remat.by_arguments(vmap_by_keys))
-jacfwd = by_arguments(_remat.by_arguments(_forward.jacfwd))
-jvp = by_primals(_remat.by_primals(_forward.jvp))
-
-
+@by_arguments
 @compiler.told
-def grad(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+def grad(func: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[P, Any]:
     """The gradient of a scalar function.
 
     As :func:`torch.func.grad`, at about a third of its peak memory.
@@ -91,76 +57,47 @@ def grad(
         >>> functx.vmap(functx.grad(torch.sin))(torch.zeros(3))  # per-example gradients
         tensor([1., 1., 1.])
     """
-    transformed = _value_and_grad(func, argnums, has_aux, "grad(f)(*args)")
 
-    @_named_after(func)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        if (backend := backend_of("grad", args, kwargs)) is not None:
-            return backend.grad(func, argnums, has_aux)(*args, **kwargs)
-        _, aux, gradients = transformed(args, kwargs)
-        return (gradients, aux) if has_aux else gradients
+    def arranged(out: Any, gradient: Any) -> Any:
+        return (gradient, out[1]) if has_aux else gradient
 
-    return gradient
+    return _of_scalar(func, argnums, has_aux, "grad", arranged)
 
 
+@by_arguments
 @compiler.told
 def grad_and_value(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[P, tuple[Any, R]]:
     """The gradient of a scalar function and its value, in torch's order.
 
-    As :func:`torch.func.grad_and_value`, at about a third of its peak memory.
-
-    Args:
-        func: As for :func:`functx.grad`.
-        argnums: As for :func:`functx.grad`.
-        has_aux: As for :func:`functx.grad`.
+    As :func:`torch.func.grad_and_value`, at about a third of its peak memory. Arguments and errors
+    are those of :func:`functx.grad`.
 
     Returns:
         A function that returns ``(gradient, value)``; with ``has_aux``,
         ``(gradient, (value, aux))``.
-
-    Raises:
-        TypeError: As :func:`functx.grad`.
-        RuntimeError: As :func:`functx.grad`.
-        ValueError: As :func:`functx.grad`.
 
     Example:
         >>> import torch, functx
         >>> functx.grad_and_value(torch.exp)(torch.tensor(0.0))
         (tensor(1.), tensor(1.))
     """
-    transformed = _value_and_grad(func, argnums, has_aux, "grad_and_value(f)(*args)")
-
-    @_named_after(func)
-    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        if (backend := backend_of("grad_and_value", args, kwargs)) is not None:
-            return backend.grad_and_value(func, argnums, has_aux)(*args, **kwargs)
-        value, aux, gradients = transformed(args, kwargs)
-        return gradients, ((value, aux) if has_aux else value)
-
-    return gradient_and_value
+    return _of_scalar(func, argnums, has_aux, "grad_and_value", lambda out, grads: (grads, out))
 
 
+@by_arguments
 @compiler.told
 def value_and_grad(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]:
     """The value of a scalar function and its gradient, in JAX's order.
 
-    Args:
-        func: As for :func:`functx.grad`.
-        argnums: As for :func:`functx.grad`.
-        has_aux: As for :func:`functx.grad`.
+    Arguments and errors are those of :func:`functx.grad`.
 
     Returns:
         A function that returns ``(value, gradient)``; with ``has_aux``,
         ``((value, aux), gradient)``.
-
-    Raises:
-        TypeError: As :func:`functx.grad`.
-        RuntimeError: As :func:`functx.grad`.
-        ValueError: As :func:`functx.grad`.
 
     Example:
         >>> import torch, functx
@@ -171,18 +108,45 @@ def value_and_grad(
         >>> value, aux, gradient
         (tensor(8.), {'scaled': tensor([2., 6.])}, tensor(4.))
     """
-    transformed = _value_and_grad(func, argnums, has_aux, "value_and_grad(f)(*args)")
-
-    @_named_after(func)
-    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        if (backend := backend_of("value_and_grad", args, kwargs)) is not None:
-            return backend.value_and_grad(func, argnums, has_aux)(*args, **kwargs)
-        value, aux, gradients = transformed(args, kwargs)
-        return ((value, aux) if has_aux else value), gradients
-
-    return value_and_gradient
+    return _of_scalar(func, argnums, has_aux, "value_and_grad", lambda *both: both)
 
 
+def _of_scalar(
+    func: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    name: str,
+    arranged: Callable[..., Any],
+) -> Any:
+    """A function that returns what ``func`` does and its gradient, as ``arranged``."""
+    _validate.check_callable(func, name)
+    _validate.check_argnums(argnums, name)
+    api = f"{name}(f)(*args)"
+    check = functools.partial(_validate.check_scalar, api=api)
+
+    @named_after(func)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        at = _validate.resolve_argnums(argnums, len(args), name)
+        value, aux, pullback = record(
+            func, args, kwargs, at, has_aux=has_aux, check_output=check, api=api, once=True
+        )
+        gradients = pullback(torch.ones_like(value), retain_graph=False)
+        gradient = gradients[0] if isinstance(argnums, int) else gradients
+        return arranged((value, aux) if has_aux else value, gradient)
+
+    return transformed
+
+
+def named_after(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``functools.wraps`` without the attributes: those of a module are its parameters.
+
+    And hidden from ``torch.compile``, which would trace half of it.
+    """
+    wraps = functools.wraps(func, updated=())
+    return lambda wrapper: compiler.told(wraps(wrapper), _validate.name_of(func))
+
+
+@by_primals
 @compiler.told
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The output of a function, and its pullback: vector-Jacobian products.
@@ -214,163 +178,83 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         (tensor(6.), (tensor(3.), tensor(2.)))
     """
     _validate.check_callable(func, "vjp")
-    if (backend := backend_of("vjp", primals, {})) is not None:
-        return backend.vjp(func, *primals, has_aux=has_aux)
-    output, aux, pullback = record(
-        func,
-        primals,
-        {},
-        tuple(range(len(primals))),
-        has_aux=has_aux,
-        check_output=lambda out: _validate.check_outputs(_tree.leaves(out), "vjp(f, *primals)"),
-        api="vjp(f, *primals)",
-    )
+    at = tuple(range(len(primals)))
+    output, aux, pullback = record(func, primals, {}, at, has_aux=has_aux, api="vjp(f, *primals)")
     return (output, pullback, aux) if has_aux else (output, pullback)
 
 
-@compiler.told
-def jacrev(
+@by_primals
+def jvp(
     func: Callable[..., Any],
-    argnums: Argnums = 0,
+    primals: Any,
+    tangents: Any,
     *,
+    strict: bool = False,
     has_aux: bool = False,
-    chunk_size: int | None = None,
-    _preallocate_and_copy: bool = False,
-) -> Callable[..., Any]:
-    """The Jacobian of a function, by reverse mode: one pullback for each number of the output.
-
-    As :func:`torch.func.jacrev`; the last pullback frees the residuals as it goes.
-
-    Args:
-        func: Takes pytrees, and returns a pytree of real floating point tensors (with ``has_aux``,
-            a pair of that and a pytree).
-        argnums: As for :func:`functx.grad`.
-        has_aux: Whether ``func`` returns ``(output, aux)``.
-        chunk_size: How many rows to compute at a time; by default all in one. With 1 the rows are
-            computed in a loop without ``vmap``, and are free of its limitations.
-
-    Returns:
-        A function that returns, for each output of shape ``m`` and each differentiated leaf of
-        shape ``n``, a tensor of shape ``m + n``, in a pytree like the output whose leaves are
-        pytrees like the argument; with ``has_aux``, the pair of that and ``aux``.
-
-    Raises:
-        TypeError: ``func`` can't be called.
-        ValueError: ``chunk_size`` is not positive; or, at the call, a leaf to differentiate is not
-            a tensor.
-        RuntimeError: As :func:`functx.grad`, or an argument or output is complex.
-
-    Example:
-        >>> import torch, functx
-        >>> functx.jacrev(lambda x: x**2)(torch.tensor([1.0, 2.0]))
-        tensor([[2., 0.],
-                [0., 4.]])
-    """
-    _validate.check_callable(func, "jacrev")
-    _validate.check_argnums(argnums, "jacrev")
-    if chunk_size is not None and chunk_size <= 0:
-        raise ValueError(f"jacrev: `chunk_size` should be greater than 0, got {chunk_size}")
-
-    @_named_after(func)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
-        if (backend := backend_of("jacrev", args, kwargs)) is not None:
-            named = {"has_aux": has_aux, "chunk_size": chunk_size}
-            return backend.jacrev(func, argnums, **named)(*args, **kwargs)
-        _validate.check_real(_tree.leaves(args), "jacrev", "inputs")
-        positions = _validate.resolve_argnums(argnums, len(args), "jacrev")
-        output, aux, pullback = record(
-            func,
-            args,
-            kwargs,
-            positions,
-            has_aux=has_aux,
-            check_output=_check_jacobian_output,
-            api="jacrev(f)(*args)",
-        )
-        inputs = tuple(args[position] for position in positions)
-        copied = _preallocate_and_copy
-        rows = _jacobian.pull_back_basis(pullback, output, inputs, chunk_size, preallocate=copied)
-        made = _jacobian.assemble(rows, output, inputs, single=isinstance(argnums, int))
-        return (made, aux) if has_aux else made
-
-    return jacobian
+) -> Any:
+    """The output of a function, and its Jacobian-vector product: :func:`torch.func.jvp`."""
+    options = {"strict": strict, "has_aux": has_aux}
+    if torch.compiler.is_dynamo_compiling():
+        return torch.func.jvp(func, primals, tangents, **options)
+    api = "jvp(f, primals, tangents)"
+    _validate.check_inputs((primals,), (0,), api, no_tensor=RuntimeError)
+    primals, tangents = taken_in("jvp", (primals, tangents))
+    with _norms.around(primals):
+        return made_inside(torch.func.jvp(func, primals, tangents, **options))
 
 
+@by_primals
 @compiler.told
-def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
-    """The Hessian of a function, forward over reverse: ``jacfwd(jacrev(func))``.
+def linearize(func: Callable[..., R], *primals: Any) -> tuple[R, Callable[..., R]]:
+    """The value of a function, and its Jacobian-vector product at that point, for many tangents.
 
-    As :func:`torch.func.hessian`, with the lean :func:`functx.jacrev`.
+    As :func:`torch.func.linearize`, but it runs ``func`` once, traces nothing, and keeps between
+    calls what a pullback keeps: of a `functx.remat` region, its inputs. The linear function is the
+    transpose of the pullback, which is linear as well, so each call costs a pullback and its
+    derivative (and a replay of each region).
 
     Args:
-        func: Takes pytrees of real tensors, and returns a pytree of them.
-        argnums: As for :func:`functx.grad`.
+        func: Takes and returns pytrees of tensors.
+        *primals: Its arguments; all leaves are floating point or complex tensors.
 
     Returns:
-        A function that returns, for an output of shape ``m`` and two leaves of shapes ``n`` and
-        ``k``, a tensor of shape ``m + n + k``, in the nested pytrees of two Jacobians.
-
-    Raises:
-        TypeError: As :func:`functx.jacrev`.
-        RuntimeError: As :func:`functx.jacrev`.
-        ValueError: As :func:`functx.jacrev`.
+        The value of ``func`` at ``primals``, and a function of tangents, pytrees like ``primals``,
+        that returns a pytree like the value: the derivative of each leaf, zeros for tensors of
+        integers. It raises a ``RuntimeError`` where tangents do not fit ``primals``.
 
     Example:
         >>> import torch, functx
-        >>> functx.hessian(lambda x: x[0] * x[1])(torch.tensor([3.0, 5.0]))
-        tensor([[0., 1.],
-                [1., 0.]])
+        >>> value, linear = functx.linearize(torch.sin, torch.zeros(3))
+        >>> linear(torch.ones(3))
+        tensor([1., 1., 1.])
+
+    Source:
+        The transpose of a transpose is the map itself: Radul et al., *You only linearize once*,
+        POPL 2023, the other way around; Townsend, *A new trick for calculating Jacobian vector
+        products*, 2017.
     """
-    _validate.check_callable(func, "hessian")
-    _validate.check_argnums(argnums, "hessian")
-    transformed = _forward.jacfwd(jacrev(func, argnums), argnums)
+    parted = functools.partial(_tree.parted, belongs=_validate.has_derivatives)
+    values, pullback, others = vjp(lambda *args: parted(func(*args)), *primals, has_aux=True)
+    constants = _tree.map_(
+        lambda leaf: torch.zeros_like(leaf) if _tree.is_tensor(leaf) else leaf, others
+    )
+    _, layouts = _layouts(values)
+    expected = _layouts(primals)
 
-    @_named_after(func)
-    def second_derivative(*args: Any) -> Any:
-        if (backend := backend_of("hessian", args, {})) is not None:
-            return backend.hessian(func, argnums)(*args)
-        positions = _validate.resolve_argnums(argnums, len(args), "hessian")
-        _validate.check_inputs(args, positions, "hessian(f)(*args)")
-        return transformed(*args)
+    def linear(*tangents: Any) -> Any:
+        """The derivative of the function along tangents."""
+        if (given := _layouts(tangents)) != expected:
+            raise RuntimeError(
+                "linearize: tangents must have the structure, shapes, dtypes and devices of the "
+                f"primals, {expected}, got {given}"
+            )
+        # What maps cotangents to gradients is linear: zeros are as good a point as any.
+        zeros = [torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in layouts]
+        return _tree.joined(vjp(pullback, zeros)[1](tangents)[0], constants)
 
-    return second_derivative
-
-
-def _value_and_grad(
-    func: Callable[..., Any], argnums: Argnums, has_aux: bool, api: str
-) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any]]:
-    """A function of ``args`` and ``kwargs`` that returns value, aux and gradient of ``func``."""
-    name = api.partition("(")[0]
-    _validate.check_callable(func, name)
-    _validate.check_argnums(argnums, name)
-
-    def transformed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        value, aux, pullback = record(
-            func,
-            args,
-            kwargs,
-            _validate.resolve_argnums(argnums, len(args), name),
-            has_aux=has_aux,
-            check_output=lambda output: _validate.check_scalar(output, api),
-            api=api,
-            once=True,
-        )
-        gradients = pullback(torch.ones_like(value), retain_graph=False)
-        return value, aux, gradients[0] if isinstance(argnums, int) else gradients
-
-    return transformed
+    return _tree.joined(values, others), linear
 
 
-def _check_jacobian_output(output: Any) -> None:
-    leaves = _tree.leaves(output)
-    _validate.check_outputs(leaves, "jacrev(f)(*args)")
-    _validate.check_real(leaves, "jacrev", "outputs")
-
-
-def _named_after(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``functools.wraps`` without the attributes: those of a module are its parameters.
-
-    And hidden from ``torch.compile``, which would trace half of it.
-    """
-    wraps = functools.wraps(func, updated=())
-    return lambda wrapper: compiler.told(wraps(wrapper), _validate.name_of(func))
+def _layouts(tree: Any) -> tuple[_tree.TreeSpec, list[Any]]:
+    leaves, spec = _tree.flatten(tree)
+    return spec, [(t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves]

@@ -6,112 +6,47 @@ register with torch (a model's output classes, caches) are containers here too.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as _torch_pytree
+import torch.utils._pytree as _pytree
 
 try:
     import optree as _optree
 
-    # Importing it copies what was and will be registered with torch into optree's "torch"
-    # namespace.
-    import torch.utils._cxx_pytree
+    # Copies what was and will be registered with torch into optree's "torch" namespace.
+    import torch.utils._cxx_pytree as _cxx_pytree
 except ImportError:  # the fallback serves machines without optree
     _optree = None  # type: ignore[assignment]
 
 TreeSpec = Any
-
-if _optree is not None:
-    _known = 0  # how many classes torch had when it was last looked
-    _BUILT_IN = (list, dict, collections.OrderedDict, collections.defaultdict, collections.deque)
-
-    def _unflatten(node: Any, context: Any, leaves: Any) -> Any:
-        return node.unflatten_fn(list(leaves), context)
-
-    def _learn() -> None:
-        """Classes that torch knows, and has not told optree of (``register_dataclass``)."""
-        global _known
-        _known = len(_torch_pytree.SUPPORTED_NODES)
-        for cls, node in list(_torch_pytree.SUPPORTED_NODES.items()):
-            if not isinstance(cls, type) or cls in _BUILT_IN or issubclass(cls, tuple):
-                continue
-            with contextlib.suppress(ValueError):  # there already
-                _optree.register_pytree_node(
-                    cls,
-                    node.flatten_fn,
-                    functools.partial(_unflatten, node),
-                    namespace="torch",
-                )
-
-    def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
-        """The leaves of ``tree`` in order, and what is needed to put them back."""
-        if len(_torch_pytree.SUPPORTED_NODES) != _known:
-            _learn()
-        return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
-
-    def is_node(one: Any) -> bool:
-        """Whether ``one`` is taken apart, in some way."""
-        return not _optree.tree_is_leaf(one, none_is_leaf=True, namespace="torch")
-
-    def unflatten(spec: TreeSpec, leaves: Any) -> Any:
-        """The tree that ``flatten`` took apart, with other leaves."""
-        return _optree.tree_unflatten(spec, leaves)
-
-    def paths(tree: Any) -> list[str]:
-        """Where each leaf is, as code: ``"['weights'][0]"``."""
-        found = _optree.tree_accessors(tree, none_is_leaf=True, namespace="torch")
-        return [accessor.codify("") for accessor in found]
-
-else:
-
-    def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
-        """The leaves of ``tree`` in order, and what is needed to put them back."""
-        return _torch_pytree.tree_flatten(tree, is_leaf)
-
-    def is_node(one: Any) -> bool:
-        """Whether ``one`` is taken apart, in some way."""
-        return not _torch_pytree.tree_is_leaf(one)
-
-    def unflatten(spec: TreeSpec, leaves: Any) -> Any:
-        """The tree that ``flatten`` took apart, with other leaves."""
-        return _torch_pytree.tree_unflatten(leaves, spec)
-
-    def paths(tree: Any) -> list[str]:
-        """Where each leaf is, as code: ``"['weights'][0]"``."""
-        found, _ = _torch_pytree.tree_flatten_with_path(tree)
-        return [_torch_pytree.keystr(path) for path, _ in found]
+_copied = 0  # how many classes were registered with torch when they were last copied
 
 
-def leaves_to_torch(tree: Any) -> list[Any]:
-    """The leaves as functions of torch's own see them, which know no class of optree's alone."""
-    return list(_torch_pytree.tree_leaves(tree))
+def _copy_classes() -> None:
+    """Tell optree of classes that torch knows and has not told it of (``register_dataclass``)."""
+    global _copied
+    _copied = len(_pytree.SUPPORTED_NODES)
+    for cls, node in list(_pytree.SUPPORTED_NODES.items()):
+        if isinstance(cls, type) and not issubclass(cls, tuple):
+            with contextlib.suppress(ValueError):  # built in, or there already
+                _cxx_pytree._private_register_pytree_node(cls, node.flatten_fn, node.unflatten_fn)
 
 
-def shown(spec: TreeSpec) -> str:
-    """A structure in one line, for messages."""
-    return " ".join(str(spec).split())
+def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
+    """The leaves of ``tree`` in order, and what is needed to put them back."""
+    if _optree is None:
+        return _pytree.tree_flatten(tree, is_leaf)
+    if len(_pytree.SUPPORTED_NODES) != _copied:
+        _copy_classes()
+    return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
 
 
-def parted(tree: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors among the leaves, and how `joined` puts the tree together again."""
-    if isinstance(tree, torch.Tensor):
-        return [tree], None
-    found, spec = flatten(tree)
-    others = [None if isinstance(x, torch.Tensor) else (x,) for x in found]
-    return [x for x in found if isinstance(x, torch.Tensor)], (spec, others)
-
-
-def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
-    """The tree, with these tensors in it."""
-    if how is None:
-        return tensors[0]
-    (spec, others), it = how, iter(tensors)
-    return unflatten(spec, [next(it) if o is None else o[0] for o in others])
+def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
+    """The tree that `flatten` took apart, with other leaves."""
+    return spec.unflatten(leaves)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -125,9 +60,44 @@ def map_(fn: Any, tree: Any) -> Any:
     return unflatten(spec, [fn(leaf) for leaf in flat])
 
 
-def _is_leaf(one: Any) -> bool:
+def paths(tree: Any) -> list[str]:
+    """The path of each leaf, as code: ``"['weights'][0]"``."""
+    if _optree is None:
+        return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+    return [accessor.codify("") for accessor in flatten(tree)[1].accessors()]
+
+
+def is_node(one: Any) -> bool:
+    """Whether ``one`` is taken apart, in some way."""
     parts = leaves(one)
-    return len(parts) == 1 and parts[0] is one
+    return len(parts) != 1 or parts[0] is not one
+
+
+def shown(spec: TreeSpec) -> str:
+    """A structure in one line, for messages."""
+    return " ".join(str(spec).split())
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a tensor."""
+    return isinstance(leaf, torch.Tensor)
+
+
+def parted(tree: Any, belongs: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Any]:
+    """The tensors among the leaves, and how `joined` puts the tree together again."""
+    if belongs(tree):
+        return [tree], None
+    found, spec = flatten(tree)
+    others = [None if belongs(leaf) else (leaf,) for leaf in found]
+    return [leaf for leaf, other in zip(found, others) if other is None], (spec, others)
+
+
+def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
+    """The tree, with these tensors in it."""
+    if how is None:
+        return tensors[0]
+    (spec, others), it = how, iter(tensors)
+    return unflatten(spec, [next(it) if o is None else o[0] for o in others])
 
 
 def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
@@ -136,20 +106,10 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
     Raises:
         ValueError: ``tree`` has another structure.
     """
-    try:
-        found = spec.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        raise ValueError(str(error)) from None
-    if not all(_is_leaf(one) for one in found):
+    found = _flatten_up_to(spec, tree)
+    if any(map(is_node, found)):
         raise ValueError(f"{shown(spec)} and {shown(flatten(tree)[1])}")
     return found
-
-
-def has_dict(tree: Any) -> bool:
-    """Whether a dict is somewhere in nested tuples, lists and dicts."""
-    return isinstance(tree, dict) or (
-        isinstance(tree, (tuple, list)) and any(has_dict(part) for part in tree)
-    )
 
 
 def spread(prefix: Any, tree: Any) -> list[Any]:
@@ -162,9 +122,13 @@ def spread(prefix: Any, tree: Any) -> list[Any]:
         ValueError: ``prefix`` is no prefix of ``tree``.
     """
     heads, spec = flatten(prefix)
-    try:
-        parts = spec.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"not a pytree prefix: {error}") from None
+    parts = _flatten_up_to(spec, tree)
     whole = unflatten(spec, [map_(lambda _, own=own: own, part) for own, part in zip(heads, parts)])
     return leaves_as(flatten(tree)[1], whole)
+
+
+def _flatten_up_to(spec: TreeSpec, tree: Any) -> list[Any]:
+    try:
+        return list(spec.flatten_up_to(tree))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"not a pytree prefix: {error}") from None

@@ -18,11 +18,11 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from functx import _torch, _tree
+from functx import _tree
 
 Argnums = int | tuple[int, ...]
+Randomness = Literal["error", "different", "same"]
 Static = tuple[tuple[int, ...], tuple[str, ...]]
-_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class RematOptions(TypedDict, total=False):
@@ -49,74 +49,69 @@ def check_callable(func: Any, api: str) -> None:
 
 def check_argnums(argnums: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``argnums`` is an int or a tuple of different ints."""
-    if isinstance(argnums, int):
-        return
-    if not isinstance(argnums, tuple) or not all(isinstance(i, int) for i in argnums):
-        raise RuntimeError(f"{api}: argnums must be int or Tuple[int, ...], got {argnums!r}")
-    if not argnums:
-        raise RuntimeError(f"{api}: argnums must be non-empty, got ()")
-    if len(set(argnums)) != len(argnums):
-        raise RuntimeError(f"{api}: argnums elements must be unique, got {argnums}")
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    are_ints = isinstance(chosen, tuple) and all(isinstance(i, int) for i in chosen)
+    if not are_ints or not chosen or len(set(chosen)) != len(chosen):
+        raise RuntimeError(
+            f"{api}: argnums must be non-empty: an int or a tuple of different ints, "
+            f"got {argnums!r}"
+        )
 
 
 def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...]:
     """The positions ``argnums`` names among ``num_args`` arguments, none of them negative."""
-    positions = []
-    for argnum in (argnums,) if isinstance(argnums, int) else argnums:
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    for argnum in chosen:
         if not -num_args <= argnum < num_args:
             raise RuntimeError(
                 f"{api}: got argnum={argnum}, but only {num_args} positional inputs; "
                 "arguments passed by keyword can't be differentiated"
             )
-        positions.append(argnum % num_args)
+    positions = tuple(argnum % num_args for argnum in chosen)
     if len(set(positions)) != len(positions):
         raise RuntimeError(
-            f"{api}: argnums elements must be unique, got {argnums}, which names one of "
-            f"{num_args} positional inputs twice"
+            f"{api}: argnums {argnums} name one of {num_args} positional inputs twice"
         )
-    return tuple(positions)
+    return positions
 
 
-def check_differentiable(leaf: Any, position: int, api: str) -> None:
-    """Raises unless ``leaf``, found in argument ``position``, is a tensor with derivatives."""
-    if not isinstance(leaf, torch.Tensor):
-        raise ValueError(
-            f"{api}: everything differentiated must be a Tensor, got {describe(leaf)} of type "
-            f"{type(leaf).__name__} in argument {position}; {_make_it_a_tensor(leaf)}, or "
-            "leave it out of argnums"
-        )
-    if not (leaf.is_floating_point() or leaf.is_complex()):
+def check_inputs(
+    args: Sequence[Any],
+    positions: Sequence[int],
+    api: str,
+    no_tensor: type[Exception] = ValueError,
+) -> None:
+    """Raises unless every leaf of ``args`` at ``positions`` is a tensor with derivatives."""
+    for position in positions:
+        for leaf in _tree.leaves(args[position]):
+            if not isinstance(leaf, torch.Tensor):
+                name, remedy = type(leaf).__name__, "convert it with torch.as_tensor"
+                if dataclasses.is_dataclass(leaf):
+                    remedy = f"make it a pytree, torch.utils._pytree.register_dataclass({name})"
+                raise no_tensor(
+                    f"{api}: everything differentiated must be a Tensor, got {describe(leaf)} of "
+                    f"type {name} in argument {position}; {remedy}, or don't differentiate it"
+                )
+            if not has_derivatives(leaf):
+                raise RuntimeError(
+                    f"{api}: only Tensors of floating point and complex dtype can require "
+                    f"gradients, got dtype {leaf.dtype} in argument {position}; convert it with "
+                    ".float(), or don't differentiate it"
+                )
+    # There torch says without an error that derivatives are zero. (Versions compare as such.)
+    if torch.is_inference_mode_enabled() and torch.__version__ < "2.13":
         raise RuntimeError(
-            f"{api}: only Tensors of floating point and complex dtype can require gradients, got "
-            f"dtype {leaf.dtype} in argument {position}; convert it with .float(), or leave it "
-            "out of argnums"
+            f"{api}: torch {torch.__version__} has no derivatives in torch.inference_mode. Leave "
+            "it, or use torch.no_grad()."
         )
-
-
-def _make_it_a_tensor(leaf: Any) -> str:
-    if dataclasses.is_dataclass(leaf):
-        cls = type(leaf).__name__
-        return f"make its class a pytree, torch.utils._pytree.register_dataclass({cls})"
-    return "convert it with torch.as_tensor"
-
-
-def check_primals(primals: Any, api: str) -> None:
-    """Raises ``RuntimeError`` if a leaf of ``primals``, as torch sees them, is no tensor."""
-    for leaf in _tree.leaves_to_torch(primals):
-        if not isinstance(leaf, torch.Tensor):
-            raise RuntimeError(
-                f"{api}: Expected primals to only contain Tensors, got {type(leaf)}; "
-                f"{_make_it_a_tensor(leaf)}, or close over it"
-            )
 
 
 def split_aux(result: Any, api: str) -> tuple[Any, Any]:
     """The two parts of what a function called with ``has_aux=True`` returned."""
     if not (isinstance(result, tuple) and len(result) == 2):
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
         raise RuntimeError(
             f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True, "
-            f"got {got}"
+            f"got {describe(result)}"
         )
     return result
 
@@ -124,10 +119,10 @@ def split_aux(result: Any, api: str) -> tuple[Any, Any]:
 def check_scalar(output: Any, api: str) -> None:
     """Raises ``RuntimeError`` unless ``output`` is a real tensor of no dimensions."""
     if not isinstance(output, torch.Tensor):
-        hint = (
-            "; to return more than the value, use has_aux=True" if isinstance(output, tuple) else ""
+        raise RuntimeError(
+            f"{api}: Expected f(*args) to return a Tensor, got {type(output)}; to return more than "
+            "the value, use has_aux=True"
         )
-        raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(output)}{hint}")
     if output.dim() != 0:
         raise RuntimeError(
             f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {output.dim()} "
@@ -141,35 +136,28 @@ def check_scalar(output: Any, api: str) -> None:
         )
 
 
-def check_outputs(outputs: Sequence[Any], api: str) -> None:
-    """Raises ``RuntimeError`` unless ``outputs`` are tensors that can have derivatives."""
-    if not outputs or [*outputs] == [None]:
-        raise RuntimeError(
-            f"{api}: Expected f to be a function that has non-empty output (got {[*outputs]})"
-        )
-    for output in outputs:
-        if not isinstance(output, torch.Tensor):
+def check_outputs(output: Any, api: str) -> None:
+    """Raises ``RuntimeError`` unless ``output`` is a tree of tensors that can have derivatives."""
+    outputs = _tree.leaves(output)
+    if not outputs or outputs == [None]:
+        raise RuntimeError(f"{api}: Expected f to have non-empty output (got {outputs})")
+    for out in outputs:
+        if not has_derivatives(out):
             raise RuntimeError(
-                f"{api}: expected f(*primals) to return only tensors, got unsupported type "
-                f"{type(output)}; return what isn't differentiated as aux, with has_aux=True"
-            )
-        if not (output.is_floating_point() or output.is_complex()):
-            raise RuntimeError(
-                f"{api}: All outputs of f must be floating-point or complex Tensors, got Tensor "
-                f"with dtype {output.dtype}; return it as aux, with has_aux=True"
+                f"{api}: expected f to return only tensors of floating-point or complex dtype, got "
+                f"{describe(out)}; return what isn't differentiated as aux, with has_aux=True"
             )
 
 
-def check_inputs(args: Sequence[Any], positions: Sequence[int], api: str) -> None:
-    """Raises unless every leaf of ``args`` at ``positions`` is a tensor with derivatives."""
-    for position in positions:
-        for leaf in _tree.leaves(args[position]):
-            check_differentiable(leaf, position, api)
+def has_derivatives(value: Any) -> bool:
+    """Whether ``value`` is a floating point or complex tensor."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and (value.is_floating_point() or value.is_complex())
 
 
-def check_real(leaves: Sequence[Any], api: str, what: str) -> None:
-    """Raises ``RuntimeError`` if one of ``leaves`` is complex."""
-    for index, leaf in enumerate(leaves):
+def check_real(tree: Any, api: str, what: str) -> None:
+    """Raises ``RuntimeError`` if a leaf of ``tree`` is complex."""
+    for index, leaf in enumerate(_tree.leaves(tree)):
         if isinstance(leaf, torch.Tensor) and leaf.is_complex():
             raise RuntimeError(
                 f"{api}: Expected all {what} to be real but received complex tensor at flattened "
@@ -177,41 +165,29 @@ def check_real(leaves: Sequence[Any], api: str, what: str) -> None:
             )
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGT", 1)
-}
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def checked_budget(budget: Any, api: str) -> int | float:
-    """A budget: bytes as an int, or a share as a float up to 1.
-
-    Args:
-        budget: either; or a text, bytes with a unit (``"2GiB"``, ``"500 MB"``).
-        api: what it was given to, for messages.
+    """A budget: bytes as an int (or a text, ``"2GiB"``), or a share as a float up to 1.
 
     Raises:
         TypeError: it is neither number nor text.
         ValueError: it is not positive, a share larger than 1, or no text of that form.
     """
+    number = budget
     if isinstance(budget, str):
         found = re.fullmatch(r"\s*([\d_]*\.?\d+)\s*([A-Za-z]*)\s*", budget)
-        if found is None or (unit := found[2].replace("k", "K")) not in _UNITS:
-            raise ValueError(f"{api}: budget is {budget!r}; write bytes as '2GiB' or '500MB'")
-        budget = int(float(found[1]) * _UNITS[unit])
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(
-            f"{api}: budget must be bytes (an int, or a text such as '2GiB') or a float up to 1, "
-            f"got {describe(budget)}"
+        unit = _UNITS.get(found[2].replace("k", "K"), 0) if found else 0
+        number = int(float(found[1]) * unit) if found else 0
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not number > 0 or (isinstance(number, float) and number > 1):
+        raise (ValueError if is_number else TypeError)(
+            f"{api}: budget must be positive: bytes (an int, or a text such as '2GiB'), or a float "
+            f"up to 1, a share; got {describe(budget)}"
         )
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(
-            f"{api}: budget is {budget}; a float is a share between 0 and 1, bytes are an int"
-        )
-    if budget <= 0:
-        raise ValueError(f"{api}: budget is {budget} bytes")
-    return budget
+    return number
 
 
 def integer(value: Any, message: str) -> int:
@@ -221,32 +197,8 @@ def integer(value: Any, message: str) -> int:
     return operator.index(value)
 
 
-def describe(value: Any) -> str:
-    """A short text for ``value``: tensors by dtype and shape, all else by a cut ``repr``."""
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def check_derivatives_exist(api: str) -> None:
-    """Raises ``RuntimeError`` where torch would say without an error that a derivative is zero."""
-    if torch.is_inference_mode_enabled() and _inference_hides_derivatives():
-        raise RuntimeError(
-            f"{api}: in torch.inference_mode, torch {torch.__version__} gives zeros for "
-            "derivatives. Leave it, or use torch.no_grad()."
-        )
-
-
-@functools.cache
-def _inference_hides_derivatives() -> bool:
-    """Whether derivatives are zero in inference mode, as before torch 2.13."""
-    with _torch.cleared_interpreter_stack(), _torch.without_modes(), torch.inference_mode():
-        return not torch.func.grad(torch.sin)(torch.zeros(()))
-
-
 def checked_static(nums: int | Sequence[int], names: str | Sequence[str]) -> Static | None:
-    """Positions and names, or ``None`` if there are none."""
+    """Positions and names of static arguments, or ``None`` if there are none."""
     nums = (nums,) if type(nums) is int else nums
     names = (names,) if isinstance(names, str) else names
     if not isinstance(nums, Sequence) or not all(type(n) is int for n in nums):
@@ -271,16 +223,21 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
 
 def warn_if_later(f: Any) -> None:
     """Warn of a function whose body runs after the call (rule 7)."""
-    function = getattr(f, "__func__", f)
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_flags & _RUNS_LATER:
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(is_of_kind(f) for is_of_kind in kinds):
         warnings.warn(
             f"remat: {name_of(f)} is a generator or coroutine function: its body runs after the "
             "call, where no region is. Make a region of what it does in between.",
             stacklevel=4,
         )
+
+
+def describe(value: Any) -> str:
+    """A short text for ``value``: tensors by dtype and shape, all else by a cut ``repr``."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def name_of(f: Any) -> str:

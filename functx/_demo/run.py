@@ -21,7 +21,7 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What a run of the demo does.
 
     Attributes:
@@ -48,13 +48,13 @@ class Settings:
     repeats: int = 5
     seed: int = 0
 
-    def quick(self) -> Settings:
+    def quick(self) -> DemoSettings:
         """The same at toy size, for trying the program out."""
         size = Size(depth=2, width=8, heads=2, hidden=16)
         return replace(self, size=size, epochs=1, batch=16, limit=160, repeats=1)
 
 
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: DemoSettings) -> dict[str, Any]:
     """Run the demo, printing as it goes.
 
     Args:
@@ -115,7 +115,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _train(
-    settings: Settings, params: model.Params, digits: data.Digits, console: Any
+    settings: DemoSettings, params: model.Params, digits: data.Digits, console: Any
 ) -> dict[str, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

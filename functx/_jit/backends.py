@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functx import _notice, _torch
+from functx import _torch
 from functx._storages import LiveStorages
 from functx._torch import compiler
 
@@ -36,9 +36,7 @@ def compiled(
 ) -> Callable[[list[Any]], list[Any]]:
     """What runs the graph: from a list of tensors and sizes, which it empties, to its results."""
     _note_stages(module)
-    n = len(module.graph.nodes)
-    text = f"functx.jit: compiling a graph of {n} operations"
-    with _notice.of_long_work(text), torch.no_grad():
+    with torch.no_grad():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):

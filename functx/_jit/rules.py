@@ -1,6 +1,6 @@
 """A jitted function as one operation: how it runs, and its pullback, vmap and jvp.
 
-Each of these is a jitted function in turn (`Pullback`, `Mapped`, `Pushforward`), traced from the
+Each is a jitted function in turn (`PullbackCode`, `Mapped`, `Pushforward`), traced from the
 function itself, so that any order and depth composes. At the base level, where nobody
 differentiates the pullback, it is the second half of a graph whose first half has run
 (`tracing.cut`), and reads what regions keep.
@@ -42,7 +42,7 @@ class Code:
     def __init__(self, function: Callable[..., Any], backend: Any, dynamic: bool) -> None:
         self.function, self.backend, self.dynamic = function, backend, dynamic
         self._needs_numbers = False  # for sizes, though dynamic
-        self._programs: dict[Any, list[Program]] = {}
+        self._programs: dict[Any, list[JittedProgram]] = {}
         self._derived: dict[Any, Code] = {}
         self.draws = False  # random numbers
         self.rest: Any = None  # of what the function returned last, beside tensors
@@ -68,7 +68,7 @@ class Code:
 
         return results
 
-    def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> Program:
+    def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
         """The graphs for such inputs, of which those in ``mask`` are differentiated."""
         sized = state if self.dynamic else (*tensors, *state)
         key = (
@@ -83,16 +83,18 @@ class Code:
         self.rest = found.rest
         return found
 
-    def _made(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> Program:
+    def _made(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
         """A new program: with sizes as symbols, as long as that works."""
         try:
-            return Program(self, tensors, state, mask, self.dynamic and not self._needs_numbers)
+            return JittedProgram(
+                self, tensors, state, mask, self.dynamic and not self._needs_numbers
+            )
         except TracingError:
             raise
         except Exception as error:
             if not self.dynamic or self._needs_numbers:
                 raise
-            found = Program(self, tensors, state, mask, False)  # or the function's own error
+            found = JittedProgram(self, tensors, state, mask, False)  # or the function's own error
             self._needs_numbers = True
             file, line, _ = line_of(where())
             text = _NOT_DYNAMIC.format((str(error) or type(error).__name__).splitlines()[0])
@@ -115,7 +117,7 @@ class Code:
         return self._derived[kind, said]
 
 
-class Pullback(Code):
+class PullbackCode(Code):
     """The gradients of the inputs in ``mask``, from inputs and a cotangent for each result."""
 
     def __init__(self, inner: Code, n: int, mask: tuple[bool, ...]) -> None:
@@ -200,7 +202,7 @@ class Graph:
         return [state[s] if isinstance(s, int) else s for s in self.sources]
 
 
-class Program:
+class JittedProgram:
     """The graphs of a function for inputs of some shapes: forward, and backward if need be."""
 
     def __init__(
@@ -301,7 +303,7 @@ class _Known:
     """What an operation knows beside tensors."""
 
     n_results: int
-    program: Program | None = None  # where it ran at the base level
+    program: JittedProgram | None = None  # where it ran at the base level
     sizes: Sequence[int] = ()  # that its backward reads
 
     def __init__(self, code: Code, n: int, mask: tuple[bool, ...], state: Tensors) -> None:
@@ -357,7 +359,7 @@ class _Operation(torch.autograd.Function):
         }
         if known.program is None or recorded or any(level_of(t) > 0 for t in all_given):
             known.code.check_runs_again("its pullback is differentiated or mapped")
-            pullback = known.code.derived(Pullback, n, needs)
+            pullback = known.code.derived(PullbackCode, n, needs)
             it = iter(call(pullback, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
         args = known.program.read_by_backward(given, known.state, saved, known.sizes, filled)

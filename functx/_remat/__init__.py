@@ -37,7 +37,6 @@ from functx._remat.api import remat as remat
 from functx._remat.call import on_budget as on_budget
 from functx._remat.call import run as run
 from functx._remat.captures import tape_of as tape_of
-from functx._remat.inside import by_arguments as by_arguments
 from functx._remat.inside import by_primals as by_primals
 from functx._remat.inside import made_inside as made_inside
 from functx._remat.inside import taken_in as taken_in

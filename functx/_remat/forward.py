@@ -16,7 +16,7 @@ from functx import _torch
 from functx._remat import leaving, levels, node, saving
 from functx._remat.captures import Captures
 from functx._remat.generators import Draws
-from functx._remat.guard import Entry
+from functx._remat.guard import StackGuard
 from functx._remat.ledger import Record
 from functx._remat.listener import Body, Listener, listening
 from functx._remat.observers import observers
@@ -158,7 +158,7 @@ def run(
     tensors, places = _told_apart(tensors)
     if len(tensors) < len(places):
         body, again = _spread(body, places), _spread(again, places)
-    with Entry(outer) as entry:
+    with StackGuard(outer) as entry:
         entry.stop_caching(entry.settings)
         entry.take_hooks()
         entry.take_norms()

@@ -18,7 +18,7 @@ from functx._remat import levels
 from functx._remat.settings import Settings
 
 
-class Entry:
+class StackGuard:
     """The depth of torch's stacks, its modes and settings, at an entry: a context."""
 
     def __init__(self, outer: Any) -> None:
@@ -33,7 +33,7 @@ class Entry:
         self.restored: Any = None  # generators that were set back
         self.uncached = False  # autocast's cache was switched off
 
-    def __enter__(self) -> Entry:
+    def __enter__(self) -> StackGuard:
         if self.outer is not None:
             self.outer.asleep = True
         return self

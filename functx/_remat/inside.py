@@ -41,24 +41,14 @@ def _exchanged(tree: Any, exchange: Callable[[list[Tensor]], list[Tensor]]) -> A
     return _tree.unflatten(spec, leaves)
 
 
-def by_arguments(transform: Any) -> Any:
-    """A transform of functions that tells the region around what the function it makes is given."""
-
-    @wraps(transform)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        return by_primals(transform(*args, **kwargs), transform.__name__)
-
-    return told
-
-
-def by_primals(f: Any, title: str = "") -> Any:
-    """The same of a transform that is given a function and its arguments at once."""
+def by_primals(f: Any, title: str) -> Any:
+    """``f``, a transformed function, that tells the region around it what it is given."""
 
     @wraps(f)
     def told(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return f(*args, **kwargs)
-        args, kwargs = taken_in(title or f.__name__, (args, kwargs))
+        args, kwargs = taken_in(title, (args, kwargs))
         return made_inside(f(*args, **kwargs))
 
     return told

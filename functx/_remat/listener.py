@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _torch
-from functx._norms import DEFINITIONS, normalized
+from functx._norms import NORMALISATIONS, normalised
 from functx._remat import departures, levels, quick, saving
 from functx._remat.calls import (
     DATA,
@@ -277,8 +277,8 @@ class Listener(TorchFunctionMode):
         """Make a call."""
         if func in READ:
             read_outside(read_by(func, args, kwargs))
-        if self.norms and func in DEFINITIONS:
-            return normalized(func, args, kwargs)
+        if self.norms and func in NORMALISATIONS:
+            return normalised(func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def watch(self) -> None:

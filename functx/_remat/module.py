@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from functx._errors import not_initialized
+from functx._errors import RematError
 from functx._remat.call import run
 from functx._remat.region import Options
 
@@ -78,7 +78,11 @@ def remat_module(module: nn.Module, options: Options) -> nn.Module:
             "region: functx.remat(lambda x: module(x)), or functx.remat(nn.Sequential(module))."
         )
     if isinstance(module, LazyModuleMixin):
-        raise not_initialized(original.__name__)
+        raise RematError(
+            f"remat: {original.__name__!r} has a lazy module that was not initialized, and its "
+            "first call, which initializes it, can't be replayed. Call it once outside of regions "
+            "and transforms before, with a batch of the right shape."
+        )
     new = _rebuilt(_base(original) if isinstance(module, RematModule) else original, options)
     state = module.__dict__
     if "forward" in state:  # set on the instance: it would hide the class's forward

@@ -2,7 +2,7 @@
 
 It keeps the inputs at that level, through autograd: they are freed and checked for writes as those
 of any other node. Its backward is itself a region, "replay, then pull back", if anybody
-differentiates it (`pullback.Pullback`), so that derivatives of any order recompute.
+differentiates it (`pullback.RegionPullback`), so that derivatives of any order recompute.
 """
 
 from __future__ import annotations

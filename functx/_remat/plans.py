@@ -28,7 +28,7 @@ _TOLD = {RETURN, DATA, NAMED, CAPTURE}  # calls of no function that are compared
 _METHODS = (type(Tensor.add), type(Tensor.__add__))
 
 
-class Plan(NamedTuple):
+class ReplayPlan(NamedTuple):
     """What one run has told."""
 
     calls: list[Call]
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
         return number < len(self.inputs) and self.inputs[number] == inputs.kinds[number]
 
 
-known: dict[Any, Plan | None] = {}  # by key; ``None`` where a run has departed
+known: dict[Any, ReplayPlan | None] = {}  # by key; ``None`` where a run has departed
 
 
 def key_of(region: Region, inputs: Inputs) -> Any:
@@ -123,7 +123,7 @@ class Follower(Captures):
         if len(known) >= _MANY:
             known.clear()
         told = self.calls, self.inputs.kinds, self.region.ran, self.serial, self.nodes
-        self.plan = known[self.key] = Plan(*told, self.unseen, self.inputs.reached)
+        self.plan = known[self.key] = ReplayPlan(*told, self.unseen, self.inputs.reached)
 
     # -- calls
 

@@ -29,7 +29,7 @@ def pull_back(
     if not given or not asked:
         return [None] * len(payload.requiring)
     n, m = payload.n_values, payload.n_values + payload.n_leaves
-    body = Pullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
+    body = RegionPullback(payload, saved[n:m], [payload.wanted[i] for i in given], asked)
     flat = saved[:n] + saved[m:] + [levels.alive(cotangents[i]) for i in given]  # type: ignore[arg-type]
     outer, since = listening(), graphs.last_node()
     if outer is not None:
@@ -55,7 +55,7 @@ def pull_back(
     return [found.get(i) for i in payload.requiring]
 
 
-class Pullback:
+class RegionPullback:
     """Replay a region, and pull cotangents back through the replay.
 
     Called with the node's values, what the policy kept, and the cotangents. Leaves that no mode saw

@@ -20,7 +20,7 @@ from functx._dead_wrappers import function_classes, unwrap_for_backward
 from functx._remat import departures, levels
 from functx._remat.calls import DATA, RETURN, Call
 from functx._remat.generators import Restored
-from functx._remat.guard import Entry
+from functx._remat.guard import StackGuard
 from functx._remat.ledger import BeginAgain, Record, Rerun, ledgers
 from functx._remat.listener import Listener, listening
 from functx._remat.observers import observers
@@ -84,7 +84,7 @@ def replay(
         the leaves that the values have become. Where ``wanted`` is ``None``, all results themselves
         and what was written, at that level, and nothing is left out.
     """
-    with Entry(listening()) as entry:
+    with StackGuard(listening()) as entry:
         entry.take_norms()
         depth = 0
         if entry.functorch:

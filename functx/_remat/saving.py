@@ -30,7 +30,7 @@ from functx._save_policies import Decision, Everything, Policy, Value
 from functx._torch.graphs import note_kept, note_name, same_value
 
 
-class Kept:
+class KeptResults:
     """The results of one operation that a policy keeps: what it returned, below all transforms.
 
     So they mean the same at every level and in every order of derivatives.
@@ -48,7 +48,7 @@ class Kept:
 class Keeping:
     """What a region keeps, by entry of its ledger: here until `take`, then with its node."""
 
-    def __init__(self, kept: dict[int, Kept]) -> None:
+    def __init__(self, kept: dict[int, KeptResults]) -> None:
         self.kept = kept
         self._fetcher: _offload.Fetcher | None = None
 
@@ -87,7 +87,10 @@ class Given:
     """The kept results of one operation, in a replay."""
 
     def __init__(
-        self, kept: Kept, numbered: Iterator[tuple[int, Tensor]], fetcher: _offload.Fetcher | None
+        self,
+        kept: KeptResults,
+        numbered: Iterator[tuple[int, Tensor]],
+        fetcher: _offload.Fetcher | None,
     ) -> None:
         self._kept, self._fetcher = kept, fetcher
         self._tensors = [next(numbered) if m in kept.read else None for m in kept.memory]
@@ -126,7 +129,7 @@ class Saver:
         self.naming: Value | None = None
         # ... and in a batched call: what the call runs for one example.
         self.examples: list[Value] | None = None
-        self.kept: dict[int, Kept] = {}  # by entry
+        self.kept: dict[int, KeptResults] = {}  # by entry
         self._at: dict[int, int] = {}  # by memory, the entry whose result it holds
         self._written: set[int] = set()  # memory that no longer holds what its operation returned
         self._values: dict[int, Value] = {}  # by memory, what was judged, where names matter
@@ -150,7 +153,7 @@ class Saver:
             return
         tensors = tensors_in((out,), None)
         twins = [same_value(t, partial(_torch.detached_below_autograd, t)) for t in tensors]
-        kept = Kept(twins, layout, decision)
+        kept = KeptResults(twins, layout, decision)
         if kept.memory == memory:  # no view is among them
             self._keep(number, kept)
 
@@ -233,13 +236,13 @@ class Saver:
         else:
             with _torch.without_dispatch_modes(), _torch.fwd_grad_mode(False), torch.no_grad():
                 out = levels.at_depth(0, lambda: t.detach().as_strided(layout[0], layout[1], 0))
-        self._keep(number, Kept([out], layout, decision))
+        self._keep(number, KeptResults([out], layout, decision))
         return True
 
     def _is_kept_around(self, memory: list[int]) -> bool:
         return any(storage in kept for kept in self._around for storage in memory)
 
-    def _keep(self, number: int, kept: Kept) -> None:
+    def _keep(self, number: int, kept: KeptResults) -> None:
         self.kept[number] = kept
         self._at.update(dict.fromkeys(kept.memory, number))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from functx import _tree
-from functx._transforms import jacrev
+from functx._jacobians import jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
 from functx.per_sample._batched_function import BatchedFunction, Func

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from functx import _tree, _validate
-from functx._transforms import jacfwd, jacrev
+from functx._jacobians import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func

@@ -91,12 +91,11 @@ WINGS = {
     "engine": (("functx._remat",), 4_500),
     "transforms": (
         (
-            *("functx._transforms", "functx._pullback", "functx._forward", "functx._vmap"),
-            *("functx._linearize", "functx._jacobian", "functx._norms", "functx._dead_wrappers"),
-            *("functx._padding", "functx._arrays", "functx._tree", "functx._validate"),
-            *("functx._errors", "functx._lines", "functx._notice", "functx"),
+            *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._pullback"),
+            *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
+            *("functx._validate", "functx._errors", "functx._lines", "functx"),
         ),
-        2_050,
+        1_560,
     ),
     "policies": (
         (

@@ -11,7 +11,7 @@ import functx
 from functx.__main__ import main
 from functx._demo import data, measure, model, training
 from functx._demo.model import Size
-from functx._demo.run import Settings
+from functx._demo.run import DemoSettings
 
 
 def batch_of(settings):
@@ -23,7 +23,7 @@ def batch_of(settings):
 @pytest.fixture(scope="module")
 def rows():
     """The demo's own model and batch, at full size, without the training."""
-    settings = Settings()
+    settings = DemoSettings()
     rows = measure.torch_rows(settings.size, batch_of(settings), repeats=1)
     return {(row.library, row.remat): row for row in rows}
 
@@ -35,7 +35,7 @@ def test_peak_is_at_most_a_third_of_torch_func(rows):
 
 def test_gradients_are_those_of_a_loop_over_the_examples():
     size = Size(depth=2, width=8, heads=2, hidden=16)
-    params, images, labels = batch_of(Settings(batch=5, size=size))
+    params, images, labels = batch_of(DemoSettings(batch=5, size=size))
     got = training.per_example_gradients(size, functx.remat(model.block))(params, images, labels)
     for i in range(5):
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}

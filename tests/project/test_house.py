@@ -1,5 +1,6 @@
 """The house rules: one place for private names, one door of a wing, optional JAX, short files."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -163,7 +164,16 @@ def test_the_page_shows_what_imports_what():
     assert text == house.with_picture(text), "run python -m tests.project.house"
 
 
-def test_no_file_name_and_no_class_name_comes_twice():
-    modules = [m.rpartition(".")[2] for m in SOURCES if m not in PACKAGES]
-    twice = {name for name, count in Counter(modules).items() if count > 1}
-    assert not twice
+def test_no_file_name_comes_twice():
+    modules = Counter(m.rpartition(".")[2] for m in SOURCES if m not in PACKAGES)
+    assert not {name for name, count in modules.items() if count > 1}
+
+
+def test_no_class_name_comes_twice():
+    classes = Counter(
+        node.name
+        for source in SOURCES.values()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, count in classes.items() if count > 1}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functx
-import functx._transforms as transforms
+import functx as transforms
 
 
 def keeps_the_box(ctx, inputs, output):
