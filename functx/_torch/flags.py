@@ -11,13 +11,8 @@ import torch
 _C: Any = torch._C
 
 
-def _set_deterministic(wanted: bool) -> None:
-    warn_only = _C._get_deterministic_algorithms_warn_only()
-    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
-
-
-def _set_warn_only(wanted: bool) -> None:
-    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
+def _deterministic() -> tuple[bool, bool]:
+    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
 def read() -> list[Any]:
@@ -44,8 +39,7 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_C._get_deterministic_algorithms, _set_deterministic),
-    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (_deterministic, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),
     (_C._get_float32_matmul_precision, _set_precision),
 ]
 _READ = [getter for getter, _ in FLAGS]
