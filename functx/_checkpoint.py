@@ -125,7 +125,7 @@ def checkpoint(
     policy, body = None, function
     if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
         forward, replays = _checked_contexts(context_fn())
-        policy = compiler.selective_policy(forward)
+        policy = getattr(forward, "policy_fn", None)  # of torch's selective checkpoint
         if policy is None:
             body = _entered(function, forward, replays)
         elif respect_saved_tensors_hooks and _torch.top_saved_tensor_hooks(True) is not None:

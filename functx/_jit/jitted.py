@@ -114,7 +114,7 @@ class Jitted:
                     rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
                 return results, rest
 
-            code = self._codes[key] = Code(flat, self.backend, self.dynamic)
+            code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
         results = call(code, tensors, state.tensors)
         return _tree.joined(results, code.rest)
 
@@ -129,9 +129,6 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return Jitted, (self.function, self.backend, self.dynamic)  # a copy has no graphs
-
-    def __repr__(self) -> str:
-        return f"functx.jit({self.function!r})"
 
 
 def is_compiled(x: Any) -> bool:

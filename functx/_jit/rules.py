@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from functx import _transforms
 from functx._errors import TracingError
 from functx._jit.backends import compiled
-from functx._jit.tracing import Traced, cut, trace
+from functx._jit.tracing import cut, trace
 from functx._lines import line_of, where
 from functx._remat import is_tracked, read_outside
 from functx._torch import compiler, dual_level, graphs, is_legacy_batched, level_of
@@ -28,17 +29,12 @@ Tensors = Sequence[Tensor]
 # From arguments and state, the tensors among what a function returns, and the rest of it.
 Flat = Callable[[Tensors, Tensors], tuple[Sequence[Tensor], Any]]
 
-_NOT_DYNAMIC = (
-    "functx.jit: one graph for all sizes is not to be had here, each has its own: torch, or the "
-    "function, needs numbers ({})."
-)
-
 
 class Code:
     """A function of tensors, which reads further ones (its state), and its graphs."""
 
-    def __init__(self, flat: Flat, backend: Any, dynamic: bool) -> None:
-        self.flat, self.backend, self.dynamic = flat, backend, dynamic
+    def __init__(self, flat: Flat, backend: Any, dynamic: bool, held: Any = ()) -> None:
+        self.flat, self.backend, self.dynamic, self.held = flat, backend, dynamic, held
         self._needs_numbers = False  # for sizes, though dynamic
         self._programs: dict[Any, list[Program]] = {}
         self._derived: dict[Any, Code] = {}
@@ -85,7 +81,9 @@ class Code:
             found = Program(self, tensors, state, mask, False)  # or the function's own error
             self._needs_numbers = True
             file, line, _ = line_of(where())
-            text = _NOT_DYNAMIC.format((str(error) or type(error).__name__).splitlines()[0])
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            text = "functx.jit: one graph for all sizes is not to be had here, each has its own"
+            text = f"{text}: torch, or the function, needs numbers ({why})."
             warnings.warn_explicit(text, RuntimeWarning, file, line)
             return found
 
@@ -167,22 +165,6 @@ def _leaf(t: Tensor) -> Tensor:
     return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
 
 
-class Graph:
-    """A compiled graph, and where it finds the tensors that it reads beside its arguments."""
-
-    def __init__(self, traced: Traced, state: Tensors, backend: Any, dynamic: bool) -> None:
-        numbers = {id(t): i for i, t in enumerate(state)}
-        self.sources = [numbers.get(id(t), t) for t in traced.constants]
-        self.run = compiled(traced.module(), traced.examples(), backend, dynamic)
-
-    def __call__(self, tensors: Tensors, state: Tensors) -> list[Any]:
-        return self.run([*tensors, *self.read(state)])
-
-    def read(self, state: Tensors) -> list[Tensor]:
-        """What it reads beside its arguments."""
-        return [state[s] if isinstance(s, int) else s for s in self.sources]
-
-
 class Program:
     """The graphs of a function for inputs of some shapes: forward, and backward if need be."""
 
@@ -220,26 +202,31 @@ class Program:
             traced = trace(joint if any(mask) else forward, tensors, dynamic)
         code.draws = code.draws or traced.draws()
         if any(mask):
-            second, self._reads, self.n_sizes = cut(traced, len(self.tracked))
-            self._backward = Graph(second, (), code.backend, dynamic)
-        self.forward = Graph(traced, state, code.backend, dynamic)
+            second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
+            self._backward = compiled(second, code.backend, dynamic)
+        numbers = {id(t): i for i, t in enumerate(state)}
+        self._sources = [numbers.get(id(t), t) for t in traced.constants]
+        self._forward = compiled(traced, code.backend, dynamic)
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
         if code.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
 
-    def read_by_backward(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
-        """What the backward reads of what the forward was given."""
-        given = [*tensors, *self.forward.read(state)]
-        return [given[i] for i in self._reads]
+    def given(self, tensors: Tensors, state: Tensors) -> list[Any]:
+        """What the forward is given: arguments, and what it reads beside them."""
+        return [*tensors, *(state[s] if isinstance(s, int) else s for s in self._sources)]
+
+    def run(self, tensors: Tensors, state: Tensors) -> list[Any]:
+        """Results, and what is saved."""
+        return self._forward(self.given(tensors, state))
 
     def pull_back(self, args: list[Any]) -> list[Tensor | None]:
         """The gradients of the inputs in the mask; ``None`` for those that have none.
 
         Args:
-            args: what the backward reads, what is saved, and cotangents of tracked results. They
-                are taken out of the list, so that each is let go where it has been read.
+            args: those that the forward was given and `reads` names, what is saved, and cotangents
+                of tracked results. They leave the list, and go where they have been read.
         """
-        gradients = iter(self._backward.run(args))
+        gradients = iter(self._backward(args))
         return [next(gradients) if found else None for found in self.found]
 
 
@@ -269,22 +256,22 @@ def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
     mask = tuple(torch.is_grad_enabled() and is_tracked(t) for t in given)
     read_outside(given)
     if not any(mask) and not any(level_of(t) > 0 for t in tensors):
-        forward = code.program(tensors, state, mask).forward
-        return forward(tensors, state)
+        return code.program(tensors, state, mask).run(tensors, state)
     known = _Known(code, len(tensors), mask, state)
     return [*_Operation.apply(known, *given)[: known.n_results]]
 
 
+@dataclass
 class _Known:
     """What an operation knows beside tensors."""
 
-    n_results: int
+    code: Code
+    n: int  # of its inputs, which are arguments; the others are state
+    mask: tuple[bool, ...]
+    state: Tensors  # as it is at the base level
     program: Program | None = None  # where it ran at the base level
     sizes: Sequence[int] = ()  # that its backward reads
-
-    def __init__(self, code: Code, n: int, mask: tuple[bool, ...], state: Tensors) -> None:
-        self.code, self.n, self.mask = code, n, mask
-        self.state = state  # as it is at the base level
+    n_results: int = 0
 
 
 class _Operation(torch.autograd.Function):
@@ -295,7 +282,7 @@ class _Operation(torch.autograd.Function):
         tensors = given[: known.n]
         program = known.program = known.code.program(tensors, known.state, known.mask)
         known.n_results = len(program.tracked)
-        results = program.forward(tensors, known.state)
+        results = program.run(tensors, known.state)
         n = len(results) - program.n_sizes
         known.sizes = results[n:]
         return _apart(results[:n])
@@ -341,9 +328,10 @@ class _Operation(torch.autograd.Function):
             it = iter(call(pulled, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
         roots = [filled[i].contiguous() for i, tracked in enumerate(program.tracked) if tracked]
-        args = [*program.read_by_backward(given, known.state), *saved, *known.sizes, *roots]
+        given = program.given(given, known.state)
+        args = [*[given[i] for i in program.reads], *saved, *known.sizes, *roots]
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        del given, saved, all_given, filled, roots
+        del given, saved, all_given, filled, roots, cotangents
         it = iter(program.pull_back(args))
         return None, *[next(it) if m else None for m in known.mask]
 

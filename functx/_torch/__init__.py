@@ -221,12 +221,6 @@ def require_grad(t: torch.Tensor) -> torch.Tensor:
         return t.requires_grad_()
 
 
-def is_mutable(func: Any) -> bool:
-    """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
-    schema = getattr(func, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
     """Indices and values of a COO tensor, coalesced or not; the public ones refuse the latter."""
     return [t._indices(), t._values()]

@@ -17,6 +17,7 @@ from functx import _torch
 from functx._lines import is_internal, line_of, where
 
 _eval_frame = torch._C._dynamo.eval_frame
+_profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -144,6 +145,24 @@ def _fit(one: Any, other: Any) -> bool:
     return not before or not after or max(numbers) - min(numbers) <= 1
 
 
+def begin_allocations() -> None:
+    """Record what this thread asks of the CPU's allocator; no public name tells it in order.
+
+    This is torch's first profiler, which starts no tracing library, and keeps but numbers.
+    """
+    none = _profiler._ExperimentalConfig()
+    cpu = _profiler.ProfilerState.CPU
+    settings = _profiler.ProfilerConfig(cpu, False, True, False, False, False, none)
+    torch._C._autograd._enable_profiler_legacy(settings)
+
+
+def end_allocations() -> list[int]:
+    """Bytes that were handed out since (given back, if negative), in their order."""
+    threads = torch._C._autograd._disable_profiler_legacy()
+    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
+    return [event.cpu_memory_usage() for event in events]
+
+
 def in_plain_graph() -> bool:
     """Whether ``torch.compile`` is tracing this, and no transform is active there."""
     # (It understands this question about the stack; `is None` it answers wrongly.)
@@ -177,13 +196,6 @@ def checkpoint_overrules() -> tuple[bool | None, bool | None]:
 OUTPUTS_KNOWN_TO_TORCH = hasattr(
     _checkpoint.SelectiveCheckpointContext(is_recompute=False), "op_output"
 )
-
-
-def selective_policy(context: Any) -> Any:
-    """The policy behind a forward context of ``create_selective_checkpoint_contexts``, if so."""
-    if isinstance(context, _checkpoint._CachingTorchDispatchMode):
-        return context.policy_fn
-    return None
 
 
 class _Redrawn:
