@@ -160,20 +160,18 @@ class Joint:
         self, regions: dict[fx.Node, Any], keeps: Callable[[fx.Node], bool]
     ) -> set[fx.Node]:
         """What is to run again: in regions, what is not kept."""
-        again = set[fx.Node]()
-        leaves = set[fx.Node]()  # memory that does
+        again, leaves = set[fx.Node](), set[fx.Node]()  # memory that leaves its region
         for node, region in regions.items():
             users = [u for u in node.users if self.run.get(u) == self.run[node]]
             if any(regions.get(u) != region for u in users):
                 leaves.add(self.memory[node])
+        stay = self.results | leaves
         for node in self.nodes:
+            base = self.memory[node]  # (a view is taken as what it is of)
             if node not in regions or node in self.fixed:
                 continue
-            base = self.memory[node]
-            if base is not node:  # a view: as what it is of
-                if base in again:
-                    again.add(node)
-            elif base not in self.results and base not in leaves and not keeps(node):
+            redone = base in again if base is not node else not (node in stay or keeps(node))
+            if redone:
                 again.add(node)
         return again
 
@@ -215,22 +213,17 @@ class Joint:
 
     def peak(self, steps: Steps) -> int:
         """In bytes, beside the inputs."""
-        memory, end = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        memory, ends = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        changes = [0] * (len(steps) + 2)
         for i, (step, reads) in enumerate(steps):
             base = self.base[step[0]]
             memory[step] = step if base is None else memory[reads[base]]
-            end |= {memory[x]: i for x in (*reads.values(), step)}
-        end |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
-        dying = defaultdict(list)
-        for made, i in end.items():
-            dying[i].append(made)
-        live = most = 0
-        for i, (step, _) in enumerate(steps):
-            if memory[step] == step:
-                live += self.size[step[0]]
-            most = max(most, live)
-            live -= sum(self.size[node] for node, _ in dying[i])
-        return most
+            changes[i] += self.size[step[0]] if base is None else 0
+            ends |= {memory[x]: i for x in (*reads.values(), step)}
+        ends |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
+        for (node, _), i in ends.items():
+            changes[i + 1] -= self.size[node]
+        return max(itertools.accumulate(changes))
 
 
 def _asked(policy: Any) -> Callable[[fx.Node], bool]:

@@ -298,8 +298,8 @@ class _Operation(torch.autograd.Function):
         constant = [t for t, d in zip(results, tracked) if not (d and differentiable(t))]
         ctx.mark_non_differentiable(*saved, *constant)
         ctx.set_materialize_grads(False)
-        ctx.results = [(t.shape, t.dtype, t.device) for t in results if differentiable(t)]
-        ctx.at = [i for i, t in enumerate(results) if differentiable(t)]
+        like = [(t.shape, t.dtype, t.device) for t in results]
+        ctx.results = {i: like[i] for i, t in enumerate(results) if differentiable(t)}
         ctx.save_for_backward(*given, *saved)
         ctx.save_for_forward(*given)
 
@@ -315,12 +315,10 @@ class _Operation(torch.autograd.Function):
         all_given = [t for t in (*given, *known.state, *cotangents) if t is not None]
         needs = ctx.needs_input_grad[1:]
         recorded = torch.is_grad_enabled() and any(map(is_tracked, all_given))
-        filled = {
-            i: torch.zeros(shape, dtype=dtype, device=device)
-            if cotangents[i] is None
-            else cotangents[i]
-            for i, (shape, dtype, device) in zip(ctx.at, ctx.results)
-        }
+        filled = {i: cotangents[i] for i in ctx.results}
+        for i, (shape, dtype, device) in ctx.results.items():
+            if filled[i] is None:
+                filled[i] = torch.zeros(shape, dtype=dtype, device=device)
         program = known.program
         if program is None or recorded or any(level_of(t) > 0 for t in all_given):
             known.code.check_runs_again("its pullback is differentiated or mapped")
@@ -356,7 +354,7 @@ class _Operation(torch.autograd.Function):
         given = [*ctx.saved_tensors[:n], *[tangents[i] for i in places]]
         found = call(known.code.derived(pushforward, n, places), given, known.state)
         out: list[Any] = [None] * known.n_results
-        for i, t in zip(ctx.at, found):
+        for i, t in zip(ctx.results, found):
             out[i] = t
         return (*out, *[None] * ctx.n_saved)
 

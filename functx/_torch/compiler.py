@@ -41,24 +41,12 @@ _IN_EAGER = (
 _told: set[Any] = set()
 
 
-def tell(name: str) -> None:
-    """Warn that ``torch.compile``, which is tracing this, leaves it out.
+def tell(name: str, what: str = _IN_EAGER) -> None:
+    """Warn, once for each line of what ``torch.compile`` traces, that it leaves something out.
 
     The compiler runs this as it traces, and not in what it compiles.
     """
-    _warn(f"functx: {name}: {_IN_EAGER}.")
-
-
-def exporting() -> bool:
-    """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
-    found = torch.jit.is_tracing() or torch.compiler.is_exporting()
-    if found:
-        _warn(_EXPORTED)
-    return bool(found)
-
-
-def _warn(text: str) -> None:
-    """Warn, once for each line of what is traced."""
+    text = f"functx: {name}: {what}."
     frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
     lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]
     if (text, *lines) not in _told:
@@ -68,9 +56,19 @@ def _warn(text: str) -> None:
 
 
 _EXPORTED = (
-    "functx: what torch.export and torch.jit.trace make of a model has no regions: where it is "
-    "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph."
+    "what torch.export and torch.jit.trace make of a model has no regions: where it is "
+    "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph"
 )
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
+    found = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    if found:
+        tell("a region", _EXPORTED)
+    return bool(found)
+
+
 tell._dynamo_marked_constant = exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

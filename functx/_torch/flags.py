@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import call
 from typing import Any
 
 import torch
@@ -15,13 +14,11 @@ def _deterministic() -> tuple[bool, bool]:
     return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
-def read() -> list[Any]:
-    """What each of `FLAGS` is now."""
+def _precision() -> Any:
     try:
-        return [*map(call, _READ)]
-    except RuntimeError:  # torch's newer API has set precision by backend
-        by_backend = {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
-        return [*map(call, _READ[:-1]), by_backend]
+        return _C._get_float32_matmul_precision()
+    except RuntimeError:  # torch's newer API has set it by backend
+        return {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
 
 
 def _set_precision(wanted: Any) -> None:
@@ -40,6 +37,10 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     (_deterministic, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),
-    (_C._get_float32_matmul_precision, _set_precision),
+    (_precision, _set_precision),
 ]
-_READ = [getter for getter, _ in FLAGS]
+
+
+def read() -> list[Any]:
+    """What each of `FLAGS` is now."""
+    return [getter() for getter, _ in FLAGS]
