@@ -156,7 +156,7 @@ def begin_allocations() -> None:
 
 def end_allocations() -> list[int]:
     """Bytes that were handed out since (given back, if negative), in their order."""
-    threads = torch._C._autograd._disable_profiler_legacy()
+    threads: Any = torch._C._autograd._disable_profiler_legacy()
     events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
     return [event.cpu_memory_usage() for event in events]
 
