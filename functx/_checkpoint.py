@@ -96,11 +96,9 @@ def checkpoint(
     _check_flags(
         True, use_reentrant=use_reentrant, respect_saved_tensors_hooks=respect_saved_tensors_hooks
     )
-    overruling = compiler.checkpoint_overrules()
-    if overruling.debug is not None:
-        debug = overruling.debug
-    if overruling.early_stop is not None:
-        early_stop = overruling.early_stop
+    asked_to_stop, asked_to_debug = compiler.checkpoint_overrules()
+    debug = debug if asked_to_debug is None else asked_to_debug
+    early_stop = early_stop if asked_to_stop is None else asked_to_stop
     has_contexts = context_fn is not noop_context_fn
     if use_reentrant:
         early_stop = False
@@ -127,7 +125,7 @@ def checkpoint(
     policy, body = None, function
     if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
         forward, replays = _checked_contexts(context_fn())
-        policy = compiler.selective_policy(forward)
+        policy = getattr(forward, "policy_fn", None)  # of torch's selective checkpoint
         if policy is None:
             body = _entered(function, forward, replays)
         elif respect_saved_tensors_hooks and _torch.top_saved_tensor_hooks(True) is not None:

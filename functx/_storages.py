@@ -34,7 +34,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._lines import ModulePaths, Place, line_of, where
-from functx._torch import allocator, compiler
+from functx._torch import compiler
 
 # The node of a region; what runs in it, and not in a node that it runs, is its replay.
 REGION = "RegionNodeBackward"
@@ -262,11 +262,11 @@ class Allocations(LiveStorages):
     """
 
     def __enter__(self) -> Allocations:
-        allocator.begin()
+        compiler.begin_allocations()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for nbytes in allocator.end():
+        for nbytes in compiler.end_allocations():
             self.live += nbytes
             self.peak = max(self.peak, self.live)
             name = "allocation" if nbytes > 0 else "release"

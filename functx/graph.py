@@ -131,12 +131,12 @@ class Joint:
         fixed, last = set[fx.Node](), dict[fx.Node, int]()
         for node in reversed(self.nodes):
             # The last place at which it may run again:
-            users = [u for u in node.users if u in self.place]
+            users = [u for u in node.users if u is not self.output]
             ends = [self.place[u] if self.run[u] > self.run[node] else last[u] for u in users]
-            last[node], here = max(ends, default=-1), self.place[node]
+            last[node] = max(ends, default=-1)
             read = {self.memory[x] for x in (node, *self.reads[node])}
-            written = any(here < at < last[node] for m in read for at in writes[m])
-            if written or not _is_pure(node):
+            written = [at for m in read for at in writes[m]]
+            if any(self.place[node] < at < last[node] for at in written) or not _is_pure(node):
                 fixed.add(node)
         return fixed
 
@@ -158,20 +158,18 @@ class Joint:
         self, regions: dict[fx.Node, Any], keeps: Callable[[fx.Node], bool]
     ) -> set[fx.Node]:
         """What is to run again: in regions, what is not kept."""
-        again = set[fx.Node]()
-        leaves = set[fx.Node]()  # memory that does
+        again, leaves = set[fx.Node](), set[fx.Node]()  # memory that leaves its region
         for node, region in regions.items():
             users = [u for u in node.users if self.run.get(u) == self.run[node]]
             if any(regions.get(u) != region for u in users):
                 leaves.add(self.memory[node])
+        stay = self.results | leaves
         for node in self.nodes:
+            base = self.memory[node]  # (a view is taken as what it is of)
             if node not in regions or node in self.fixed:
                 continue
-            base = self.memory[node]
-            if base is not node:  # a view: as what it is of
-                if base in again:
-                    again.add(node)
-            elif base not in self.results and base not in leaves and not keeps(node):
+            redone = base in again if base is not node else not (node in stay or keeps(node))
+            if redone:
                 again.add(node)
         return again
 
@@ -179,18 +177,14 @@ class Joint:
         """The nodes in their new order, and for what each reads, the step that gives it."""
         made, copied = list[Step](), set[Step]()
         for node in self.nodes:
-            run = self.run[node]
-            todo = [*self.reads[node]]
+            run, new, todo = self.run[node], list[fx.Node](), [*self.reads[node]]
             while todo:
                 x = todo.pop()
-                if x not in again or self.run[x] == run or (x, run) in copied:
-                    continue
-                before = [y for y in self.reads[x] if y in again and (y, run) not in copied]
-                if before:
-                    todo += [x, *before]
-                else:
+                if x in again and self.run[x] != run and (x, run) not in copied:
                     copied.add((x, run))
-                    made.append((x, run))
+                    new.append(x)
+                    todo += self.reads[x]
+            made += [(x, run) for x in sorted(new, key=self.place.__getitem__)]
             made.append((node, -1))
         # Take out what nobody reads.
         read, live = {(n, -1) for n in self.output.all_input_nodes}, []
@@ -217,26 +211,17 @@ class Joint:
 
     def peak(self, steps: Steps) -> int:
         """In bytes, beside the inputs."""
-        memory, end = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        memory, ends = dict[Step, Step](), dict[Step, int]()  # of each step; when it is let go
+        changes = [0] * (len(steps) + 2)
         for i, (step, reads) in enumerate(steps):
             base = self.base[step[0]]
             memory[step] = step if base is None else memory[reads[base]]
-            end |= {memory[x]: i for x in (*reads.values(), step)}
-        end |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
-        dying = defaultdict(list)
-        for made, i in end.items():
-            dying[i].append(made)
-        live = most = 0
-        for i, (step, _) in enumerate(steps):
-            if memory[step] == step:
-                live += self.size[step[0]]
-            most = max(most, live)
-            live -= sum(self.size[node] for node, _ in dying[i])
-        return most
-
-    def flops_again(self, steps: Steps) -> int:
-        """Of what runs again."""
-        return sum(_flops(node) for (node, run), _ in steps if run >= 0)
+            changes[i] += self.size[step[0]] if base is None else 0
+            ends |= {memory[x]: i for x in (*reads.values(), step)}
+        ends |= {memory[n, -1]: len(steps) for n in self.output.all_input_nodes}
+        for (node, _), i in ends.items():
+            changes[i + 1] -= self.size[node]
+        return max(itertools.accumulate(changes))
 
 
 def _asked(policy: Any) -> Callable[[fx.Node], bool]:
@@ -293,14 +278,15 @@ def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
     if whole <= most:
         return set()
     found, least = list[tuple[int, int, set[fx.Node]]](), whole
-    segments, nothing = _Segments(joint), lambda _: False
-    for count, even, keeps in itertools.product(_COUNTS, (True, False), (_is_product, nothing)):
-        again = joint.not_kept(segments.of(count, even), keeps)
+    of_segments = (lambda node: is_dot(node.target)), (lambda node: False)  # what they keep
+    for segments, keeps in itertools.product(_segments(joint), of_segments):
+        again = joint.not_kept(segments, keeps)
         steps = joint.steps(again)
         peak = joint.peak(steps)
         least = min(least, peak)
         if peak <= most:
-            found.append((joint.flops_again(steps), len(found), again))
+            work = sum(_flops(node) for (node, run), _ in steps if run >= 0)
+            found.append((work, len(found), again))
     if not found:
         raise ValueError(
             f"functx.graph.remat: the budget is {most:,} bytes; the least possible is {least:,}."
@@ -308,47 +294,33 @@ def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
     return min(found)[2]
 
 
-class _Segments:
-    """Segments of a graph: of the same bytes, or cut near there where little is handed on."""
-
-    def __init__(self, joint: Joint) -> None:
-        last = joint.run[joint.nodes[-1]]
-        self.nodes = [n for n in joint.nodes if joint.run[n] < last]
-        sizes = [joint.size[n] if joint.memory[n] is n else 0 for n in self.nodes]
-        self.made = [*itertools.accumulate(sizes)]
-        ends = dict[fx.Node, int]()  # of memory, the last place at which its run reads it
-        for i, node in enumerate(self.nodes):
-            for x in joint.reads[node]:
-                if joint.run[x] == joint.run[node]:
-                    ends[joint.memory[x]] = i
-        changes = [0] * (len(self.nodes) + 1)
-        for i, node in enumerate(self.nodes):
-            changes[i] += sizes[i]
-            changes[ends.get(node, i)] -= sizes[i]
-        self.handed_on = [*itertools.accumulate(changes)]
-
-    def of(self, count: int, even: bool) -> dict[fx.Node, int]:
-        """For each node the number of its segment, of so many of about the same bytes."""
-        step, places = max(self.made[-1] / count, 1.0), range(len(self.nodes))
-        if even:
-            return {n: int(made / step) for n, made in zip(self.nodes, self.made)}
-        near = itertools.groupby(places, lambda i: round(self.made[i] / step))
-        cuts = {min(group, key=self.handed_on.__getitem__) for j, group in near if 0 < j < count}
-        starts = itertools.accumulate(int(i - 1 in cuts) for i in places)
-        return dict(zip(self.nodes, starts))
-
-
-def _is_product(node: fx.Node) -> bool:
-    return is_dot(node.target)
+def _segments(joint: Joint) -> Iterator[dict[fx.Node, int]]:
+    """Segments of about the same bytes, which are cut near there where little is handed on."""
+    last = joint.run[joint.nodes[-1]]
+    nodes = [n for n in joint.nodes if joint.run[n] < last]
+    sizes = [joint.size[n] if joint.memory[n] is n else 0 for n in nodes]
+    made, changes = [*itertools.accumulate(sizes)], [0] * (len(nodes) + 1)
+    ends = dict[fx.Node, int]()  # of memory, the last place at which its run reads it
+    for i, node in enumerate(nodes):
+        ends |= {joint.memory[x]: i for x in joint.reads[node] if joint.run[x] == joint.run[node]}
+    for i, node in enumerate(nodes):
+        changes[i] += sizes[i]
+        changes[ends.get(node, i)] -= sizes[i]
+    handed_on = [*itertools.accumulate(changes)]
+    for count in _COUNTS:
+        step, places = max(made[-1] / count, 1.0), range(len(nodes))
+        near = itertools.groupby(places, [round(n / step) for n in made].__getitem__)
+        cuts = {min(group, key=handed_on.__getitem__) for j, group in near if 0 < j < count}
+        yield dict(zip(nodes, itertools.accumulate(int(i - 1 in cuts) for i in places)))
 
 
 def _starts(nodes: list[fx.Node]) -> set[fx.Node]:
     """The nodes at which a run begins; see NOTE [runs]."""
     for is_backward in (_is_marked, _is_cotangent, _reads_tangents, _is_marked_by_functx):
-        found = [n for n in nodes if is_backward(n)]
-        found = [n for n in found if n is nodes[0] or not is_backward(n.prev)]
+        marked = {n for n in nodes if is_backward(n)}
+        found = {n for n in marked if n.prev not in marked}
         if found:
-            return {*found}
+            return found
     return set()
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from functx import _torch
+from functx import _notice, _torch
+from functx._jit.tracing import Traced
 from functx._storages import LiveStorages
 from functx._torch import compiler
 
@@ -31,12 +32,12 @@ INDUCTOR = {
 }
 
 
-def compiled(
-    module: fx.GraphModule, examples: list[Any], backend: Any, dynamic: bool
-) -> Callable[[list[Any]], list[Any]]:
-    """What runs the graph: from a list of tensors and sizes, which it empties, to its results."""
-    _note_stages(module)
-    with torch.no_grad():
+def compiled(traced: Traced, backend: Any, dynamic: bool) -> Callable[[list[Any]], list[Any]]:
+    """What runs a graph: from a list of tensors and sizes, which it empties, to its results."""
+    module, examples = traced.module(), traced.examples()
+    _note_stages(module.graph)
+    text = f"functx.jit: compiling a graph of {len(module.graph.nodes)} operations"
+    with _notice.of_long_work(text), torch.no_grad():
         if backend == "inductor":
             boxed = compiler.inductor(module, examples, INDUCTOR)
         elif isinstance(backend, str):
@@ -58,16 +59,16 @@ def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return lambda args: run(*[args.pop(0) for _ in range(len(args))])
 
 
-def _note_stages(module: fx.GraphModule) -> None:
+def _note_stages(graph: fx.Graph) -> None:
     """See NOTE [stages]."""
 
-    def said(node: fx.Node) -> list[Any]:
-        return [node.meta.get("custom", {}).get(f"functx_{x}") for x in ("region", "phase")]
+    def stage(node: fx.Node) -> tuple[Any, Any]:
+        custom = node.meta.get("custom", {})
+        return custom.get("functx_region"), custom.get("functx_phase")
 
-    for number, (key, nodes) in enumerate(itertools.groupby([*module.graph.nodes], said)):
-        for node in nodes:
-            if key[1] is not None:
-                node.meta["custom"] |= {compiler.STAGE: (number, key[1] == "forward")}
+    for number, ((_, phase), nodes) in enumerate(itertools.groupby([*graph.nodes], stage)):
+        for node in nodes if phase else ():
+            node.meta["custom"] |= {compiler.STAGE: (number, phase == "forward")}
 
 
 def _check_not_followed() -> None:

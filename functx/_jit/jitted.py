@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -14,7 +14,7 @@ from functx import _torch, _tree
 from functx._jit.rules import Code, call
 from functx._jit.state import Cache, State
 from functx._remat import Settings
-from functx._torch import compiler
+from functx._torch import compiler, graphs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,11 +107,14 @@ class Jitted:
             ) from error
         if code is None:
 
-            def function(*ts: Tensor) -> Any:
-                args, kwargs = _tree.joined(ts, how)
-                return self.function(*args, **kwargs)
+            def flat(tensors: Sequence[Tensor], _: Any) -> tuple[list[Tensor], Any]:
+                args, kwargs = _tree.joined(tensors, how)
+                results, rest = _tree.parted(self.function(*args, **kwargs))
+                if rest is not None:  # (with sizes among it, which this graph is for then)
+                    rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
+                return results, rest
 
-            code = self._codes[key] = Code(function, self.backend, self.dynamic)
+            code = self._codes[key] = Code(flat, self.backend, self.dynamic, state.known)
         results = call(code, tensors, state.tensors)
         return _tree.joined(results, code.rest)
 
@@ -126,9 +129,6 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return Jitted, (self.function, self.backend, self.dynamic)  # a copy has no graphs
-
-    def __repr__(self) -> str:
-        return f"functx.jit({self.function!r})"
 
 
 def is_compiled(x: Any) -> bool:

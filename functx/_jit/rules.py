@@ -1,6 +1,6 @@
 """A jitted function as one operation: how it runs, and its pullback, vmap and jvp.
 
-Each is a jitted function in turn (`PullbackCode`, `Mapped`, `Pushforward`), traced from the
+Each of these is a jitted function in turn (`pullback`, `mapped`, `pushforward`), traced from the
 function itself, so that any order and depth composes. At the base level, where nobody
 differentiates the pullback, it is the second half of a graph whose first half has run
 (`tracing.cut`), and reads what regions keep.
@@ -11,49 +11,35 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functx import _transforms, _tree
+from functx import _transforms
 from functx._errors import TracingError
 from functx._jit.backends import compiled
-from functx._jit.tracing import COTANGENT, INPUT, SAVED, SIZE, Traced, cut, trace
+from functx._jit.tracing import cut, trace
 from functx._lines import line_of, where
 from functx._remat import is_tracked, read_outside
 from functx._torch import compiler, dual_level, graphs, is_legacy_batched, level_of
 
 Tensors = Sequence[Tensor]
-
-
-_NOT_DYNAMIC = (
-    "functx.jit: one graph for all sizes is not to be had here, each has its own: torch, or the "
-    "function, needs numbers ({})."
-)
+# From arguments and state, the tensors among what a function returns, and the rest of it.
+Flat = Callable[[Tensors, Tensors], tuple[Sequence[Tensor], Any]]
 
 
 class Code:
-    """A function of tensors, which reads further ones (its state), and its graphs.
+    """A function of tensors, which reads further ones (its state), and its graphs."""
 
-    Results are those leaves of what the function returns that are tensors.
-    """
-
-    def __init__(self, function: Callable[..., Any], backend: Any, dynamic: bool) -> None:
-        self.function, self.backend, self.dynamic = function, backend, dynamic
+    def __init__(self, flat: Flat, backend: Any, dynamic: bool, held: Any = ()) -> None:
+        self.flat, self.backend, self.dynamic, self.held = flat, backend, dynamic, held
         self._needs_numbers = False  # for sizes, though dynamic
         self._programs: dict[Any, list[JittedProgram]] = {}
         self._derived: dict[Any, Code] = {}
         self.draws = False  # random numbers
         self.rest: Any = None  # of what the function returned last, beside tensors
-
-    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
-        """Its results, where it is traced."""
-        results, rest = _tree.parted(self.function(*tensors))
-        if rest is not None:  # (with sizes among it, which this graph is for then)
-            rest = rest[0], [o and (graphs.number(o[0]),) for o in rest[1]]
-        self.rest = rest
-        return results
 
     def as_function_of(
         self, places: Sequence[int], tensors: Tensors, state: Tensors
@@ -64,7 +50,7 @@ class Code:
             args = list(tensors)
             for i, t in zip(places, some):
                 args[i] = t
-            return tuple(t for t in self.flat(args, state) if differentiable(t))
+            return tuple(t for t in self.flat(args, state)[0] if differentiable(t))
 
         return results
 
@@ -97,7 +83,9 @@ class Code:
             found = JittedProgram(self, tensors, state, mask, False)  # or the function's own error
             self._needs_numbers = True
             file, line, _ = line_of(where())
-            text = _NOT_DYNAMIC.format((str(error) or type(error).__name__).splitlines()[0])
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            text = "functx.jit: one graph for all sizes is not to be had here, each has its own"
+            text = f"{text}: torch, or the function, needs numbers ({why})."
             warnings.warn_explicit(text, RuntimeWarning, file, line)
             return found
 
@@ -110,71 +98,64 @@ class Code:
                 "(functx.compat.random)."
             )
 
-    def derived(self, kind: Any, *said: Any) -> Any:
-        """Its pullback, or what it is under vmap or jvp."""
+    def derived(self, kind: Callable[..., Flat], *said: Any) -> Code:
+        """Its `pullback`, or what it is `mapped`, or its `pushforward`."""
         if (kind, said) not in self._derived:
-            self._derived[kind, said] = kind(self, *said)
+            self._derived[kind, said] = Code(kind(self, *said), self.backend, self.dynamic)
         return self._derived[kind, said]
 
 
-class PullbackCode(Code):
+def pullback(inner: Code, n: int, mask: tuple[bool, ...]) -> Flat:
     """The gradients of the inputs in ``mask``, from inputs and a cotangent for each result."""
+    places = [i for i, m in enumerate(mask) if m]
 
-    def __init__(self, inner: Code, n: int, mask: tuple[bool, ...]) -> None:
-        super().__init__(None, inner.backend, inner.dynamic)  # type: ignore[arg-type]
-        self.inner, self.n, self.mask = inner, n, mask
-
-    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
-        args, cotangents = tensors[: self.n], tensors[self.n :]
-        if not any(self.mask[self.n :]):
-            places = [i for i, m in enumerate(self.mask) if m]
-            inner = self.inner.as_function_of(places, args, state)
-            pull = _transforms.vjp(inner, *[args[i] for i in places])[1]
-            return [*pull(tuple(cotangents))]
+    def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
+        args, cotangents = tensors[:n], tensors[n:]
+        if not any(mask[n:]):
+            results = inner.as_function_of(places, args, state)
+            return _transforms.vjp(results, *[args[i] for i in places])[1](tuple(cotangents)), None
         recorded = torch.is_grad_enabled()
         with torch.enable_grad():
-            args = [_leaf(t) if m else t for t, m in zip(args, self.mask)]
-            results = [t for t in self.inner.flat(args, state) if differentiable(t)]
-            of = [t for t, m in zip((*args, *state), self.mask) if m]
-            pairs = [(t, c) for t, c in zip(results, cotangents) if t.requires_grad]
+            args = [_leaf(t) if m else t for t, m in zip(args, mask)]
+            outs = inner.as_function_of((), args, state)()
+            of = [t for t, m in zip((*args, *state), mask) if m]
+            pairs = [(t, c) for t, c in zip(outs, cotangents) if t.requires_grad]
         found: Any = [None] * len(of)
         if pairs:
             roots, given = zip(*pairs)
             found = torch.autograd.grad(roots, of, given, create_graph=recorded, allow_unused=True)
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(of, found)]
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(of, found)], None
+
+    return flat
 
 
-class Mapped(Code):
+def mapped(inner: Code, in_dims: tuple[Any, ...], size: int, randomness: str) -> Flat:
     """The function on batches of its arguments; batches of its results, along dimension 0."""
 
-    def __init__(self, inner: Code, in_dims: tuple[Any, ...], size: int, randomness: str) -> None:
-        super().__init__(None, inner.backend, inner.dynamic)  # type: ignore[arg-type]
-        self.inner, self.in_dims = inner, (0, *in_dims)
-        self.size, self.randomness = size, randomness
+    def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
+        rest: Any = None
 
-    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
         def body(_: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.inner.flat(args, state))
+            nonlocal rest
+            results, rest = inner.flat(args, state)
+            return tuple(results)
 
         # (Perhaps none of the arguments is mapped: random numbers may differ even so.)
-        count = torch.zeros(self.size)
-        results = torch.func.vmap(body, self.in_dims, randomness=self.randomness)(count, *tensors)
-        self.rest = self.inner.rest
-        return [*results]
+        batched = torch.func.vmap(body, (0, *in_dims), randomness=randomness)
+        return batched(torch.zeros(size), *tensors), rest
+
+    return flat
 
 
-class Pushforward(Code):
+def pushforward(inner: Code, n: int, places: tuple[int, ...]) -> Flat:
     """The tangents of the results, from inputs and tangents of those at ``places``."""
 
-    def __init__(self, inner: Code, n: int, places: tuple[int, ...]) -> None:
-        super().__init__(None, inner.backend, inner.dynamic)  # type: ignore[arg-type]
-        self.inner, self.n, self.places = inner, n, places
+    def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
+        results = inner.as_function_of(places, tensors[:n], state)
+        given = tuple(tensors[i] for i in places)
+        return _transforms.jvp(results, given, tuple(tensors[n:]))[1], None
 
-    def flat(self, tensors: Tensors, state: Tensors) -> list[Tensor]:
-        primals, tangents = tensors[: self.n], tensors[self.n :]
-        results = self.inner.as_function_of(self.places, primals, state)
-        given = tuple(primals[i] for i in self.places)
-        return [*_transforms.jvp(results, given, tuple(tangents))[1]]
+    return flat
 
 
 def differentiable(t: Tensor) -> bool:
@@ -186,22 +167,6 @@ def _leaf(t: Tensor) -> Tensor:
     return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
 
 
-class Graph:
-    """A compiled graph, and where it finds the tensors that it reads beside its arguments."""
-
-    def __init__(self, traced: Traced, state: Tensors, backend: Any, dynamic: bool) -> None:
-        numbers = {id(t): i for i, t in enumerate(state)}
-        self.sources = [numbers.get(id(t), t) for t in traced.constants]
-        self.run = compiled(traced.module(), traced.examples(), backend, dynamic)
-
-    def __call__(self, tensors: Sequence[Any], state: Tensors = ()) -> list[Any]:
-        return self.run([*tensors, *self.read(state)])
-
-    def read(self, state: Tensors) -> list[Tensor]:
-        """What it reads beside its arguments."""
-        return [state[s] if isinstance(s, int) else s for s in self.sources]
-
-
 class JittedProgram:
     """The graphs of a function for inputs of some shapes: forward, and backward if need be."""
 
@@ -210,22 +175,22 @@ class JittedProgram:
     ) -> None:
         self.tracked = list[bool]()  # which results depend on inputs in the mask
         self.found = list[bool]()  # which inputs in the mask have a gradient
+        self.rest, self.n_sizes = None, 0
 
-        def forward(trace: Any, *given: Tensor) -> list[Tensor]:
-            results = code.flat(given, state)
+        def forward(_: Any, *given: Tensor) -> Sequence[Tensor]:
+            results, self.rest = code.flat(given, state)
             self.tracked = [t.requires_grad for t in results]
             return results
 
-        def joint(trace: Any, *given: Tensor) -> list[Tensor]:
+        def joint(cotangent_of: Any, *given: Tensor) -> list[Tensor]:
             args = [t.requires_grad_() if m else t for t, m in zip(given, mask)]
             of = [t for t, m in zip((*args, *state), mask) if m]
             with torch.enable_grad():
-                results = forward(trace, *args)
-            trace.end_forward()
+                results = forward(None, *args)
             roots = [t for t in results if t.requires_grad]
             found: Any = [None] * len(of)
             if roots:
-                cotangents = [trace.cotangent_of(t) for t in roots]
+                cotangents = [cotangent_of(t) for t in roots]
                 try:
                     found = torch.autograd.grad(roots, of, cotangents, allow_unused=True)
                 except RuntimeError as error:
@@ -237,33 +202,33 @@ class JittedProgram:
 
         with _no_gradient_set(state):
             traced = trace(joint if any(mask) else forward, tensors, dynamic)
-        self.rest = code.rest
         code.draws = code.draws or traced.draws()
-        self.given: list[tuple[str, int]] = []
         if any(mask):
-            traced, second, self.given = cut(traced, len(self.tracked))
-            self.backward = Graph(second, (), code.backend, dynamic)
-        self.forward = Graph(traced, state, code.backend, dynamic)
-        self.n_sizes = sum(kind == SIZE for kind, _ in self.given)
+            second, self.reads, self.n_sizes = cut(traced, len(self.tracked))
+            self._backward = compiled(second, code.backend, dynamic)
+        numbers = {id(t): i for i, t in enumerate(state)}
+        self._sources = [numbers.get(id(t), t) for t in traced.constants]
+        self._forward = compiled(traced, code.backend, dynamic)
         self.holds_for: Callable[[Tensors], bool] = lambda tensors: True
         if code.dynamic:
             self.holds_for = graphs.holds_for(traced.examples()[: len(tensors)])
 
-    def read_by_backward(
-        self, tensors: Tensors, state: Tensors, saved: Tensors, sizes: Any, cotangents: Any
-    ) -> list[Any]:
-        """What the backward is given."""
-        inputs = [*tensors, *self.forward.read(state)]
-        roots = [cotangents[i].contiguous() for i, t in enumerate(self.tracked) if t]
-        args = {INPUT: inputs, SAVED: saved, SIZE: sizes, COTANGENT: roots}
-        return [args[kind][i] for kind, i in self.given]
+    def given(self, tensors: Tensors, state: Tensors) -> list[Any]:
+        """What the forward is given: arguments, and what it reads beside them."""
+        return [*tensors, *(state[s] if isinstance(s, int) else s for s in self._sources)]
+
+    def run(self, tensors: Tensors, state: Tensors) -> list[Any]:
+        """Results, and what is saved."""
+        return self._forward(self.given(tensors, state))
 
     def pull_back(self, args: list[Any]) -> list[Tensor | None]:
         """The gradients of the inputs in the mask; ``None`` for those that have none.
 
-        ``args`` are taken out of the list, so that each is let go where it has been read.
+        Args:
+            args: those that the forward was given and `reads` names, what is saved, and cotangents
+                of tracked results. They leave the list, and go where they have been read.
         """
-        gradients = iter(self.backward.run(args))
+        gradients = iter(self._backward(args))
         return [next(gradients) if found else None for found in self.found]
 
 
@@ -293,22 +258,22 @@ def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
     mask = tuple(torch.is_grad_enabled() and is_tracked(t) for t in given)
     read_outside(given)
     if not any(mask) and not any(level_of(t) > 0 for t in tensors):
-        forward = code.program(tensors, state, mask).forward
-        return forward(tensors, state)
+        return code.program(tensors, state, mask).run(tensors, state)
     known = _Known(code, len(tensors), mask, state)
     return [*_Operation.apply(known, *given)[: known.n_results]]
 
 
+@dataclass
 class _Known:
     """What an operation knows beside tensors."""
 
-    n_results: int
+    code: Code
+    n: int  # of its inputs, which are arguments; the others are state
+    mask: tuple[bool, ...]
+    state: Tensors  # as it is at the base level
     program: JittedProgram | None = None  # where it ran at the base level
     sizes: Sequence[int] = ()  # that its backward reads
-
-    def __init__(self, code: Code, n: int, mask: tuple[bool, ...], state: Tensors) -> None:
-        self.code, self.n, self.mask = code, n, mask
-        self.state = state  # as it is at the base level
+    n_results: int = 0
 
 
 class _Operation(torch.autograd.Function):
@@ -319,9 +284,10 @@ class _Operation(torch.autograd.Function):
         tensors = given[: known.n]
         program = known.program = known.code.program(tensors, known.state, known.mask)
         known.n_results = len(program.tracked)
-        results = program.forward(tensors, known.state)
-        known.sizes = results[len(results) - program.n_sizes :]
-        return _apart(results[: len(results) - program.n_sizes])
+        results = program.run(tensors, known.state)
+        n = len(results) - program.n_sizes
+        known.sizes = results[n:]
+        return _apart(results[:n])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -334,8 +300,8 @@ class _Operation(torch.autograd.Function):
         constant = [t for t, d in zip(results, tracked) if not (d and differentiable(t))]
         ctx.mark_non_differentiable(*saved, *constant)
         ctx.set_materialize_grads(False)
-        ctx.results = [(t.shape, t.dtype, t.device) for t in results if differentiable(t)]
-        ctx.at = [i for i, t in enumerate(results) if differentiable(t)]
+        like = [(t.shape, t.dtype, t.device) for t in results]
+        ctx.results = {i: like[i] for i, t in enumerate(results) if differentiable(t)}
         ctx.save_for_backward(*given, *saved)
         ctx.save_for_forward(*given)
 
@@ -351,21 +317,22 @@ class _Operation(torch.autograd.Function):
         all_given = [t for t in (*given, *known.state, *cotangents) if t is not None]
         needs = ctx.needs_input_grad[1:]
         recorded = torch.is_grad_enabled() and any(map(is_tracked, all_given))
-        filled = {
-            i: torch.zeros(shape, dtype=dtype, device=device)
-            if cotangents[i] is None
-            else cotangents[i]
-            for i, (shape, dtype, device) in zip(ctx.at, ctx.results)
-        }
-        if known.program is None or recorded or any(level_of(t) > 0 for t in all_given):
+        filled = {i: cotangents[i] for i in ctx.results}
+        for i, (shape, dtype, device) in ctx.results.items():
+            if filled[i] is None:
+                filled[i] = torch.zeros(shape, dtype=dtype, device=device)
+        program = known.program
+        if program is None or recorded or any(level_of(t) > 0 for t in all_given):
             known.code.check_runs_again("its pullback is differentiated or mapped")
-            pullback = known.code.derived(PullbackCode, n, needs)
-            it = iter(call(pullback, [*given, *filled.values()], known.state))
+            pulled = known.code.derived(pullback, n, needs)
+            it = iter(call(pulled, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
-        args = known.program.read_by_backward(given, known.state, saved, known.sizes, filled)
+        roots = [filled[i].contiguous() for i, tracked in enumerate(program.tracked) if tracked]
+        given = program.given(given, known.state)
+        args = [*[given[i] for i in program.reads], *saved, *known.sizes, *roots]
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        del given, saved, all_given, filled
-        it = iter(known.program.pull_back(args))
+        del given, saved, all_given, filled, roots, cotangents
+        it = iter(program.pull_back(args))
         return None, *[next(it) if m else None for m in known.mask]
 
     @staticmethod
@@ -373,10 +340,9 @@ class _Operation(torch.autograd.Function):
         n = known.n
         if any(dim is not None for dim in in_dims[1 + n :]):
             raise _not_an_argument("maps")
-        said = tuple(in_dims[1 : 1 + n]), info.batch_size, info.randomness
-        mapped = known.code.derived(Mapped, *said)
-        results = call(mapped, given[:n], known.state)
-        known.code.rest, known.code.draws = mapped.rest, mapped.draws
+        batched = known.code.derived(mapped, in_dims[1 : 1 + n], info.batch_size, info.randomness)
+        results = call(batched, given[:n], known.state)
+        known.code.rest, known.code.draws = batched.rest, batched.draws
         known.n_results = len(results)
         return tuple(results), (0,) * len(results)
 
@@ -388,9 +354,9 @@ class _Operation(torch.autograd.Function):
         known.code.check_runs_again("it is pushed forward")
         places = tuple(i for i, t in enumerate(tangents[:n]) if t is not None)
         given = [*ctx.saved_tensors[:n], *[tangents[i] for i in places]]
-        found = call(known.code.derived(Pushforward, n, places), given, known.state)
+        found = call(known.code.derived(pushforward, n, places), given, known.state)
         out: list[Any] = [None] * known.n_results
-        for i, t in zip(ctx.at, found):
+        for i, t in zip(ctx.results, found):
             out[i] = t
         return (*out, *[None] * ctx.n_saved)
 

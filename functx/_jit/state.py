@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from functx._lines import is_internal
 
@@ -32,8 +33,9 @@ class State:
     def __init__(self, roots: Iterable[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = []
+        self.known: list[Any] = []  # by identity: a key holds as long as these live
         self._seen: dict[int, int] = {}
-        self.held: list[Any] = []  # all of that, so that ids stay what they are
+        self.held: list[Any] = []  # all that was looked at
         for root in roots:
             self._look(root)
 
@@ -48,36 +50,13 @@ class State:
             key.append(number)
             return
         self.held.append(x)
-        key.append(kind)
         if isinstance(x, Tensor):
             self.tensors.append(x)
-        elif isinstance(x, nn.Module):
-            self._look_at_all(v for v in vars(x).values() if v is not None and v != {})
-        elif kind is types.FunctionType:
-            key.append(x.__code__)
-            if x.__closure__ or not is_internal(x.__code__.co_filename):
-                self._look_at_all((*_cells(x), *_globals(x)))
-                self._look_at_all(x.__defaults__ or ())
-                self._look_at_all((x.__kwdefaults__ or {}).values())
-        elif kind is types.MethodType:
-            self._look_at_all((x.__func__, x.__self__))
-        elif kind is functools.partial:
-            self._look_at_all((x.func, x.args, x.keywords))
-        elif isinstance(x, (list, tuple)):
-            key.append(len(x))
-            self._look_at_all(x)
-        elif isinstance(x, dict):
-            if kind.__module__.startswith("functx."):
-                return  # what functx knows of a function, in `Cache` say
-            self._look_at_all(x)
-            self._look_at_all(x.values())
-        elif isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):
-            key.append(_Itself(x))
-        else:
-            self._look_at_all(vars(x).values())
-
-    def _look_at_all(self, values: Iterable[Any]) -> None:
-        for value in values:
+        inside = _inside(x)
+        if inside is None:
+            self.known.append(x)
+        key += kind, id(x) if inside is None else len(inside)
+        for value in inside or ():
             self._look(value)
 
 
@@ -86,27 +65,34 @@ def reached(root: Any) -> list[Any]:
     return State([root]).held
 
 
-class _Itself:
-    """An object as a part of a key: equal to itself alone, and held, lest its id comes again."""
+def _inside(x: Any) -> Sequence[Any] | None:
+    """What is looked at of an object; ``None`` where it is known by identity."""
+    kind = type(x)
+    if isinstance(x, Tensor):
+        return ()
+    if kind is types.FunctionType:
+        if is_internal(x.__code__.co_filename) and not x.__closure__:
+            return (x.__code__,)
+        defaults = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
+        return x.__code__, *_cells(x), *_globals(x), *defaults
+    if kind is types.MethodType:
+        return x.__func__, x.__self__
+    if kind is functools.partial:
+        return x.func, x.args, x.keywords
+    if isinstance(x, (list, tuple)):
+        return x
+    if isinstance(x, dict):  # but not what functx knows of a function, in `Cache` say
+        return () if kind.__module__.startswith("functx.") else (*x, *x.values())
+    if isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):
+        return None
+    named = {n: v for n, v in vars(x).items() if not isinstance(v, dict) or v}  # hooks, mostly
+    return *named, *named.values()
 
-    def __init__(self, x: Any) -> None:
-        self.x = x
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.x is other.x
-
-    def __hash__(self) -> int:
-        return id(self.x)
-
-
-def _cells(f: Any) -> list[Any]:
-    cells = []
+def _cells(f: Any) -> Iterator[Any]:
     for cell in f.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not bound yet
-            cells.append(None)
-    return cells
+        with suppress(ValueError):  # not bound yet
+            yield cell.cell_contents
 
 
 def _globals(f: Any) -> list[Any]:

@@ -10,6 +10,7 @@ but made again.
 from __future__ import annotations
 
 import operator
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,28 +19,30 @@ from torch import Tensor, fx
 
 from functx import _torch
 from functx._errors import TracingError
-from functx._lines import line_now
+from functx._lines import is_internal, line_now
 from functx._remat import operator_of, unseen
 from functx._torch import compiler, graphs
 
 aten = torch.ops.aten
-# Do nothing to a value below all transforms.
-_SAME = {aten.alias.default, aten.detach.default}
-# Ask for what the trace already knows.
-_ASKS = {aten.is_same_size.default, aten._has_same_storage_numel.default}
-_FORWARD, _COTANGENT = "functx_forward", "functx_cotangent"  # noted at nodes
-INPUT, SAVED, COTANGENT, SIZE = "input", "saved", "cotangent", "size"  # given to a backward
+_SAME = {aten.alias.default, aten.detach.default}  # do nothing to a value below all transforms
 
 
 class Traced:
-    """A graph whose inputs are arguments, and then constants and cotangents."""
+    """A graph whose inputs are arguments, and then constants; in it nodes stand for cotangents."""
 
-    def __init__(self, root: torch.nn.Module, graph: fx.Graph, constants: list[Tensor]) -> None:
-        self.root, self.graph, self.constants = root, graph, constants
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        graph: fx.Graph,
+        constants: Sequence[Tensor] = (),
+        cotangents: Sequence[fx.Node] = (),
+    ) -> None:
+        self.root, self.graph = root, graph
+        self.constants, self.cotangents = constants, cotangents
 
     def module(self) -> fx.GraphModule:
         """What runs it."""
-        self.graph.lint()
+        self.graph.eliminate_dead_code(graphs.acts)
         return fx.GraphModule(self.root, self.graph)  # (generators, graphs inside of it)
 
     def draws(self) -> bool:
@@ -53,160 +56,115 @@ class Traced:
         return [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
 
 
-class Trace:
-    """What a function that is traced says of its graph."""
-
-    def __init__(self) -> None:
-        self.last: Any = None  # node of the forward
-        self.cotangents: list[fx.Node] = []
-
-    def end_forward(self) -> None:
-        """What follows is the backward."""
-        self.last = graphs.last_node()
-
-    def cotangent_of(self, t: Tensor) -> Tensor:
-        """A further input, of the shape of ``t``, contiguous."""
-        cotangent = t.new_empty(t.shape)
-        self.cotangents.append(graphs.last_node())
-        return cotangent
-
-
 def trace(f: Callable[..., Sequence[Tensor]], args: Sequence[Tensor], dynamic: bool) -> Traced:
-    """The graph of ``f``, which is given a `Trace` before ``args``; for other sizes, if dynamic.
+    """The graph of ``f``, for other sizes too, if dynamic.
+
+    ``f`` is given, before ``args``, a function that gives a contiguous cotangent of a result.
 
     Raises:
         TracingError: the function reads values of tensors in Python.
     """
-    said = Trace()
+    cotangents = list[fx.Node]()
+
+    def cotangent_of(t: Tensor) -> Tensor:
+        cotangent = t.new_empty(t.shape)
+        cotangents.append(graphs.last_node())
+        return cotangent
+
     with unseen(), _torch.without_dispatch_modes(), compiler.compiling():
         try:
             given = [t.detach() for t in args]
-            module = graphs.make(lambda *ts: [*f(said, *ts)], *given, dynamic=dynamic)
+            module = graphs.make(lambda *ts: [*f(cotangent_of, *ts)], *given, dynamic=dynamic)
         except Exception as error:
             if not graphs.reads_values(error):
                 raise
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f"{f.filename}:{f.lineno}" for f in frames if not is_internal(f.filename)]
             raise TracingError(
-                f"functx.jit: at {graphs.line_of(error) or line_now()} the function reads the "
+                f"functx.jit: at {[line_now(), *lines][-1]} the function reads the "
                 f"value of a tensor in Python ({error}), which a graph can't. Compute with the "
                 "tensor (torch.where, masks), or pass the value as an argument that is no tensor."
             ) from error
-    if said.last is not None:
-        for node in module.graph.nodes:
-            node.meta[_FORWARD] = True
-            if node is said.last:
-                break
-    for i, node in enumerate(said.cotangents):
-        first = next(n for n in module.graph.nodes if n.op != "placeholder")
-        with module.graph.inserting_before(first):
-            new = module.graph.placeholder(f"cotangent_{i}")
-        new.meta = {**node.meta, _COTANGENT: i}
-        node.replace_all_uses_with(new)
-        module.graph.erase_node(node)
+    for node in cotangents:
+        node.args = ([],)
     constants = _lift(module)
     _clean(module.graph)
-    return Traced(module, module.graph, constants)
+    module.graph.eliminate_dead_code(lambda node: node in cotangents or graphs.acts(node))
+    return Traced(module, module.graph, constants, cotangents)
 
 
 def _lift(module: fx.GraphModule) -> list[Tensor]:
     """Make the constants of a graph inputs."""
-    graph, constants = module.graph, list[Tensor]()
-    made: dict[int, fx.Node] = {}
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and _COTANGENT not in n.meta]
-    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+    graph, constants, made = module.graph, list[Tensor](), dict[int, fx.Node]()
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(node.target)(module)
         if not isinstance(value, Tensor):
             continue
         if id(value) not in made:
-            with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
-                new = graph.placeholder(f"constant_{len(constants)}")
-            new.meta = dict(node.meta)
-            inputs.append(new)
-            made[id(value)] = new
+            with graph.inserting_before(first):
+                made[id(value)] = graph.placeholder(f"constant_{len(constants)}")
+            made[id(value)].meta = dict(node.meta)
             constants.append(value)
         node.replace_all_uses_with(made[id(value)])
-        graph.erase_node(node)
     return constants
 
 
 def _clean(graph: fx.Graph) -> None:
-    """Take out what computes nothing, and what nobody reads."""
-    for node in list(graph.nodes):
+    """Put in place of some operations what compilers know, and compute alike."""
+    for node in graph.nodes:
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target in _ASKS and not node.users:
-            graph.erase_node(node)
         elif node.target is aten._efficientzerotensor.default:
-            with graph.inserting_before(node):
-                zeros = graph.call_function(aten.zeros.default, node.args, node.kwargs)
-            zeros.meta = node.meta
-            node.replace_all_uses_with(zeros)
-            graph.erase_node(node)
+            node.target = aten.zeros.default
         elif node.target is aten._new_zeros_with_same_feature_meta.default:
             value = node.meta["val"]
             if 0 in value.stride():  # written next, and like an expanded tensor
                 node.target = aten.new_zeros.default
                 node.args, node.kwargs = (node.args[0], [*value.shape]), {}
-    graph.eliminate_dead_code(graphs.acts)
 
 
-def cut(traced: Traced, n_results: int) -> tuple[Traced, Traced, list[tuple[str, int]]]:
-    """The forward, which also returns what is saved, tensors and then sizes, and the backward.
+def cut(traced: Traced, n_results: int) -> tuple[Traced, list[int], int]:
+    """Cut the backward off, so that the forward also returns what is saved, sizes last.
 
-    For each input of the backward, it is said what it is, by kind and number.
+    Returns:
+        The backward, which is given inputs of the forward, what is saved, and cotangents; the
+        numbers of these inputs; and how many sizes are saved.
     """
-    nodes = [*traced.graph.nodes]
-    inputs = [n for n in nodes if n.op == "placeholder" and _COTANGENT not in n.meta]
-    outputs = nodes.pop().args[0]
-    results, gradients = outputs[:n_results], outputs[n_results:]
-    second = [n for n in nodes if n.op != "placeholder" and not n.meta.get(_FORWARD)]
-    later, given = set(second), dict[fx.Node, None]()
+    *nodes, output = traced.graph.nodes
+    results, gradients = output.args[0][:n_results], output.args[0][n_results:]
+    start = nodes.index(traced.cotangents[0]) if traced.cotangents else len(nodes)
+    later = nodes[start:]
     todo = [n for n in gradients if isinstance(n, fx.Node)]
-    todo = [n for node in second for n in node.all_input_nodes] + todo
+    todo += [n for node in later for n in node.all_input_nodes]
+    known, given = {*later}, dict[fx.Node, None]()
     for node in todo:  # which grows
-        if node in later:
-            continue
-        if _is_view(node):
+        if _is_view(node) and node not in known:
             todo += node.all_input_nodes
-        else:
+        elif node not in known:
             given[node] = None
-    backward = fx.Graph()
-    copies = {node: backward.placeholder(node.name) for node in given}
-    for node in given:
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    reads = [i for i, n in enumerate(inputs) if n in given]
+    inner = [n for n in given if n.op != "placeholder"]
+    sizes = [n for n in inner if not isinstance(n.meta["val"], Tensor)]
+    saved = [*(n for n in inner if n not in sizes), *sizes]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*(inputs[i] for i in reads), *saved, *traced.cotangents):
+        copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies:
-            copies[node] = backward.node_copy(node, copied)
+            copies[node] = graph.node_copy(node, copied)
         return copies[node]
 
-    for node in second:
+    for node in later:
         copied(node)
-    backward.output([copied(n) if isinstance(n, fx.Node) else n for n in gradients])
-    inner = [n for n in given if n.op != "placeholder"]
-    saved, sizes = [
-        [n for n in inner if isinstance(n.meta["val"], Tensor) is kind] for kind in (True, False)
-    ]
-    forward = fx.Graph()
-    copies = {}
-    for node in nodes:
-        if node not in later and _COTANGENT not in node.meta:
-            copies[node] = forward.node_copy(node, copies.__getitem__)
-    forward.output([copies[n] if isinstance(n, fx.Node) else n for n in (*results, *saved, *sizes)])
-    for graph in (forward, backward):
-        graph.eliminate_dead_code(graphs.acts)
-    what = [
-        (COTANGENT, n.meta[_COTANGENT])
-        if _COTANGENT in n.meta
-        else (INPUT, inputs.index(n))
-        if n.op == "placeholder"
-        else (SAVED, saved.index(n))
-        if n in saved
-        else (SIZE, sizes.index(n))
-        for n in given
-    ]
-    root = traced.root
-    return Traced(root, forward, traced.constants), Traced(root, backward, []), what
+    graph.output(fx.map_arg([*gradients], copied))
+    output.args = ([*results, *saved],)
+    for node in reversed(later):
+        traced.graph.erase_node(node)
+    return Traced(traced.root, graph), reads, len(sizes)
 
 
 def _is_view(node: fx.Node) -> bool:

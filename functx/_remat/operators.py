@@ -56,7 +56,7 @@ class Operator:
         self.kind = self._kind(overload, schema)
         if self.kind is VIEW:
             self.writes = ()
-        self.takes_number = self.kind is NEW and "Scalar" in _torch.overload_name(overload)
+        self.takes_number = self.kind is NEW and "Scalar" in str(overload).rpartition(".")[2]
 
     def _kind(self, overload: Any, schema: Any) -> str:
         if overload in _SILENT:

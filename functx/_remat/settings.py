@@ -33,7 +33,7 @@ class Settings:
         """The function modes that a replay needs, where ``now`` is."""
         if self.device == now.device:
             return []
-        return [_torch.device_mode(self.device or torch.device("cpu"))]
+        return [_torch.DeviceContext(self.device or torch.device("cpu"))]
 
     def put(self, now: Settings) -> None:
         """Set what was set here, where ``now`` is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.autograd.forward_ad as fwAD
 from torch._C import _functorch
 from torch._functorch import eager_transforms as _eager_transforms
 from torch._functorch import pyfunctorch as _pyfunctorch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import fake_tensor as _fake_tensor
 from torch._subclasses import functional_tensor as _functional_tensor
 from torch.autograd.function import _SingleLevelFunction
@@ -25,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext as DeviceContext
 
 _C: Any = torch._C
 _F: Any = _functorch
@@ -65,7 +66,7 @@ enter_vmap, leave_vmap = _F._vmap_increment_nesting, _F._vmap_decrement_nesting
 enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_decrement_nesting
 grad_level = _eager_transforms.grad_increment_nesting  # as a context
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
-_cleared_stack = _pyfunctorch.temporarily_clear_interpreter_stack
+cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 enter_jvp_nesting = _eager_transforms.enter_jvp_nesting
 exit_jvp_nesting = _eager_transforms.exit_jvp_nesting
 fwd_grad_mode = fwAD._set_fwd_grad_enabled
@@ -80,8 +81,6 @@ wrap_batch, unwrap_batch = _F._add_batch_dim, _F._unwrap_batched
 sync = torch._sync  # applies the pending writes of a functional tensor
 wrap_functional, unwrap_functional = _F._wrap_functional_tensor, _F._unwrap_functional_tensor
 unwrap_if_dead = _F.unwrap_if_dead
-inplace_requires_grad_allowed = _F.get_inplace_requires_grad_allowed
-allow_inplace_requires_grad = _F.set_inplace_requires_grad_allowed
 
 
 class SingleLevelFunction(_SingleLevelFunction):
@@ -99,12 +98,8 @@ def apply_at_level(apply: Any, *args: Any) -> Any:
     """Make a node of a single-level Function, by its ``apply``."""
     if peek_interpreter() is None:
         return apply(*args)
-    allowed = _F.get_single_level_autograd_function_allowed()
-    _F.set_single_level_autograd_function_allowed(True)
-    try:
+    with enable_single_level_autograd_function():
         return apply(*args)
-    finally:
-        _F.set_single_level_autograd_function_allowed(allowed)
 
 
 _classes = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
@@ -146,6 +141,7 @@ FUNCTORCH_FRONT = _C.DispatchKey.FuncTorchDynamicLayerFrontMode
 storage_use_count = _C._storage_Use_Count
 storage_address = _C._storage_address
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without memory of its own
+is_zero_without_memory = torch.Tensor._is_zerotensor  # of forward mode
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
 # -- operators and modules: what lists of them may hold, and what has only private base classes
@@ -163,16 +159,9 @@ FakeTensor, FakeTensorMode = _fake_tensor.FakeTensor, _fake_tensor.FakeTensorMod
 FunctionalTensor = _functional_tensor.FunctionalTensor  # in a trace without writes
 # What such tensors dispatch where others only look: sizes, devices.
 LOOKS = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
-
-
-def _numbers(t: torch.Tensor) -> list[int]:
-    return [int(n) for n in t.shape]
-
-
 # Asked of wrappers in a trace with symbols, by kernels that know none: a tracer would keep what it
 # is asked of as a constant.
-ANSWERS = {torch.ops.aten.size.default: _numbers}
-
+ANSWERS: Any = {torch.ops.aten.size.default: lambda t: [int(n) for n in t.shape]}
 DataDependentOutputException = _fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = _fake_tensor.DynamicOutputShapeException
 
@@ -212,11 +201,6 @@ def transforming() -> bool:
     return peek_interpreter() is not None or tracing()
 
 
-def cleared_interpreter_stack() -> AbstractContextManager[list[Any]]:
-    """A context without active transforms; it gives those that were."""
-    return nullcontext([]) if peek_interpreter() is None else _cleared_stack()
-
-
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
@@ -233,45 +217,13 @@ def alive(t: torch.Tensor) -> torch.Tensor:
 
 def require_grad(t: torch.Tensor) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
-    allowed = inplace_requires_grad_allowed()
-    allow_inplace_requires_grad(True)
-    try:
+    with _eager_transforms.enable_inplace_requires_grad(True):
         return t.requires_grad_()
-    finally:
-        allow_inplace_requires_grad(allowed)
-
-
-def is_mutable(func: Any) -> bool:
-    """Whether an operator writes to an argument, by its schema; ``False`` where it has none."""
-    schema = getattr(func, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def sparse_coo_parts(t: torch.Tensor) -> list[torch.Tensor]:
     """Indices and values of a COO tensor, coalesced or not; the public ones refuse the latter."""
     return [t._indices(), t._values()]
-
-
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-def _nodes_live_on() -> bool:
-    """Whether the Python object of a custom Function's node keeps the node, as since torch 2.13."""
-    node = _Same.apply(torch.ones((), requires_grad=True)).grad_fn
-    try:
-        return bool(node.next_functions)
-    except RuntimeError:
-        return False
-
-
-_NODES_LIVE_ON = _nodes_live_on()
 
 
 def storage_of(t: torch.Tensor) -> int:
@@ -294,25 +246,16 @@ def is_dense(t: Any) -> bool:
 
 def gradient_edge(t: torch.Tensor) -> Any:
     """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
-    node = t.grad_fn
-    if node is None:
+    if t.grad_fn is None:
         return t
-    owner = None
-    if not _NODES_LIVE_ON and isinstance(node, torch.autograd.function.BackwardCFunction):
-        with without_modes(), torch.enable_grad():
-            owner = t.view_as(t).grad_fn  # a node below which the other one lives
-    return Edge(node, t.output_nr, owner)
+    with without_modes():  # no public way to make one that they don't see
+        return torch.autograd.graph.get_gradient_edge(t)
 
 
 def detached_below_autograd(t: torch.Tensor) -> torch.Tensor:
     """In a dispatch mode, a tensor of the same memory that counts its writes with ``t``."""
-    key = _C.DispatchKey.ADInplaceOrView
-    excluded = key_excluded(key)
-    _C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return t.detach()
-    finally:
-        _C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def dual_level() -> int:
@@ -334,16 +277,8 @@ def close_jvp_levels(duals: int, nesting: int) -> None:
 
 def default_device() -> torch.device | None:
     """The innermost device of a ``with torch.device(...)``, or of ``set_default_device``."""
-    for i in reversed(range(function_depth())):
-        mode = function_mode_at(i)
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    return None
-
-
-def device_mode(device: torch.device) -> Any:
-    """The mode that makes a device the default one."""
-    return DeviceContext(device)
+    modes = map(function_mode_at, reversed(range(function_depth())))
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 is_legacy_batched = _F.is_legacy_batchedtensor
@@ -361,13 +296,3 @@ def enter_legacy_vmap(depth: int) -> None:
     """Undo `leave_legacy_vmap`."""
     for _ in range(depth):
         _C._vmapmode_increment_nesting()
-
-
-def is_zero_without_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is one of forward mode's zeros, which have no memory."""
-    return t._is_zerotensor()
-
-
-def overload_name(overload: Any) -> str:
-    """The name of an overload: ``"Scalar"``, say."""
-    return str(overload._overloadname)

@@ -7,7 +7,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._guards import TracingContext
@@ -17,6 +17,7 @@ from functx import _torch
 from functx._lines import is_internal, line_of, where
 
 _eval_frame = torch._C._dynamo.eval_frame
+_profiler: Any = torch._C._profiler
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -40,39 +41,34 @@ _IN_EAGER = (
 _told: set[Any] = set()
 
 
-def tell(name: str) -> None:
-    """Warn that ``torch.compile``, which is tracing this, leaves it out.
+def tell(name: str, what: str = _IN_EAGER) -> None:
+    """Warn, once for each line of what ``torch.compile`` traces, that it leaves something out.
 
     The compiler runs this as it traces, and not in what it compiles.
     """
-    _warn(f"functx: {name}: {_IN_EAGER}.")
+    text = f"functx: {name}: {what}."
+    frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
+    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]
+    if (text, *lines) not in _told:
+        _told.add((text, *lines))
+        file, line = (*lines, line_of(where())[:2])[0]  # where it is not in a frame, our caller's
+        warnings.warn_explicit(text, RuntimeWarning, file, line)
+
+
+_EXPORTED = (
+    "what torch.export and torch.jit.trace make of a model has no regions: where it is "
+    "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph"
+)
 
 
 def exporting() -> bool:
     """Whether ``torch.export`` or ``torch.jit.trace`` runs this; a warning says what that means."""
     found = torch.jit.is_tracing() or torch.compiler.is_exporting()
     if found:
-        _warn(_EXPORTED)
+        tell("a region", _EXPORTED)
     return bool(found)
 
 
-def _warn(text: str) -> None:
-    """Warn, once for each line of what is traced."""
-    frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
-    file, line, _ = line_of(where())  # that calls it
-    key: Any = text
-    if frames:
-        file, line = frames[-1].filename, frames[-1].lineno or 0
-        key = text, file, line
-    if key not in _told:
-        _told.add(key)
-        warnings.warn_explicit(text, RuntimeWarning, file, line)
-
-
-_EXPORTED = (
-    "functx: what torch.export and torch.jit.trace make of a model has no regions: where it is "
-    "differentiated, nothing is computed again. functx.graph.remat puts recompute into a graph."
-)
 tell._dynamo_marked_constant = exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -116,18 +112,7 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
         def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
             # On a CPU loops would be collected, and what they write allocated, until one is run.
             scheduler.get_backend(one.get_device()).ready_to_flush = lambda: True
-            return bool(choices.can_fuse(scheduler, one, other, shared))
-
-        @staticmethod
-        def can_fuse_vertical(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
-            return _in_turn(one, other) and choices.can_fuse_vertical(scheduler, one, other, shared)
-
-        @staticmethod
-        def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
-            first, second = _stages(one), _stages(other)
-            if first and second and first != second:
-                return False
-            return bool(choices.can_fuse_horizontal(scheduler, one, other, shared))
+            return _fit(one, other) and bool(choices.can_fuse(scheduler, one, other, shared))
 
     options = {"inductor_choices_class": Choices, **options}
     run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
@@ -148,14 +133,32 @@ def _stages(scheduled: Any) -> set[tuple[int, bool]]:
     return found - {None}
 
 
-def _in_turn(producer: Any, consumer: Any) -> bool:
-    """Whether a loop may be fused with one that reads it, of its stage or the next."""
-    before, after = _stages(producer), _stages(consumer)
-    if not before or not after:
-        return True
+def _fit(one: Any, other: Any) -> bool:
+    """Whether loops may be fused: of one stage, or read by the next one, if not of a forward."""
+    before, after = _stages(one), _stages(other)
+    reads = one.get_operation_names() & other.ancestors
+    if before and after and (not reads or min(before)[1]):
+        return before == after
     numbers = [number for number, _ in before | after]
-    a_forward = min(before)[1]
-    return max(numbers) - min(numbers) <= (0 if a_forward else 1)
+    return not before or not after or max(numbers) - min(numbers) <= 1
+
+
+def begin_allocations() -> None:
+    """Record what this thread asks of the CPU's allocator; no public name tells it in order.
+
+    This is torch's first profiler, which starts no tracing library, and keeps but numbers.
+    """
+    none = _profiler._ExperimentalConfig()
+    cpu = _profiler.ProfilerState.CPU
+    settings = _profiler.ProfilerConfig(cpu, False, True, False, False, False, none)
+    torch._C._autograd._enable_profiler_legacy(settings)
+
+
+def end_allocations() -> list[int]:
+    """Bytes that were handed out since (given back, if negative), in their order."""
+    threads: Any = torch._C._autograd._disable_profiler_legacy()
+    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
+    return [event.cpu_memory_usage() for event in events]
 
 
 def in_plain_graph() -> bool:
@@ -182,18 +185,9 @@ def without_compiled_autograd() -> Any:
     return torch._dynamo.compiled_autograd._disable()
 
 
-class Overrules(NamedTuple):
-    """What torch's context managers around a call say of its options; ``None``: nothing."""
-
-    early_stop: bool | None
-    debug: bool | None
-
-
-def checkpoint_overrules() -> Overrules:
-    """What ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` say now."""
-    return Overrules(
-        _checkpoint._enable_checkpoint_early_stop, _checkpoint._checkpoint_debug_enabled
-    )
+def checkpoint_overrules() -> tuple[bool | None, bool | None]:
+    """What ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` say; or nothing."""
+    return _checkpoint._enable_checkpoint_early_stop, _checkpoint._checkpoint_debug_enabled
 
 
 # Since torch 2.13 a policy of its selective checkpoint is told what an operation returned.
@@ -202,44 +196,29 @@ OUTPUTS_KNOWN_TO_TORCH = hasattr(
 )
 
 
-def selective_policy(context: Any) -> Any:
-    """The policy behind a forward context of ``create_selective_checkpoint_contexts``, if so."""
-    if isinstance(context, _checkpoint._CachingTorchDispatchMode):
-        return context.policy_fn
-    return None
+class _Redrawn:
+    """A context in which generators draw again what they draw after it has been made."""
 
-
-class _Numbers:
-    """States of default generators, before a forward; and around its recomputation."""
-
-    def __init__(self, inner: Any, of: _Numbers | None = None) -> None:
-        self._inner = inner
-        self._of = of
-        self._after: Any = None
-        self.states: Any = None
+    def __init__(self, inner: Any) -> None:
+        self._inner, self._before = inner, _states()
 
     def __enter__(self) -> Any:
-        now = [generator.get_state() for generator in _generators()]
-        if self._of is None:
-            self.states = now
-        else:
-            self._after = now
-            _set_states(self._of.states)
+        self._found = _states()
+        _set_states(self._before)
         return self._inner.__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
-        if self._of is not None:
-            _set_states(self._after)
+        _set_states(self._found)
         return self._inner.__exit__(*exc)
 
 
-def _generators() -> list[torch.Generator]:
+def _states() -> list[tuple[torch.Generator, torch.Tensor]]:
     of_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *of_gpus]
+    return [(g, g.get_state()) for g in (torch.default_generator, *of_gpus)]
 
 
-def _set_states(states: list[Any]) -> None:
-    for generator, state in zip(_generators(), states):
+def _set_states(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
         generator.set_state(state)
 
 
@@ -249,15 +228,9 @@ def same_numbers(policy: Any = None) -> tuple[Any, Any]:
     Args:
         policy: of torch's selective checkpoint; ``None`` for that which keeps nothing.
     """
-    selective = functools.partial(
-        _checkpoint.create_selective_checkpoint_contexts, policy or _recomputes
-    )
-    if _torch.tracing():  # by AOTAutograd, which asks the policy that there is
-        return selective()
-    forward, again = (nullcontext(), nullcontext()) if policy is None else selective()
-    noted = _Numbers(forward)
-    return noted, _Numbers(again, noted)
-
-
-def _recomputes(*_: Any, **__: Any) -> Any:
-    return _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    if policy is None and not _torch.tracing():
+        return nullcontext(), _Redrawn(nullcontext())
+    asked = policy or (lambda *_, **__: _checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
+    forward, again = _checkpoint.create_selective_checkpoint_contexts(asked)
+    # AOTAutograd, which traces, asks the policy that there is.
+    return forward, again if _torch.tracing() else _Redrawn(again)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import call
 from typing import Any
 
 import torch
@@ -11,22 +10,15 @@ import torch
 _C: Any = torch._C
 
 
-def _set_deterministic(wanted: bool) -> None:
-    warn_only = _C._get_deterministic_algorithms_warn_only()
-    torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
+def _deterministic() -> tuple[bool, bool]:
+    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
-def _set_warn_only(wanted: bool) -> None:
-    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=wanted)
-
-
-def read() -> list[Any]:
-    """What each of `FLAGS` is now."""
+def _precision() -> Any:
     try:
-        return [*map(call, _READ)]
-    except RuntimeError:  # torch's newer API has set precision by backend
-        by_backend = {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
-        return [*map(call, _READ[:-1]), by_backend]
+        return _C._get_float32_matmul_precision()
+    except RuntimeError:  # torch's newer API has set it by backend
+        return {b: _C._get_fp32_precision_getter(b, "matmul") for b in ("cuda", "mkldnn")}
 
 
 def _set_precision(wanted: Any) -> None:
@@ -44,8 +36,11 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_C._get_deterministic_algorithms, _set_deterministic),
-    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
-    (_C._get_float32_matmul_precision, _set_precision),
+    (_deterministic, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),
+    (_precision, _set_precision),
 ]
-_READ = [getter for getter, _ in FLAGS]
+
+
+def read() -> list[Any]:
+    """What each of `FLAGS` is now."""
+    return [getter() for getter, _ in FLAGS]

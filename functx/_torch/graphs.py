@@ -14,7 +14,6 @@ import torch
 from torch.fx.experimental import proxy_tensor as _proxy_tensor
 
 from functx import _torch
-from functx._lines import is_internal
 from functx._torch import FUNCTIONAL, infra_mode
 
 # What torch says where values are read of a tensor that has none: ``numpy()``, say, or a format.
@@ -99,17 +98,6 @@ def number(x: Any) -> Any:
     return kinds.get(type(x), lambda x: x)(x)
 
 
-def line_of(error: BaseException) -> str:
-    """``file:line`` of the user's code that an error came from."""
-    found, traceback = "", error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not is_internal(code.co_filename):
-            found = f"{code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return found
-
-
 def same_value(t: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """``make()``, which has the memory of ``t``, and is the same value in the graph."""
     mode = _torch.proxy_mode()
@@ -189,23 +177,25 @@ def _is_computed(value: Any) -> bool:
 
 def note_kept(tensors: Iterable[torch.Tensor]) -> None:
     """Say of the nodes that give these that a region keeps what they give."""
-    if (mode := _torch.proxy_mode()) is not None:
-        for t in tensors:
-            slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
-            if slot is not None:
-                _note(slot.proxy.node, functx_decision="save")
+    for node in map(_node_of, tensors):
+        if node is not None:
+            _note(node, functx_decision="save")
 
 
 def note_name(t: torch.Tensor, name: str) -> None:
     """Say of the node that gives a plain tensor that it has a name."""
-    if (mode := _torch.proxy_mode()) is not None:
-        slot = _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
-        if slot is not None:
-            # "custom" is what survives when a graph is traced again.
-            custom = slot.proxy.node.meta.setdefault("custom", {})
-            custom["functx_names"] = (*custom.get("functx_names", ()), name)
+    if (node := _node_of(t)) is not None:
+        names = node.meta.get("custom", {}).pop("functx_names", ())
+        _note(node, functx_names=(*names, name))
+
+
+def _node_of(t: torch.Tensor) -> Any:
+    mode = _torch.proxy_mode()
+    slot = mode and _proxy_tensor.get_proxy_slot(t, mode.tracer, None)
+    return slot and slot.proxy.node
 
 
 def _note(node: Any, **said: Any) -> None:
     """What is said of a node first, holds: inner regions come first."""
+    # "custom" is what survives when a graph is traced again.
     node.meta["custom"] = {**said, **node.meta.get("custom", {})}

@@ -146,7 +146,7 @@ class KeepFactors(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._factors and _torch.is_mutable(func):
+        if self._factors and func._schema.is_mutable:
             self._check((args, kwargs))
         if OuterProduct in types:
             return _run(func, args, kwargs)

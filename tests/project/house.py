@@ -121,8 +121,8 @@ WINGS = {
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_740),
-    "jit, graph": (("functx._jit", "functx.graph"), 1_420),
-    "private torch": (("functx._torch",), 950),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_290),
+    "private torch": (("functx._torch",), 790),
     "command line, demo": (("functx.__main__", "functx._demo"), 850),
     "compat": (("functx.compat",), 11_550),
 }
