@@ -335,11 +335,6 @@ def original_of(f: Any) -> Any:
     return getattr(f, name, f)
 
 
-def version_of(x: torch.Tensor) -> int:
-    """The in-place version counter: equal versions of one tensor hold equal values."""
-    return -1 if x.is_inference() else x._version
-
-
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Apply a function to every tensor in the arguments or results of an operation."""
     return tree_map_only(torch.Tensor, fn, tree)
