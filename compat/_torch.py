@@ -58,78 +58,49 @@ from functx._torch import SingleLevelFunction, apply_at_level
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
-
-def _nearest(matches: Callable[[FrameType], bool]) -> FrameType | None:
-    """The innermost frame of this thread that matches, from where our caller was called."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not matches(frame):
+def _outward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
+    """A frame and those around it, each with the name of its module."""
+    while frame is not None:
+        yield frame, str(frame.f_globals.get("__name__", ""))
         frame = frame.f_back
-    return frame
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def function_being_applied() -> type | None:
-    """The custom ``autograd.Function`` whose ``apply`` is on this thread's stack, if any.
-
-    Reads the frames of ``torch.autograd.Function.apply``: an operation that a custom forward runs
-    is otherwise indistinguishable from one in a ``no_grad`` block.
-    """
-    frame = _nearest(lambda frame: frame.f_code is _APPLY)
-    return None if frame is None else frame.f_locals.get("cls")
-
-
-def called_from(package: str) -> bool:
-    """Whether code of a package is on this thread's stack."""
-    return _nearest(lambda frame: _module(frame).startswith(package)) is not None
+def _is_handler(frame: FrameType) -> bool:
+    """Whether a frame is that of a function mode."""
+    return frame.f_code.co_name == "__torch_function__"
 
 
 def called_by(*modules: str) -> bool:
     """Whether code of some modules calls a torch function; ``"torch._"`` is a prefix."""
-
-    def calls(frame: FrameType) -> bool:
-        # What is between is ours, or what torch puts around the handler of a mode.
-        name = _module(frame)
-        ours = name.startswith(("functx.", "torch._compile", "torch._dynamo."))
-        return not ours and frame.f_code.co_name != "__torch_function__"
-
-    frame = _nearest(calls)
-    name = "" if frame is None else _module(frame)
-    return any(name.startswith(m) if m.endswith("_") else name == m for m in modules)
+    # What is between is ours, or what torch puts around the handler of a mode.
+    between = ("functx.", "torch._compile", "torch._dynamo.")
+    for frame, name in _outward(sys._getframe(1)):
+        if not (name.startswith(between) or _is_handler(frame)):
+            return any(name.startswith(m) if m.endswith("_") else name == m for m in modules)
+    return False
 
 
 def called_by_us(func: Any) -> bool:
     """Whether the code that calls a torch function is ours, a mode that hands it on aside."""
     handed_on = False
-
-    def calls(frame: FrameType) -> bool:
-        nonlocal handed_on
-        handler = frame.f_code.co_name == "__torch_function__"
-        if _module(frame).partition(".")[0] == "functx":
-            handed_on = handler and frame.f_locals.get("func") == func
-            return False
+    for frame, name in _outward(sys._getframe(1)):
+        if name.partition(".")[0] == "functx":
+            handed_on = _is_handler(frame) and frame.f_locals.get("func") == func
         # Other modes, and methods of tensors that are written in Python, come between.
-        return not handler and _module(frame) not in ("torch._tensor", "torch.overrides")
-
-    frame = _nearest(calls)
-    return frame is not None and not handed_on
+        elif not (_is_handler(frame) or name in ("torch._tensor", "torch.overrides")):
+            return not handed_on
+    return False
 
 
 def asked_by(package: str, functions: tuple[str, ...]) -> bool:
     """Whether code that is neither torch's nor ours, but for these functions, asks for a value."""
-
-    def asks(frame: FrameType) -> bool:
-        name = _module(frame)
-        return name.partition(".")[0] not in ("torch", "functx") or name.startswith(package)
-
-    frame = _nearest(asks)
-    if frame is None:
-        return False
-    return _module(frame).startswith(package) and frame.f_code.co_name in functions
+    for frame, name in _outward(sys._getframe(1)):
+        if name.startswith(package):
+            return frame.f_code.co_name in functions
+        if name.partition(".")[0] not in ("torch", "functx"):
+            return False
+    return False
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A custom ``autograd.Function`` in JAX: its own backward, and its own jvp, at every order.
 
-It is a ``jax.custom_jvp`` whose tangents are a linear call (:mod:`._linear`): evaluated, that is
+It is a ``jax.custom_jvp`` whose tangents are a linear call (``linear.py``): evaluated, that is
 the Function's jvp, or, where it has none, the transpose of its backward; transposed, it is the
 backward.  So forward over reverse (``jax.hessian``) works, which a ``jax.custom_vjp`` refuses.
 """
@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from functx._errors import LoweringError
 from functx.compat._to_jax.linear import linear, transpose
-from functx.compat._to_jax.trace.custom_function import CustomFunction, DerivativeRule
+from functx.compat._to_jax.trace.nodes import CustomFunction, DerivativeRule
 
 Zeros = Callable[[], list[Any]]
 

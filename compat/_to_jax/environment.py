@@ -3,8 +3,8 @@
 Invariant: two calls with equal environments would trace to the same graph, as far as can be seen
 from outside the function: its cells, defaults, bound object, partial arguments and the globals
 that its code names; of modules the training flags and the identity of every parameter and buffer.
-Values of tensors are not part of it: they are read again at every call.  State that hides deeper (in
-an attribute of an arbitrary object) is compared by identity only.
+Values of tensors are not part of it: they are read again at every call.  State that hides deeper
+(in an attribute of an arbitrary object) is compared by identity only.
 """
 
 from __future__ import annotations

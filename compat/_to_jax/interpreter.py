@@ -29,7 +29,7 @@ from functx.compat._to_jax.rules.by_result import from_result
 from functx.compat._to_jax.rules.table import lookup, names_of
 from functx.compat._to_jax.trace.hand_over import AGAIN
 from functx.compat._to_jax.trace.nodes import body_of, custom_function_of, is_region
-from functx.compat._to_jax.trace.saved_names import named, names_of_node, saving
+from functx.compat._to_jax.trace.policies import named, names_of_node, saving
 from functx.compat._torch import name_of
 
 # NOTE [replays]

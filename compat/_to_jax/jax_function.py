@@ -33,7 +33,7 @@ from functx.compat._jax import x64_enabled
 from functx.compat._to_jax.environment import device_of, environment_of
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
-from functx.compat._to_jax.trace.trace import Program, Spec, trace
+from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import original_of
 from functx.compat.random._rounding import lowering
 
@@ -136,7 +136,7 @@ class Traced:
         run: evaluates the graph: ``run(inputs, captures, key)``.
     """
 
-    program: Program
+    program: FunctionalGraph
     out_leaves: tuple[tuple[bool, Any], ...]
     out_tree: Any
     run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]
@@ -185,7 +185,7 @@ class Lowered:
         inputs = [*arrays, *self.captured(traced.program)]
         return traced.result(Interpreter(observe).run(traced.program.module, inputs))
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: Any, **kwargs: Any) -> FunctionalGraph:
         """The traced program for these arguments."""
         return self._prepare(args, kwargs)[0].program
 
@@ -216,7 +216,7 @@ class Lowered:
             self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device)
         return self._programs[key], arrays
 
-    def captured(self, program: Program) -> list[jax.Array]:
+    def captured(self, program: FunctionalGraph) -> list[jax.Array]:
         """The current values of the tensors that a program closes over."""
         what = f"a tensor closed over by {self.__name__}"
         return [array_from_torch(t, what) for t in program.captures]

@@ -19,7 +19,7 @@ from functx.compat._jax import x64_enabled
 from functx.compat._to_jax.interpreter import NEEDS_KEY
 from functx.compat._to_jax.rules.table import lookup
 from functx.compat._to_jax.trace.nodes import custom_function_of, is_region, modules_of
-from functx.compat._to_jax.trace.trace import Program
+from functx.compat._to_jax.trace.trace import FunctionalGraph
 from functx.compat._torch import OpOverload, typed_arguments
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ _OTHER_BITS = (aten.view.dtype,)
 _SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
 
 
-def check(program: Program, rng: bool = False) -> None:
+def check(program: FunctionalGraph, rng: bool = False) -> None:
     """Raise one error that lists every reason why a program can't be lowered.
 
     Args:
@@ -43,12 +43,12 @@ def check(program: Program, rng: bool = False) -> None:
         raise LoweringError("can't be lowered to JAX:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def _calls(program: Program) -> list[Node]:
+def _calls(program: FunctionalGraph) -> list[Node]:
     graphs = [m.graph for m in modules_of(program.module)]
     return [n for g in graphs for n in g.nodes if n.op == "call_function"]
 
 
-def _operations(program: Program) -> list[str]:
+def _operations(program: FunctionalGraph) -> list[str]:
     missing: Counter[str] = Counter()
     for node in _calls(program):
         if node.target is operator.getitem or is_region(node) or custom_function_of(node):
@@ -62,7 +62,7 @@ def _operations(program: Program) -> list[str]:
     return [f"{len(missing)} operations have no rule: {counts}"]
 
 
-def _random(program: Program, rng: bool) -> list[str]:
+def _random(program: FunctionalGraph, rng: bool) -> list[str]:
     if rng:
         return []
     ops = [n.target for n in _calls(program) if isinstance(n.target, OpOverload)]
@@ -78,7 +78,7 @@ def _values(node: Node) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _wide(program: Program) -> list[str]:
+def _wide(program: FunctionalGraph) -> list[str]:
     """What 64 bits would be narrowed, or cut off, with x64 off."""
     if x64_enabled():
         return []

@@ -1,7 +1,8 @@
-"""Python functions of torch as a trace has to see them.
+"""Functions of torch as a trace has to see them.
 
-They look at values (to refuse some), or detach where a trace would take it for a detach that
-autograd makes.
+Some look at values (to refuse them), or detach where a trace would take it for a detach that
+autograd makes.  torch's decomposition of recurrent networks leaves out the dropout between layers,
+so a call with dropout is made layer by layer, with the dropout in between.
 """
 
 from __future__ import annotations
@@ -87,6 +88,30 @@ def _ctc_loss(*_: Any, **__: Any) -> Tensor:
         "ctc_loss keeps a buffer whose shape depends on values, the lengths of the targets: use"
         " optax.ctc_loss in the JAX function"
     )
+
+
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def layer_by_layer(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
+    """A recurrent network, with dropout between its layers."""
+    # Of a packed sequence the batch sizes come before the states, and those before the parameters.
+    at = 2 if isinstance(args[3], list) else 1
+    x, states, params, has_biases, layers, p, train, both_ways = args[0], *args[at : at + 7]
+    if not (train and p > 0 and layers > 1):
+        return func(*args)  # type: ignore[no-any-return]
+    ways = 2 if both_ways else 1
+    each = len(params) // layers
+    finals = []
+    for i in range(layers):
+        x = functional.dropout(x, p) if i else x
+        rows = slice(i * ways, (i + 1) * ways)
+        state = states[rows] if torch.is_tensor(states) else [s[rows] for s in states]
+        own = list(params[i * each : (i + 1) * each])
+        settings = (state, own, has_biases, 1, 0.0, train, both_ways)
+        x, *final = func(x, *args[1:at], *settings, *args[at + 7 :])
+        finals.append(final)
+    return (x, *(torch.cat(parts) for parts in zip(*finals)))
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

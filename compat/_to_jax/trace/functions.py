@@ -36,13 +36,13 @@ import functx
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._remat import unseen
-from functx.compat._to_jax.trace.custom_function import CustomFunction, DerivativeRule, emit
 from functx.compat._to_jax.trace.cut import FORWARD, RAW, cut, isolate
 from functx.compat._to_jax.trace.functional import (
     functional,
     lift_constants,
     writes_to_placeholders,
 )
+from functx.compat._to_jax.trace.nodes import CustomFunction, DerivativeRule, emit
 from functx.compat._to_jax.trace.traced_draws import Draws
 from functx.compat._torch import (
     BackwardHookFunction,

@@ -9,9 +9,9 @@ differentiate, and each is written into the graph while the function runs:
   is only an alias, or second derivatives would be cut;
 - a write in a ``no_grad`` block changes the value and leaves the derivative: ``straight_through``.
 
-Every draw of random numbers is numbered (:mod:`._traced_draws`).  A custom ``autograd.Function``
-has a node of its own (:mod:`._functions`); one that came past it would lose its backward and is
-refused, as is an operation whose result shape or Python value depends on data.
+Every draw of random numbers is numbered (``traced_draws.py``).  A custom ``autograd.Function`` has
+a node of its own (``functions.py``).  An operation whose result shape or Python value depends on
+data is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
 from functx._errors import LoweringError
-from functx.compat._to_jax.trace.composites import REPLACED
+from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
 from functx.compat._to_jax.trace.distribution_checks import is_check
 from functx.compat._to_jax.trace.functions import within
-from functx.compat._to_jax.trace.one_example import with_examples
-from functx.compat._to_jax.trace.recurrent import drops_between_layers, layer_by_layer
+from functx.compat._to_jax.trace.policies import with_examples
 from functx.compat._to_jax.trace.tape import ASKS, Tape
 from functx.compat._to_jax.trace.traced_draws import Draws, draws
 from functx.compat._torch import (
@@ -42,8 +41,6 @@ from functx.compat._torch import (
     TorchDispatchMode,
     called_by,
     called_by_us,
-    called_from,
-    function_being_applied,
     grad_under_modes,
     is_mutable,
     map_tensors,
@@ -72,10 +69,7 @@ _state = _State()
 
 
 class UserCalls(TorchFunctionMode):
-    """Sees calls by name: a ``detach`` that was asked for, and recurrent networks with dropout.
-
-    See the module docstring, :mod:`._recurrent`, :mod:`._composites` and :mod:`._tape`.
-    """
+    """Sees calls by name: the user's ``detach``, and what ``tape`` and ``composites`` name."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -86,8 +80,8 @@ class UserCalls(TorchFunctionMode):
     ) -> Any:
         if func in ASKS and not called_by_us(func):
             return self._tape(func, args, kwargs or {})
-        if drops_between_layers(func, args):
-            return layer_by_layer(func, args)
+        if func in RECURRENT:
+            return layer_by_layer(func, *args)
         if func in _INSIDE:
             with self:
                 return _INSIDE[func](*args, **(kwargs or {}))
@@ -178,12 +172,6 @@ class Observer(TorchDispatchMode):
         if torch.is_grad_enabled() or within.forward:
             self._tape.saves((args, kwargs))
             return _run(func, args, kwargs)
-        applied = None if within.plain else function_being_applied()
-        if applied is not None:
-            raise LoweringError(
-                f"{applied.__name__}, a custom autograd.Function, was applied in a way that functx"
-                " does not see, and its backward would be lost; please report this"
-            )
         if is_mutable(func):
             return self._write_without_grad(func, args, kwargs)
         out = _run(func, args, kwargs)
@@ -237,10 +225,7 @@ def _data_dependent(func: OpOverload) -> LoweringError:
         if func in _READS_VALUE
         else "has a result whose shape or value depends on data"
     )
-    hint = ""
-    if called_from("torch.distributions"):
-        hint = " If a torch distribution asks it to check its arguments: validate_args=False."
     return LoweringError(
         f"{func} {how}; JAX compiles a function before it sees data. Use torch.where, masks or"
-        " fixed sizes, or pass the value as a static Python argument." + hint
+        " fixed sizes, or pass the value as a static Python argument."
     )

@@ -47,7 +47,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Program:
+class FunctionalGraph:
     """A torch function as a functional ATen graph.
 
     Attributes:
@@ -63,7 +63,7 @@ class Program:
 
 def trace(
     f: Callable[..., Sequence[torch.Tensor]], specs: Sequence[Spec], name: str = "the function"
-) -> Program:
+) -> FunctionalGraph:
     """Trace ``f``, which takes flat tensors and returns a flat sequence of tensors.
 
     Args:
@@ -94,7 +94,7 @@ def trace(
     module.graph.eliminate_dead_code()
     hand_over(module)
     module.recompile()
-    return Program(module, tuple(specs), tuple(captures))
+    return FunctionalGraph(module, tuple(specs), tuple(captures))
 
 
 def _traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
@@ -109,7 +109,7 @@ def _run(
     *,
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
-    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in `_tape`."""
+    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
     random_draws = Draws()
     kept = Tape(tape)
     observer = Observer(random_draws, kept)

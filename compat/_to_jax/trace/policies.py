@@ -1,25 +1,32 @@
-"""Policies under ``functx.vmap`` inside a lowered function: asked about one example.
+"""What a region with a policy saves in JAX: the values that the policy keeps in torch, by name.
 
-A trace below ``vmap`` holds batched operations, which a policy is not meant to judge.  So each
-function that the body of such a region calls is traced once more, on shapes of one example, and
-what it runs there is written at the nodes of the real one, matched by order, kind and size.  Only
-what is kept depends on the match, never a value; NOTE [one example] in
+The policy is asked here, about the ATen operations of the region's graph on one example, as in
+torch; what it keeps gets a name of its own, and ``jax.checkpoint`` saves these names.  So neither
+JAX's own idea of an operation nor a ``jax.vmap`` around it changes what is kept.
+
+A trace below ``functx.vmap`` holds batched operations, which a policy is not meant to judge.  So
+each function that the body of such a region calls is traced once more, on shapes of one example,
+and what it runs there is written at the nodes of the real one, matched by order, kind and size.
+Only what is kept depends on the match, never a value; NOTE [one example] in
 `functx._remat.examples` says the same of running torch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
+import jax
 import torch
-from torch.fx import Node, map_arg
+from jax.ad_checkpoint import checkpoint_name
+from torch.fx import GraphModule, Node, map_arg
 
 from functx import _torch as engine
 from functx._aten import is_dot
 from functx._remat import batch_being_traced
-from functx._save_policies import Value
+from functx._save_policies import Decision, Everything, Policy, Value
 from functx.compat._to_jax.rules.table import decompositions
 from functx.compat._torch import OpOverload, make_fx, map_tensors
 
@@ -116,3 +123,69 @@ def value_of(node: Node, per_example: bool) -> Value:
     target, args, kwargs, out = node.meta.get("custom", {}).get(EXAMPLE, (None, (), {}, None))
     own = target is not None and not target.is_view
     return Value(target if own else None, args, kwargs, out)
+
+
+_regions = itertools.count()
+
+
+def names_of_node(node: Node) -> tuple[str, ...]:
+    """What ``functx.checkpoint_name`` called a node's value."""
+    return tuple(node.meta.get("custom", {}).get("functx_names", ()))
+
+
+def kept_values(
+    body: GraphModule, policy: Policy, per_example: bool = False
+) -> dict[Node, Decision]:
+    """The nodes of a region's graph whose values the policy keeps.
+
+    Args:
+        body: the graph.
+        policy: what to ask.
+        per_example: whether the graph is batched, and the policy asked about one example.
+    """
+    found: dict[Node, Decision] = {}
+    for node in body.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor | tuple):
+            continue
+        value = value_of(node, per_example)
+        names = frozenset(names_of_node(node))
+        # First the operation, then its names, as they come in torch.
+        decision = Decision.RECOMPUTE if value.func is None else policy.decide(value)
+        if names:
+            value.names = names
+            decision = policy.decide(value)
+        if decision:
+            found[node] = decision
+    return found
+
+
+def saving(
+    body: GraphModule, policy: Policy | None, per_example: bool = False
+) -> tuple[dict[Node, tuple[str, ...]], Any]:
+    """Names for the values that a region keeps, and what ``jax.checkpoint`` takes as its policy."""
+    if policy == Everything(True):
+        return {}, jax.checkpoint_policies.everything_saveable
+    kept = {} if policy is None else kept_values(body, policy, per_example)
+    region = next(_regions) if kept else 0
+    names: dict[Node, tuple[str, ...]] = {node: (f"functx.{region}.{node.name}",) for node in kept}
+    saved = [names[n][0] for n, decision in kept.items() if decision is Decision.SAVE]
+    offloaded = [names[n][0] for n, decision in kept.items() if decision is Decision.OFFLOAD]
+    policies = jax.checkpoint_policies
+    if offloaded:
+        return names, policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=saved,
+            names_which_can_be_offloaded=offloaded,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return names, policies.save_only_these_names(*saved) if saved else None
+
+
+def named(value: Any, *names: str) -> Any:
+    """A value under each of some names."""
+    if isinstance(value, tuple | list):
+        return type(value)([named(v, *names) for v in value])
+    if isinstance(value, jax.Array):
+        for name in names:
+            value = checkpoint_name(value, name)
+    return value
