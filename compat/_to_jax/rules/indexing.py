@@ -41,8 +41,8 @@ def _mask_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> 
     (mask, *others) = (i for i in indices if i is not None)
     if others:
         raise LoweringError(
-            "an assignment has a mask among other indices, so how many elements it writes depends on"
-            " values: use torch.where with a mask over the whole tensor"
+            "an assignment has a mask among other indices, so how many elements it writes depends"
+            " on values: use torch.where with a mask over the whole tensor"
         )
     before = next(i for i, index in enumerate(indices) if index is not None)
     ahead, behind = range(before), range(-before, 0)

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
 from functx._errors import LoweringError
+from functx.compat._to_jax.source_lines import note_source
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
 from functx.compat._to_jax.trace.distribution_checks import is_check
 from functx.compat._to_jax.trace.functions import within
@@ -78,6 +79,7 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        note_source()
         if func in ASKS and not called_by_us(func):
             return self._tape(func, args, kwargs or {})
         if func in RECURRENT:

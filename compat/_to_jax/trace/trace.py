@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError
 from functx._remat import keep_regions, on_name
@@ -128,7 +129,7 @@ def _run(
         return out
 
     try:
-        with mode, keep_regions():
+        with mode, keep_regions(), preserve_node_meta():
             return _traced(observed, inputs), used
     except RuntimeError as err:
         if _NO_DATA in str(err) or graphs.reads_values(err):
