@@ -120,9 +120,9 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
     return x._is_zerotensor()
 
 
-def is_random(op: OpOverload) -> bool:
+def draws(target: Any) -> bool:
     """Whether an operation draws random numbers, by its tags."""
-    return torch.Tag.nondeterministic_seeded in op.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -313,19 +313,3 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 # Reads a tensor as a Python number; what ``item()``, ``float()`` and ``bool()`` call.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
-
-Decompositions = dict[Any, Callable[..., Any]]
-
-
-def decompositions_without(has_rule: Callable[[OpOverload], bool]) -> Decompositions:
-    """All known decompositions of operations for which ``has_rule`` is false.
-
-    Args:
-        has_rule: tells whether an overload has a rule of its own, which always goes first.
-
-    Returns:
-        A decomposition table for :func:`make_fx`.
-    """
-    table: Decompositions = dict(decomposition_table)
-    table.update(core_aten_decompositions().items())
-    return {op: fn for op, fn in table.items() if isinstance(op, OpOverload) and not has_rule(op)}

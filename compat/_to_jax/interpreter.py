@@ -25,12 +25,11 @@ from functx._errors import LoweringError
 from functx.compat._bridge import ENABLE_X64, to_jax_dtype
 from functx.compat._jax import RECOMPUTED
 from functx.compat._to_jax.custom_rule import apply_custom_function
-from functx.compat._to_jax.rules.by_result import from_result
 from functx.compat._to_jax.rules.table import lookup, names_of
 from functx.compat._to_jax.source_lines import at_source
 from functx.compat._to_jax.trace.hand_over import AGAIN
-from functx.compat._to_jax.trace.nodes import body_of, custom_function_of, is_region
-from functx.compat._to_jax.trace.policies import named, names_of_node, saving
+from functx.compat._to_jax.trace.nodes import body_of, custom_function_of, is_region, tensors_of
+from functx.compat._to_jax.trace.policies import from_result, named, names_of_node, saving
 from functx.compat._torch import name_of
 
 # NOTE [replays]
@@ -202,7 +201,7 @@ def _apply(node: Node, args: Any, kwargs: Any, key: Callable[[], Any] | None) ->
     rule = lookup(node.target)  # type: ignore[arg-type]
     assert rule is not None, node.target
     value = node.meta.get("val")
-    first = _first_tensor(value)
+    first = next(iter(tensors_of(node)), None)
     shape = tuple(first.shape) if first is not None else ()
     dtype = to_jax_dtype(first.dtype) if first is not None else None
     if rule.cast and first is not None:
@@ -211,11 +210,6 @@ def _apply(node: Node, args: Any, kwargs: Any, key: Callable[[], Any] | None) ->
         rng = key() if key and rule.random else None
         kwargs = {**kwargs, "ctx": Context(shape, dtype, node, rng)}
     return _conform(rule.fn(*args, **kwargs), value, node)
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    values = value if isinstance(value, tuple | list) else (value,)
-    return next((v for v in values if isinstance(v, torch.Tensor)), None)
 
 
 def _cast_all(tree: Any, dtype: Any) -> Any:

@@ -19,7 +19,7 @@ from functx.compat._jax import x64_enabled
 from functx.compat._to_jax.interpreter import NEEDS_KEY
 from functx.compat._to_jax.rules.table import lookup
 from functx.compat._to_jax.source_lines import at_source
-from functx.compat._to_jax.trace.nodes import custom_function_of, is_region, modules_of
+from functx.compat._to_jax.trace.nodes import custom_function_of, is_region, modules_of, tensors_of
 from functx.compat._to_jax.trace.trace import FunctionalGraph
 from functx.compat._torch import OpOverload, typed_arguments
 
@@ -86,12 +86,6 @@ def _random(program: FunctionalGraph, rng: bool) -> list[str]:
     return [f"random operations need a key: {_listed(drawing)}; {NEEDS_KEY}"]
 
 
-def _values(node: Node) -> list[torch.Tensor]:
-    value: Any = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
 def _wide(program: FunctionalGraph) -> list[str]:
     """What 64 bits would be narrowed, or cut off, with x64 off."""
     if x64_enabled():
@@ -99,7 +93,7 @@ def _wide(program: FunctionalGraph) -> list[str]:
     floats, integers = [], []
     for node in _calls(program):
         if isinstance(node.target, OpOverload):
-            wide = {v.dtype for v in _values(node) if v.dtype in WIDE_FLOATS}
+            wide = {v.dtype for v in tensors_of(node) if v.dtype in WIDE_FLOATS}
             floats += [(f"{node.target} of {dtype}", node) for dtype in wide]
             integers += [(f"{node.target} of {what}", node) for what in _wide_integers(node)]
     problems = []
@@ -118,8 +112,8 @@ def _wide(program: FunctionalGraph) -> list[str]:
 def _wide_integers(node: Node) -> list[str]:
     """What a node needs more than 32 bits of its integers for."""
     op: Any = node.target
-    out = [v.dtype in WIDE_INTEGERS for v in _values(node)]
-    read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in _values(n)]
+    out = [v.dtype in WIDE_INTEGERS for v in tensors_of(node)]
+    read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in tensors_of(n)]
     if not any(out + read):
         return []
     if op in _ALL_BITS:

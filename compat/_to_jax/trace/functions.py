@@ -36,13 +36,20 @@ import functx
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._remat import unseen
-from functx.compat._to_jax.trace.cut import FORWARD, RAW, cut, isolate
 from functx.compat._to_jax.trace.functional import (
     functional,
     lift_constants,
     writes_to_placeholders,
 )
-from functx.compat._to_jax.trace.nodes import CustomFunction, DerivativeRule, emit
+from functx.compat._to_jax.trace.nodes import (
+    CustomFunction,
+    DerivativeRule,
+    emit,
+    is_differentiable,
+    modules_of,
+    nodes_from_now,
+    placeholders,
+)
 from functx.compat._to_jax.trace.traced_draws import Draws
 from functx.compat._torch import (
     BackwardHookFunction,
@@ -52,6 +59,9 @@ from functx.compat._torch import (
     unhooked,
 )
 
+aten = torch.ops.aten
+_SAME = (aten.alias.default, aten.detach.default)
+FORWARD, RAW = "functx_forward", "functx_raw"
 ONCE = "is once_differentiable: it has no second derivative"
 _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
@@ -81,10 +91,6 @@ def _set(**flags: bool) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(within, name, value)
-
-
-def _differentiable(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 class Interceptor:
@@ -117,18 +123,17 @@ class Interceptor:
                 return apply(*args)
         mode = engine.proxy_mode()
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if mode is None or not any(_differentiable(t) for t in tensors):
+        if mode is None or not any(is_differentiable(t) for t in tensors):
             with _set(forward=True):
                 return apply(*args)
         with unseen():
             shapes = [_like(t) for t in tensors]
-        graph = mode.tracer.graph
-        last = next(iter(reversed(graph.nodes)))
+        made = nodes_from_now(mode.tracer.graph)
         start = self._draws.states()
         with _set(forward=True):
             out = apply(*args)
         results = [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
-        raw = _nodes_after(graph, last)
+        raw = made()
         with unseen(), self._draws.rewound(start), _fresh():
             function, captures = _Tracer(cls, args, shapes, results, self._mode).function()
             raw_results = [_node_of(r) for r in results]
@@ -164,15 +169,6 @@ def _like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _nodes_after(graph: Graph, last: Node) -> list[Node]:
-    found = []
-    for node in reversed(graph.nodes):
-        if node is last:
-            break
-        found.append(node)
-    return found[::-1]
-
-
 def _node_of(t: torch.Tensor) -> Node:
     return engine.proxy_mode().tracer.unwrap_proxy(t).node
 
@@ -198,7 +194,7 @@ class _Tracer:
 
     def function(self) -> tuple[CustomFunction, list[torch.Tensor]]:
         """The Function, and what it closes over."""
-        n_cotangents = [i for i, r in enumerate(self._results) if _differentiable(r)]
+        n_cotangents = [i for i, r in enumerate(self._results) if is_differentiable(r)]
         cotangents = [_like(self._results[i]) for i in n_cotangents]
         failed: Exception | None = None
         try:
@@ -234,7 +230,7 @@ class _Tracer:
 
     def _differentiable_operands(self) -> list[int]:
         tensors = [a for a in self._args if isinstance(a, torch.Tensor)]
-        return [i for i, t in enumerate(tensors) if _differentiable(t)]
+        return [i for i, t in enumerate(tensors) if is_differentiable(t)]
 
     def _trace(
         self, f: Callable[..., Any], extra: Sequence[Callable[[], torch.Tensor]]
@@ -308,10 +304,146 @@ class _Tracer:
             for i, t in zip(self._differentiable_operands(), tangents):
                 operands[i] = forward_ad.make_dual(operands[i], t)
             results = self._apply(plain_apply(marked), operands)
-            duals = [forward_ad.unpack_dual(r) for r in results if _differentiable(r)]
+            duals = [forward_ad.unpack_dual(r) for r in results if is_differentiable(r)]
         return [*results, *(d.tangent for d in duals)]
 
 
 def _mark_forward() -> None:
     for node in engine.proxy_mode().tracer.graph.nodes:
         node.meta["custom"] = {FORWARD: True}
+
+
+def _forward_nodes(nodes: Sequence[Node], extra: Sequence[Node]) -> set[Node]:
+    """What ran before the rule did, and does not depend on its cotangents or tangents."""
+    later: set[Node] = set(extra)
+    found: set[Node] = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        marked = node.meta.get("custom", {}).get(FORWARD)
+        (found if marked and later.isdisjoint(node.all_input_nodes) else later).add(node)
+    return found
+
+
+def _source(node: Node) -> Node:
+    """What a node is an alias of."""
+    while node.target in _SAME:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def cut(
+    joint: GraphModule,
+    lifted: Sequence[torch.Tensor],
+    n_extra: int,
+    captures: Sequence[torch.Tensor],
+    n_operands: int,
+    n_results: int,
+) -> tuple[GraphModule, tuple[tuple[str, int], ...], GraphModule]:
+    """The rule's graph, what it reads, and the forward's graph with what the rule reads of it."""
+    nodes = list(joint.graph.nodes)
+    outputs = nodes[-1].args[0]
+    inputs = placeholders(joint)
+    late = {id(t): p for t, p in zip(lifted, inputs[n_operands + n_extra :])}
+    operands = [*inputs[:n_operands], *(late.get(id(t)) for t in captures)]
+    extra = inputs[n_operands : n_operands + n_extra]
+    results = outputs[:n_results]
+    known: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
+    for i, r in enumerate(results):
+        known.setdefault(_source(r), ("result", i))
+    middle: list[Node] = []
+    reads: dict[tuple[str, int], None] = {}
+
+    def residual(node: Node) -> tuple[str, int]:
+        source = _source(node)
+        if source not in known:
+            known[source] = ("intermediate", len(middle))
+            middle.append(source)
+        reads.setdefault(known[source])
+        return known[source]
+
+    forward = _forward_nodes(nodes, extra)
+    late_nodes = [n for n in nodes if n.op == "call_function" and n not in forward]
+    live = _live(late_nodes, outputs[n_results:])
+    crossing = {
+        m
+        for n in (*live, *(o for o in outputs[n_results:] if o is not None))
+        for m in (n.all_input_nodes if n in live else [n])
+        if m not in live and m not in extra and m.op != "get_attr"
+    }
+    places = {m: residual(m) for m in nodes if m in crossing}
+    graph = Graph()
+    copies: dict[Any, Node] = {}
+    for kind, i in reads:
+        copies[kind, i] = graph.placeholder(f"{kind}_{i}")
+    for p in extra:
+        copies[p] = graph.node_copy(p)
+
+    def of(node: Node) -> Node:
+        if node.op == "get_attr" and node not in copies:
+            copies[node] = graph.node_copy(node)
+        return copies[places[node]] if node in places else copies[node]
+
+    for n in nodes:
+        if n in live:
+            for m in n.all_input_nodes:
+                of(m)
+            copies[n] = graph.node_copy(n, of)
+    graph.output([None if o is None else of(o) for o in outputs[n_results:]])
+    rule = GraphModule(joint, graph)
+
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for i, operand in enumerate(operands):
+        if operand is None:
+            graph.placeholder(f"operand_{i}")
+        else:
+            made[operand] = graph.node_copy(operand)
+    for n in nodes:
+        if n.op == "get_attr" or n in forward:
+            made[n] = graph.node_copy(n, made.__getitem__)
+    graph.output([made[n] for n in (*results, *middle)])
+    graph.eliminate_dead_code()
+    return rule, tuple(reads), GraphModule(joint, graph)
+
+
+def _live(nodes: Sequence[Node], outputs: Sequence[Any]) -> set[Node]:
+    """Those of some nodes that outputs are computed from."""
+    among, live = set(nodes), set()
+    stack = [o for o in outputs if o in among]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack += [m for m in node.all_input_nodes if m in among]
+    return live
+
+
+def isolate(module: GraphModule) -> None:
+    """NOTE [raw operations], for a graph and the bodies in it."""
+    for inner in modules_of(module):
+        for node in list(inner.graph.nodes):
+            if RAW in node.meta:
+                _isolate(node, *node.meta.pop(RAW))
+
+
+def _isolate(node: Node, raw: Sequence[Node], results: Sequence[Node]) -> None:
+    inside = set(raw)
+    # Several results that are one tensor: the first stands for all.
+    gives = {_source(r): i for i, r in reversed(list(enumerate(results)))}
+    pieces = {u.args[1]: u for u in node.users}
+    for r in raw:
+        for user in list(r.users):
+            if user in inside or user is node:
+                continue
+            source = _source(r)
+            if source in gives:
+                user.replace_input_with(r, pieces[gives[source]])
+            elif source not in inside:
+                user.replace_input_with(r, source)
+            else:
+                with node.graph.inserting_before(user):
+                    stopped = node.graph.call_function(aten.detach.default, (source,))
+                stopped.meta["val"] = source.meta["val"]
+                user.replace_input_with(r, stopped)
+    node.graph.lint()

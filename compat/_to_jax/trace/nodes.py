@@ -5,12 +5,13 @@ The node of a custom ``autograd.Function`` has the Function's own derivative rul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import Graph, GraphModule, Node, Proxy
 
 from functx import _torch as engine
 
@@ -173,3 +174,21 @@ def modules_of(module: GraphModule) -> Iterator[GraphModule]:
 def placeholders(module: GraphModule) -> list[Node]:
     """The placeholder nodes in order."""
     return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The results of a node that are tensors, as they were when it was traced."""
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def is_differentiable(x: torch.Tensor) -> bool:
+    """Whether a tensor's dtype has derivatives."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def nodes_from_now(graph: Graph) -> Callable[[], list[Node]]:
+    """Gives the nodes that a graph has got since."""
+    last = next(iter(reversed(graph.nodes)), None)
+    return lambda: [*takewhile(lambda node: node is not last, reversed(graph.nodes))][::-1]

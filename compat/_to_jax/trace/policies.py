@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from jax.ad_checkpoint import checkpoint_name
 from torch.fx import GraphModule, Node, map_arg
@@ -28,6 +28,7 @@ from functx._aten import is_dot
 from functx._remat import batch_being_traced
 from functx._save_policies import Decision, Everything, Policy, Value
 from functx.compat._to_jax.rules.table import decompositions
+from functx.compat._to_jax.trace.nodes import nodes_from_now, tensors_of
 from functx.compat._torch import OpOverload, make_fx, map_tensors
 
 EXAMPLE = "functx_example"
@@ -40,11 +41,10 @@ def with_examples(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     mode = engine.proxy_mode() if batch > 1 else None
     if mode is None:
         return func(*args, **kwargs)
-    last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+    made = nodes_from_now(mode.tracer.graph)
     out = func(*args, **kwargs)
-    made = [*takewhile(lambda n: n is not last, reversed(mode.tracer.graph.nodes))][::-1]
-    if made:
-        _mark(made, _one_example(func, args, kwargs), batch)
+    if made():
+        _mark(made(), _one_example(func, args, kwargs), batch)
     return out
 
 
@@ -98,19 +98,15 @@ def _same(example: Node, node: Node, batch: int) -> bool:
     same = one.overloadpacket is all_of_them.overloadpacket
     if not same and not (is_dot(one) and is_dot(all_of_them)):
         return False
-    a, b = _first(example), _first(node)
-    if a is None or b is None or a.dtype != b.dtype:
+    if not (tensors_of(example) and tensors_of(node)):
+        return False
+    a, b = tensors_of(example)[0], tensors_of(node)[0]
+    if a.dtype != b.dtype:
         return False
     if not a.numel() or not b.numel():
         return a.numel() == b.numel()
     times, rest = divmod(b.numel(), a.numel())
     return not rest and batch % times == 0
-
-
-def _first(node: Node) -> torch.Tensor | None:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return next((v for v in values if isinstance(v, torch.Tensor)), None)
 
 
 def value_of(node: Node, per_example: bool) -> Value:
@@ -189,3 +185,50 @@ def named(value: Any, *names: str) -> Any:
         for name in names:
             value = checkpoint_name(value, name)
     return value
+
+
+# Derivatives that torch computes from an operation's result.  JAX computes some from an inner value
+# instead, which has no name when the result does: a region that saves the result by name would
+# recompute it all the same.
+_TANGENTS: dict[str, Callable[..., Any]] = {
+    "aten::tanh": lambda y, t: t * (1 - y * y),
+    "aten::sigmoid": lambda y, t: t * (y * (1 - y)),
+    "aten::exp": lambda y, t: t * y,
+    "aten::exp2": lambda y, t: t * (y * jnp.log(2.0).astype(y.dtype)),
+    "aten::expm1": lambda y, t: t * (y + 1),
+    "aten::sqrt": lambda y, t: t / (2 * y),
+    "aten::rsqrt": lambda y, t: t * (-0.5 * y**3),
+    "aten::reciprocal": lambda y, t: t * (-y * y),
+    "aten::relu": lambda y, t: jnp.where(y > 0, t, 0),
+    "aten::_softmax": lambda y, t, dim, *_: y * (t - jnp.sum(y * t, dim, keepdims=True)),
+    "aten::_log_softmax": lambda y, t, dim, *_: t - jnp.sum(jnp.exp(y) * t, dim, keepdims=True),
+}
+
+
+def from_result(
+    name: str, compute: Callable[..., Any], args: tuple[Any, ...], mark: Callable[[Any], Any]
+) -> Any:
+    """``mark(compute(*args))``, differentiated by way of the marked value where torch would.
+
+    Args:
+        name: of the operation, without its overload.
+        compute: its rule.
+        args: its arguments.
+        mark: gives the result a name.
+    """
+    tangent = _TANGENTS.get(name)
+    x = args[0] if args else None
+    real = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    if tangent is None or not real:
+        return mark(compute(*args))
+
+    @jax.custom_jvp
+    def marked(x: Any) -> Any:
+        return mark(compute(x, *args[1:]))
+
+    @marked.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        y = mark(compute(primals[0], *args[1:]))
+        return y, tangent(y, tangents[0].astype(y.dtype), *args[1:])
+
+    return marked(x)
