@@ -136,14 +136,15 @@ def is_once_differentiable(function: Any) -> bool:
     return getattr(function.backward, "__code__", None) is _ONCE
 
 
-# ``torch.autograd.grad`` without the question whether somebody overrides it: a mode that has been
-# asked is put aside for as long as the answer takes, and would see none of the backward pass.
-grad_under_modes = FunctionType(
-    torch.autograd.grad.__code__,
-    {**vars(torch.autograd), "has_torch_function": lambda _: False},
-    "grad",
-    torch.autograd.grad.__defaults__,
-)
+def asking_no_mode(f: Any) -> FunctionType:
+    """A function of torch in Python, without the question whether somebody overrides it.
+
+    A mode that has been asked is put aside for as long as the answer takes, and would see nothing
+    of what the function calls.
+    """
+    questions = ("has_torch_function", "has_torch_function_unary")
+    unasked = dict.fromkeys(questions, lambda *_: False)
+    return FunctionType(f.__code__, {**f.__globals__, **unasked}, f.__name__, f.__defaults__)
 
 
 def saved_tensors_hooks() -> Any:

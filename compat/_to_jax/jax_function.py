@@ -245,8 +245,6 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic):
         check_fits(np.asarray(x), where)
         return jnp.asarray(x)
-    if isinstance(x, _STATIC):
-        return x
     try:
         hash(x)
     except TypeError:

@@ -1,8 +1,7 @@
 """Functions of torch as a trace has to see them.
 
-Some look at values (to refuse them), or detach where a trace would take it for a detach that
-autograd makes.  torch's decomposition of recurrent networks leaves out the dropout between layers,
-so a call with dropout is made layer by layer, with the dropout in between.
+Some look at values, to refuse them.  torch's decomposition of recurrent networks leaves out the
+dropout between layers, so a call with dropout is made layer by layer, with the dropout in between.
 """
 
 from __future__ import annotations
@@ -17,20 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from functx._errors import LoweringError
-
-
-def _gumbel_softmax(
-    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
-) -> Tensor:
-    """``gumbel_softmax``, which detaches."""
-    gumbels = -torch.empty_like(logits).exponential_().log()
-    soft = ((logits + gumbels) / tau).softmax(dim)
-    if not hard:
-        return soft
-    index = soft.max(dim, keepdim=True)[1]
-    with torch.no_grad():
-        away = torch.zeros_like(logits).scatter_(dim, index, 1.0) - soft
-    return away + soft
 
 
 def _cov(
@@ -119,7 +104,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
-    functional.gumbel_softmax: _gumbel_softmax,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     functional.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,

@@ -62,7 +62,6 @@ from functx.compat._torch import (
 aten = torch.ops.aten
 _SAME = (aten.alias.default, aten.detach.default)
 FORWARD, RAW = "functx_forward", "functx_raw"
-ONCE = "is once_differentiable: it has no second derivative"
 _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -132,9 +131,18 @@ class Interceptor:
         start = self._draws.states()
         with _set(forward=True):
             out = apply(*args)
-        results = [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
+        results = [
+            o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)
+        ]
         raw = made()
-        with unseen(), self._draws.rewound(start), _fresh():
+        # In surroundings of their own: the settings of the call are not those of the rules.
+        with (
+            unseen(),
+            self._draws.rewound(start),
+            torch.enable_grad(),
+            _set(plain=True),
+            unhooked(),
+        ):
             function, captures = _Tracer(cls, args, shapes, results, self._mode).function()
             raw_results = [_node_of(r) for r in results]
             emit(function, [*tensors, *captures], results)
@@ -142,25 +150,6 @@ class Interceptor:
         assert isinstance(node, Node)
         node.meta[RAW] = (raw, raw_results)
         return out
-
-
-@contextmanager
-def _fresh() -> Iterator[None]:
-    """Surroundings in which a Function's rules are traced: not those of the call."""
-    with torch.enable_grad(), _set(plain=True), unhooked():
-        yield
-
-
-def _without_frames(error: Exception) -> Exception:
-    """An error to keep with a program: its traceback would keep all that the trace had."""
-    part: BaseException | None = error
-    while part is not None:
-        part.__traceback__, part = None, part.__cause__ or part.__context__
-    return error
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
 
 
 def _like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -196,12 +185,12 @@ class _Tracer:
         """The Function, and what it closes over."""
         n_cotangents = [i for i, r in enumerate(self._results) if is_differentiable(r)]
         cotangents = [_like(self._results[i]) for i in n_cotangents]
-        failed: Exception | None = None
+        failed = ""
         try:
             back = self._trace(lambda *t: self._joint(n_cotangents, *t), cotangents)
             to = list(self._to)
         except _FAILURES as err:
-            failed = _without_frames(err)
+            failed = f"{type(err).__name__}: {err}"
             back = self._trace(self._forward_only, [])
             to = []
         traces = [back]
@@ -217,14 +206,14 @@ class _Tracer:
             for graph, lifted, extra in traces
         ]
         graph, residuals, forward = rules[0]
-        backward: Any = failed
-        if failed is None and to:
+        backward: DerivativeRule | str | None = failed or None
+        if not failed and to:
             backward = DerivativeRule(graph, residuals, tuple(n_cotangents), tuple(to), forward)
         jvp = None
         if len(rules) > 1:
             graph, residuals, with_mids = rules[1]
             jvp = DerivativeRule(graph, residuals, tuple(of), tuple(n_cotangents), with_mids)
-        once = ONCE if is_once_differentiable(self._cls) else ""
+        once = is_once_differentiable(self._cls)
         n = len(self._results)
         return CustomFunction(self._cls.__name__, forward, n, backward, jvp, once), captures
 
@@ -261,7 +250,9 @@ class _Tracer:
     def _apply(self, apply: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         with _set(forward=True):
             out = apply(*self._full(tensors))
-        return [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
+        return [
+            o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)
+        ]
 
     def _forward_only(self, *operands: torch.Tensor) -> list[torch.Tensor]:
         results = self._apply(plain_apply(self._cls), operands)

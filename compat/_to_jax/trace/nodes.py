@@ -45,10 +45,10 @@ class CustomFunction(torch.nn.Module):
         name: of the Function.
         forward_graph: operands to results, then the intermediates that the backward reads.
         n_results: how many of them are results.
-        backward: the rule; None where no derivative can be taken, an exception where torch's own
-            machinery raised it.
+        backward: the rule; None where no derivative can be taken, the error that torch's own
+            machinery raised where there is none.
         jvp: the rule, if the Function has one.
-        once: why a second derivative is an error, if it is.
+        once: whether a second derivative is an error.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class CustomFunction(torch.nn.Module):
         name: str,
         forward_graph: GraphModule,
         n_results: int,
-        backward: DerivativeRule | Exception | None,
+        backward: DerivativeRule | str | None,
         jvp: DerivativeRule | None,
-        once: str,
+        once: bool,
     ) -> None:
         super().__init__()
         self.name = name
@@ -71,7 +71,7 @@ class CustomFunction(torch.nn.Module):
     @property
     def unruled(self) -> tuple[int, ...]:
         """The floating-point operands, where the backward failed and there is no jvp."""
-        if not isinstance(self.backward, Exception):
+        if not isinstance(self.backward, str):
             return ()
         inputs = [n for n in self.forward_graph.graph.nodes if n.op == "placeholder"]
         return tuple(i for i, n in enumerate(inputs) if n.meta["val"].dtype.is_floating_point)

@@ -26,7 +26,6 @@ to what has no tape.  Hooks that see gradients are refused: JAX's derivatives wo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,10 +50,10 @@ from functx.compat._torch import (
     OpOverload,
     TorchDispatchMode,
     apply_function,
+    asking_no_mode,
     called_by,
     called_by_us,
     draws,
-    grad_under_modes,
     is_functorch_wrapped,
     is_mutable,
     map_tensors,
@@ -74,13 +73,6 @@ _SAYS_DETACH = {
     torch.Tensor.data.__get__,  # type: ignore[attr-defined]
 }
 _READS_VALUE = (LOCAL_SCALAR, aten.item.default)
-
-
-class _State(threading.local):
-    user_detach = 0
-
-
-_state = _State()
 
 
 _T: Any = torch.Tensor
@@ -150,12 +142,16 @@ class Tape:
 
     Args:
         kept: whether inputs are on a tape.
+
+    Attributes:
+        detaches: how many calls of ``detach`` by the user are under way.
     """
 
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self._inputs: dict[int, torch.Tensor] = {}
         self._around = saved_tensors_hooks()
+        self.detaches = 0
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Put the inputs on the tape, if there is to be one."""
@@ -238,30 +234,21 @@ class UserCalls(TorchFunctionMode):
                 return _INSIDE[func](*args, **(kwargs or {}))
         if func not in _SAYS_DETACH or called_by_us(func):
             return with_examples(func, args, kwargs or {})
-        _state.user_detach += 1
+        self._tape.detaches += 1
         try:
             if func is torch.Tensor.detach_:
                 # Autograd does this one alone, without an operation that a trace could see.
                 args[0].copy_(args[0].detach())
             return func(*args, **(kwargs or {}))
         finally:
-            _state.user_detach -= 1
-
-
-def _backward(
-    x: torch.Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+            self._tape.detaches -= 1
 
 
 _INSIDE: dict[Any, Callable[..., Any]] = {
     **REPLACED,
-    torch.autograd.grad: grad_under_modes,
-    torch.Tensor.backward: _backward,
+    torch.autograd.grad: asking_no_mode(torch.autograd.grad),
+    torch.nn.functional.gumbel_softmax: asking_no_mode(torch.nn.functional.gumbel_softmax),
+    torch.Tensor.backward: asking_no_mode(torch.Tensor.backward),
 }
 
 
@@ -310,7 +297,7 @@ class Observer(TorchDispatchMode):
 
     def _dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten.detach.default:
-            if not _state.user_detach and torch.is_grad_enabled():
+            if not self._tape.detaches and torch.is_grad_enabled():
                 return aten.alias.default(*args)
             if called_by("torch.utils.checkpoint"):
                 # A tape that its hooks hand a value to takes it for the one that it saved.
