@@ -1,7 +1,7 @@
 """Every private torch name that ``compat`` uses, each with its reason.
 
 Invariant: no other module of ``compat`` reaches into ``torch._*`` or ``torch.fx.experimental``.
-``tests/compat/test_private_names.py`` holds each name to existing.
+``tests/project/test_canary.py`` holds each name to existing.
 """
 
 from __future__ import annotations

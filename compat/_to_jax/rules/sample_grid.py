@@ -45,7 +45,7 @@ def _grid_sampler_3d(x: Any, grid: Any, mode: int, padding: int, align: bool) ->
     places = [_place(grid[..., 2 - i], sizes[i], padding, align) for i in range(3)]
     order = 0 if mode == _NEAREST else 1
     at = jnp.stack([p if order else jnp.round(p) for p in places], 1)
-    sample = partial(map_coordinates, order=order, mode="constant")
+    sample = lambda image, p: map_coordinates(image, [*p], order, "constant")  # noqa: E731
     return jax.vmap(jax.vmap(sample, (0, None)))(x, at)
 
 

@@ -84,7 +84,7 @@ def layer_by_layer(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
     at = 2 if isinstance(args[3], list) else 1
     x, states, params, has_biases, layers, p, train, both_ways = args[0], *args[at : at + 7]
     if not (train and p > 0 and layers > 1):
-        return func(*args)  # type: ignore[no-any-return]
+        return func(*args)
     ways = 2 if both_ways else 1
     each = len(params) // layers
     finals = []

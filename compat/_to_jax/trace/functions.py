@@ -131,9 +131,7 @@ class Interceptor:
         start = self._draws.states()
         with _set(forward=True):
             out = apply(*args)
-        results = [
-            o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)
-        ]
+        results = _tensors(out)
         raw = made()
         # In surroundings of their own: the settings of the call are not those of the rules.
         with (
@@ -150,6 +148,11 @@ class Interceptor:
         assert isinstance(node, Node)
         node.meta[RAW] = (raw, raw_results)
         return out
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    """The tensors among what a Function returns."""
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
 
 
 def _like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -250,9 +253,7 @@ class _Tracer:
     def _apply(self, apply: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         with _set(forward=True):
             out = apply(*self._full(tensors))
-        return [
-            o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)
-        ]
+        return _tensors(out)
 
     def _forward_only(self, *operands: torch.Tensor) -> list[torch.Tensor]:
         results = self._apply(plain_apply(self._cls), operands)
