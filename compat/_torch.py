@@ -1,7 +1,7 @@
 """Every private torch name that ``compat`` uses, each with its reason.
 
 Invariant: no other module of ``compat`` reaches into ``torch._*`` or ``torch.fx.experimental``.
-``tests/compat/test_private_names.py`` holds each name to existing.
+``tests/project/test_canary.py`` holds each name to existing.
 """
 
 from __future__ import annotations
@@ -58,78 +58,49 @@ from functx._torch import SingleLevelFunction, apply_at_level
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
-
-def _nearest(matches: Callable[[FrameType], bool]) -> FrameType | None:
-    """The innermost frame of this thread that matches, from where our caller was called."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not matches(frame):
+def _outward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
+    """A frame and those around it, each with the name of its module."""
+    while frame is not None:
+        yield frame, str(frame.f_globals.get("__name__", ""))
         frame = frame.f_back
-    return frame
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def function_being_applied() -> type | None:
-    """The custom ``autograd.Function`` whose ``apply`` is on this thread's stack, if any.
-
-    Reads the frames of ``torch.autograd.Function.apply``: an operation that a custom forward runs
-    is otherwise indistinguishable from one in a ``no_grad`` block.
-    """
-    frame = _nearest(lambda frame: frame.f_code is _APPLY)
-    return None if frame is None else frame.f_locals.get("cls")
-
-
-def called_from(package: str) -> bool:
-    """Whether code of a package is on this thread's stack."""
-    return _nearest(lambda frame: _module(frame).startswith(package)) is not None
+def _is_handler(frame: FrameType) -> bool:
+    """Whether a frame is that of a function mode."""
+    return frame.f_code.co_name == "__torch_function__"
 
 
 def called_by(*modules: str) -> bool:
     """Whether code of some modules calls a torch function; ``"torch._"`` is a prefix."""
-
-    def calls(frame: FrameType) -> bool:
-        # What is between is ours, or what torch puts around the handler of a mode.
-        name = _module(frame)
-        ours = name.startswith(("functx.", "torch._compile", "torch._dynamo."))
-        return not ours and frame.f_code.co_name != "__torch_function__"
-
-    frame = _nearest(calls)
-    name = "" if frame is None else _module(frame)
-    return any(name.startswith(m) if m.endswith("_") else name == m for m in modules)
+    # What is between is ours, or what torch puts around the handler of a mode.
+    between = ("functx.", "torch._compile", "torch._dynamo.")
+    for frame, name in _outward(sys._getframe(1)):
+        if not (name.startswith(between) or _is_handler(frame)):
+            return any(name.startswith(m) if m.endswith("_") else name == m for m in modules)
+    return False
 
 
 def called_by_us(func: Any) -> bool:
     """Whether the code that calls a torch function is ours, a mode that hands it on aside."""
     handed_on = False
-
-    def calls(frame: FrameType) -> bool:
-        nonlocal handed_on
-        handler = frame.f_code.co_name == "__torch_function__"
-        if _module(frame).partition(".")[0] == "functx":
-            handed_on = handler and frame.f_locals.get("func") == func
-            return False
+    for frame, name in _outward(sys._getframe(1)):
+        if name.partition(".")[0] == "functx":
+            handed_on = _is_handler(frame) and frame.f_locals.get("func") == func
         # Other modes, and methods of tensors that are written in Python, come between.
-        return not handler and _module(frame) not in ("torch._tensor", "torch.overrides")
-
-    frame = _nearest(calls)
-    return frame is not None and not handed_on
+        elif not (_is_handler(frame) or name in ("torch._tensor", "torch.overrides")):
+            return not handed_on
+    return False
 
 
 def asked_by(package: str, functions: tuple[str, ...]) -> bool:
     """Whether code that is neither torch's nor ours, but for these functions, asks for a value."""
-
-    def asks(frame: FrameType) -> bool:
-        name = _module(frame)
-        return name.partition(".")[0] not in ("torch", "functx") or name.startswith(package)
-
-    frame = _nearest(asks)
-    if frame is None:
-        return False
-    return _module(frame).startswith(package) and frame.f_code.co_name in functions
+    for frame, name in _outward(sys._getframe(1)):
+        if name.startswith(package):
+            return frame.f_code.co_name in functions
+        if name.partition(".")[0] not in ("torch", "functx"):
+            return False
+    return False
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor:
@@ -149,9 +120,9 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
     return x._is_zerotensor()
 
 
-def is_random(op: OpOverload) -> bool:
+def draws(target: Any) -> bool:
     """Whether an operation draws random numbers, by its tags."""
-    return torch.Tag.nondeterministic_seeded in op.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 _ONCE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -165,14 +136,15 @@ def is_once_differentiable(function: Any) -> bool:
     return getattr(function.backward, "__code__", None) is _ONCE
 
 
-# ``torch.autograd.grad`` without the question whether somebody overrides it: a mode that has been
-# asked is put aside for as long as the answer takes, and would see none of the backward pass.
-grad_under_modes = FunctionType(
-    torch.autograd.grad.__code__,
-    {**vars(torch.autograd), "has_torch_function": lambda _: False},
-    "grad",
-    torch.autograd.grad.__defaults__,
-)
+def asking_no_mode(f: Any) -> FunctionType:
+    """A function of torch in Python, without the question whether somebody overrides it.
+
+    A mode that has been asked is put aside for as long as the answer takes, and would see nothing
+    of what the function calls.
+    """
+    questions = ("has_torch_function", "has_torch_function_unary")
+    unasked = dict.fromkeys(questions, lambda *_: False)
+    return FunctionType(f.__code__, {**f.__globals__, **unasked}, f.__name__, f.__defaults__)
 
 
 def saved_tensors_hooks() -> Any:
@@ -335,11 +307,6 @@ def original_of(f: Any) -> Any:
     return getattr(f, name, f)
 
 
-def version_of(x: torch.Tensor) -> int:
-    """The in-place version counter: equal versions of one tensor hold equal values."""
-    return -1 if x.is_inference() else x._version
-
-
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Apply a function to every tensor in the arguments or results of an operation."""
     return tree_map_only(torch.Tensor, fn, tree)
@@ -347,19 +314,3 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 # Reads a tensor as a Python number; what ``item()``, ``float()`` and ``bool()`` call.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
-
-Decompositions = dict[Any, Callable[..., Any]]
-
-
-def decompositions_without(has_rule: Callable[[OpOverload], bool]) -> Decompositions:
-    """All known decompositions of operations for which ``has_rule`` is false.
-
-    Args:
-        has_rule: tells whether an overload has a rule of its own, which always goes first.
-
-    Returns:
-        A decomposition table for :func:`make_fx`.
-    """
-    table: Decompositions = dict(decomposition_table)
-    table.update(core_aten_decompositions().items())
-    return {op: fn for op, fn in table.items() if isinstance(op, OpOverload) and not has_rule(op)}

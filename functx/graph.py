@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functx import _save_policies, _torch, _tree
+from functx import _notice, _save_policies, _torch, _tree
 from functx._aten import flops_of, is_dot
 from functx._remat import operator_of
 from functx._save_policies import Decision, Value
@@ -91,7 +91,9 @@ def remat(gm: fx.GraphModule, *, policy: Any = None, budget: Any = None) -> fx.G
         again = joint.not_kept(joint.regions(policy), _asked(policy))
     else:
         most = checked_budget(budget, "functx.graph.remat")
-        again = _within(joint, most)
+        text = f"functx.graph.remat: a budget for a graph of {len(joint.nodes)} operations"
+        with _notice.of_long_work(text):
+            again = _within(joint, most)
     new = fx.GraphModule(gm, joint.rewritten(again))
     new.meta.update(gm.meta)
     return new

@@ -7,7 +7,6 @@ from functx.compat._bridge.dlpack import encode as encode
 from functx.compat._bridge.dlpack import give as give
 from functx.compat._bridge.dlpack import has_torch_dtype as has_torch_dtype
 from functx.compat._bridge.dlpack import is_key as is_key
-from functx.compat._bridge.dlpack import is_still as is_still
 from functx.compat._bridge.dlpack import tensor_from_jax as tensor_from_jax
 from functx.compat._bridge.dlpack import torch_dtype_of as torch_dtype_of
 from functx.compat._bridge.dtypes import ENABLE_X64 as ENABLE_X64

@@ -72,20 +72,6 @@ def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
         return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
 
 
-def is_still(array: jax.Array, x: torch.Tensor) -> bool:
-    """Whether an array that was made from a tensor has the tensor's values, to the bit.
-
-    A write through ``.data`` leaves no other trace.  Of a tensor on another device that would take
-    as long as copying it: False.
-    """
-    if x.device.type != "cpu":
-        return False
-    values, held = _values(x, "a tensor"), np.asarray(array)
-    if values.dtype == held.dtype:
-        values, held = values.reshape(-1).view(np.uint8), held.reshape(-1).view(np.uint8)
-    return bool(np.array_equal(values, held))
-
-
 def _values(x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
     """The values of a tensor, over its memory where possible."""
     _has_plain_data(x, what)

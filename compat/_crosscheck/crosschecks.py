@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.fx.traceback import preserve_node_meta
 
 import functx
 from functx import _tree
@@ -31,7 +30,7 @@ from functx.compat._crosscheck.operations import Operation, first_difference
 from functx.compat._crosscheck.precision import Difference, difference, in_float64
 from functx.compat._crosscheck.products import count
 from functx.compat._jax import KEEP_RECOMPUTE
-from functx.compat._to_jax import Lowered, noted, to_jax
+from functx.compat._to_jax import Lowered, to_jax
 
 
 def crosscheck(
@@ -217,8 +216,7 @@ def _first(
     case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
 ) -> Operation | None:
     """The first operation that differs, for the first example."""
-    with preserve_node_meta():
-        program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
+    program = to_jax(case.function).program(*_first_example(case, jax_args))
     primals, rest = _first_example(case, (case.primals, case.rest))
     return first_difference(program, [*primals, *rest], derivatives, rtol, atol)
 

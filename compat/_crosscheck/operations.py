@@ -23,8 +23,8 @@ from functx.compat import random
 from functx.compat._bridge import array_from_torch
 from functx.compat._crosscheck.precision import Difference, difference
 from functx.compat._to_jax import (
+    FunctionalGraph,
     Interpreter,
-    Program,
     Source,
     apply_rule,
     body_of,
@@ -238,7 +238,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def first_difference(
-    program: Program,
+    program: FunctionalGraph,
     inputs: Sequence[torch.Tensor],
     derivatives: bool,
     rtol: float | None,

@@ -6,9 +6,8 @@ from functx.compat._to_jax.jax_function import Lowered as Lowered
 from functx.compat._to_jax.jax_function import to_jax as to_jax
 from functx.compat._to_jax.rules.table import rule as rule
 from functx.compat._to_jax.source_lines import Source as Source
-from functx.compat._to_jax.source_lines import noted as noted
 from functx.compat._to_jax.source_lines import source_of as source_of
 from functx.compat._to_jax.trace.nodes import body_of as body_of
 from functx.compat._to_jax.trace.nodes import custom_function_of as custom_function_of
 from functx.compat._to_jax.trace.nodes import is_region as is_region
-from functx.compat._to_jax.trace.trace import Program as Program
+from functx.compat._to_jax.trace.trace import FunctionalGraph as FunctionalGraph

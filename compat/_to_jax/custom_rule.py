@@ -1,6 +1,6 @@
 """A custom ``autograd.Function`` in JAX: its own backward, and its own jvp, at every order.
 
-It is a ``jax.custom_jvp`` whose tangents are a linear call (:mod:`._linear`): evaluated, that is
+It is a ``jax.custom_jvp`` whose tangents are a linear call (``linear.py``): evaluated, that is
 the Function's jvp, or, where it has none, the transpose of its backward; transposed, it is the
 backward.  So forward over reverse (``jax.hessian``) works, which a ``jax.custom_vjp`` refuses.
 """
@@ -9,29 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from torch.fx import GraphModule
 
 from functx._errors import LoweringError
 from functx.compat._to_jax.linear import linear, transpose
-from functx.compat._to_jax.trace.custom_function import CustomFunction, DerivativeRule
+from functx.compat._to_jax.trace.nodes import CustomFunction, DerivativeRule
 
 Zeros = Callable[[], list[Any]]
-
-
-class Run(Protocol):
-    """Runs a graph on arrays, with a random key."""
-
-    def __call__(
-        self, rng: Any, graph: GraphModule, inputs: Sequence[Any], stops: bool = True
-    ) -> list[Any]:
-        """Without ``stops`` derivatives go through ``detach`` and ``no_grad`` blocks."""
+Run = Callable[..., list[Any]]
+"""Runs a graph, of a random key, the graph and its inputs; without ``stops`` derivatives go through
+``detach`` and ``no_grad`` blocks."""
 
 
 def apply_custom_function(
@@ -124,10 +117,9 @@ class _Rules:
         rng, _, residuals = kept
         function = self._function
         if self._back is None:
-            error = function.backward
             raise LoweringError(
                 f"{function.name}, a custom autograd.Function, has no backward that JAX could use:"
-                f" {type(error).__name__}: {error}"
+                f" {function.backward}; give it one of torch operations"
             )
         # torch's gradient of a complex number is the conjugate of JAX's cotangent.
         given = [*residuals, *map(jnp.conj, cotangents)]
@@ -168,7 +160,9 @@ def _once(function: CustomFunction, gradients: list[Any], inputs: list[Any]) -> 
         moved = jax.tree_util.tree_leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
         if not all(isinstance(t, SymbolicZero) for t in moved):
             raise LoweringError(
-                f"the backward of {function.name}, a custom autograd.Function, {function.once}"
+                f"the backward of {function.name}, a custom autograd.Function, is"
+                " once_differentiable: it has no second derivative. Write it with differentiable"
+                " operations, and without once_differentiable"
             )
         return once(*primals), [jnp.zeros_like(g) for g in primals[0]]
 

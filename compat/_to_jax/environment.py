@@ -2,10 +2,9 @@
 
 Invariant: two calls with equal environments would trace to the same graph, as far as can be seen
 from outside the function: its cells, defaults, bound object, partial arguments and the globals
-that its code names, less what it only counts in (``write_only_names.py``); of modules the training
-flags and the identity of every parameter and buffer.  Values of tensors are not part of it:
-they are read again at every call.  State that hides deeper (in an attribute of an arbitrary object)
-is compared by identity only.
+that its code names; of modules the training flags and the identity of every parameter and buffer.
+Values of tensors are not part of it: they are read again at every call.  State that hides deeper
+(in an attribute of an arbitrary object) is compared by identity only.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 
 from functx._errors import LoweringError
-from functx.compat._to_jax.write_only_names import only_written
 from functx.compat._torch import has_backward_hooks, own_tensors
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -42,14 +40,20 @@ class _Same:
         return isinstance(other, _Same) and self.thing is other.thing
 
 
-def environment_of(f: Callable[..., Any]) -> Hashable:
+def environment_of(f: Callable[..., Any]) -> tuple[Hashable, ...]:
     """A hashable summary of what a trace of ``f`` depends on besides its arguments."""
     settings = (
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
     )
-    return settings, tuple(_summary(f, set(), _DEPTH))
+    return settings, *_summary(f, set(), _DEPTH)
+
+
+def device_of(environment: tuple[Hashable, ...]) -> str:
+    """The device of what is closed over; inputs are traced as if they were there."""
+    things = (found.thing for found in environment if isinstance(found, _Same))
+    return next((str(x.device) for x in things if isinstance(x, torch.Tensor)), "cpu")
 
 
 def _summary(thing: Any, seen: set[int], depth: int) -> Iterator[Hashable]:
@@ -92,26 +96,13 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 def _function_parts(f: types.FunctionType) -> Iterator[Any]:
-    counters = only_written(f.__code__)
-    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+    for cell in f.__closure__ or ():
         try:
-            value = cell.cell_contents
+            yield cell.cell_contents
         except ValueError:  # a name that is bound later
-            value = None
-        yield None if name in counters and _is_count(value) else value
+            yield None
     yield from f.__defaults__ or ()
     yield from (f.__kwdefaults__ or {}).values()
     yield getattr(f, "__wrapped__", None)
-    for name in f.__code__.co_names:
-        value = f.__globals__.get(name)
-        if isinstance(value, _NAMED) and not (name in counters and _is_count(value)):
-            yield value
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a function may write to this without writing to a tensor."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | set):
-        return not any(isinstance(x, torch.Tensor) for x in value)
-    return isinstance(value, int | float)
+    named = (f.__globals__.get(name) for name in f.__code__.co_names)
+    yield from (value for value in named if isinstance(value, _NAMED))

@@ -25,11 +25,11 @@ from functx._errors import LoweringError
 from functx.compat._bridge import ENABLE_X64, to_jax_dtype
 from functx.compat._jax import RECOMPUTED
 from functx.compat._to_jax.custom_rule import apply_custom_function
-from functx.compat._to_jax.rules.by_result import from_result
 from functx.compat._to_jax.rules.table import lookup, names_of
+from functx.compat._to_jax.source_lines import at_source
 from functx.compat._to_jax.trace.hand_over import AGAIN
-from functx.compat._to_jax.trace.nodes import body_of, custom_function_of, is_region
-from functx.compat._to_jax.trace.saved_names import named, names_of_node, saving
+from functx.compat._to_jax.trace.nodes import body_of, custom_function_of, is_region, tensors_of
+from functx.compat._to_jax.trace.policies import from_result, named, names_of_node, saving
 from functx.compat._torch import name_of
 
 # NOTE [replays]
@@ -183,37 +183,33 @@ def apply_rule(
     """Apply the rule of a node to JAX arrays and give the result its traced dtypes.
 
     Raises:
-        LoweringError: if there is no rule, the rule gave another shape than torch, or a number does
-            not fit.
+        LoweringError: if the rule refuses the arguments, it gave another shape than torch, or a
+            number does not fit.
     """
-    rule = lookup(node.target)  # type: ignore[arg-type]
-    if rule is None:
-        raise LoweringError(f"{node.target} has no rule")
-    value = node.meta.get("val")
-    first = _first_tensor(value)
-    if rule.cast and first is not None:
-        dtype = to_jax_dtype(first.dtype)
-        args, kwargs = _cast_all((args, kwargs), dtype)
-    if rule.context:
-        shape = tuple(first.shape) if first is not None else ()
-        dtype = to_jax_dtype(first.dtype) if first is not None else None
-        kwargs = {
-            **kwargs,
-            "ctx": Context(shape, dtype, node, key() if key and rule.random else None),
-        }
     try:
-        out = rule.fn(*args, **kwargs)
+        return _apply(node, args, kwargs, key)
+    except LoweringError as err:
+        raise LoweringError(f"{node.target}{at_source(node)}: {err}") from err
     except OverflowError as err:
         raise LoweringError(
-            f"{node.target} is given a number that does not fit: {err}. If it needs 64 bits,"
-            f" {ENABLE_X64}"
+            f"{node.target}{at_source(node)} is given a number that does not fit: {err}. If it"
+            f" needs 64 bits, {ENABLE_X64}"
         ) from err
-    return _conform(out, value, node)
 
 
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    values = value if isinstance(value, tuple | list) else (value,)
-    return next((v for v in values if isinstance(v, torch.Tensor)), None)
+def _apply(node: Node, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+    rule = lookup(node.target)  # type: ignore[arg-type]
+    assert rule is not None, node.target
+    value = node.meta.get("val")
+    first = next(iter(tensors_of(node)), None)
+    shape = tuple(first.shape) if first is not None else ()
+    dtype = to_jax_dtype(first.dtype) if first is not None else None
+    if rule.cast and first is not None:
+        args, kwargs = _cast_all((args, kwargs), dtype)
+    if rule.context:
+        rng = key() if key and rule.random else None
+        kwargs = {**kwargs, "ctx": Context(shape, dtype, node, rng)}
+    return _conform(rule.fn(*args, **kwargs), value, node)
 
 
 def _cast_all(tree: Any, dtype: Any) -> Any:
@@ -254,8 +250,8 @@ def _conform(out: Any, value: Any, node: Node) -> Any:
         out = _convert(out, dtype)
     if out.shape != tuple(value.shape):
         raise LoweringError(
-            f"the rule for {node.target} gave shape {out.shape} where torch has"
-            f" {tuple(value.shape)}; please report this"
+            f"the rule gave shape {out.shape} where torch has {tuple(value.shape)}; please report"
+            " this"
         )
     return out
 

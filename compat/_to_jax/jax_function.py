@@ -7,6 +7,7 @@ the trace: their values are read at every call, as in torch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,22 +24,22 @@ from functx.compat._bridge import (
     check_fits,
     function_of,
     function_with_buffers,
-    is_still,
     state_of,
     teach_jax,
     to_jax_dtype,
     to_torch_dtype,
 )
 from functx.compat._jax import x64_enabled
-from functx.compat._to_jax.environment import environment_of
+from functx.compat._to_jax.environment import device_of, environment_of
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
-from functx.compat._to_jax.trace.trace import Program, Spec, trace
-from functx.compat._torch import original_of, version_of
+from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
+from functx.compat._torch import original_of
 from functx.compat.random._rounding import lowering
 
 _STATIC = (bool, int, float, complex, str, bytes, type(None))
 _MOST_PROGRAMS = 128
+_MANY_TRACES = 8
 
 
 def to_jax(
@@ -61,7 +62,8 @@ def to_jax(
     Tensors that ``f`` closes over are read at each call, so an optimizer step between two calls is
     seen; inside ``jax.jit`` they are constants of the compiled function, as any closure in JAX.
     Python numbers, strings and flags are static: another value traces again, as does a rebound
-    tensor or module.  State in attributes of other objects is read when tracing, not at each call.
+    tensor or module, and a counter or list that ``f`` itself changes (after eight traces with a
+    warning).  State in attributes of other objects is read when tracing, not at each call.
     With x64 off a JAX ``int32`` is seen by ``f`` as torch's default ``int64``, and what is computed
     of it wraps at 32 bits.  Of what ``torch.compile`` made the original is taken.  A write to an
     argument stays inside the call (with a warning, since the caller will not see it).  What a
@@ -134,7 +136,7 @@ class Traced:
         run: evaluates the graph: ``run(inputs, captures, key)``.
     """
 
-    program: Program
+    program: FunctionalGraph
     out_leaves: tuple[tuple[bool, Any], ...]
     out_tree: Any
     run: Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]
@@ -153,8 +155,7 @@ class Lowered:
         self._rng = rng
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = getattr(f, "__doc__", None)
-        self._programs: dict[Hashable, Traced] = {}
-        self._arrays: dict[int, tuple[torch.Tensor, Hashable, jax.Array]] = {}
+        self._programs: dict[tuple[Hashable, Hashable], Traced] = {}
 
     def __repr__(self) -> str:
         return f"to_jax({self.__name__})"
@@ -184,7 +185,7 @@ class Lowered:
         inputs = [*arrays, *self.captured(traced.program)]
         return traced.result(Interpreter(observe).run(traced.program.module, inputs))
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: Any, **kwargs: Any) -> FunctionalGraph:
         """The traced program for these arguments."""
         return self._prepare(args, kwargs)[0].program
 
@@ -198,25 +199,27 @@ class Lowered:
             Spec(x.shape, to_torch_dtype(x.dtype)) if isinstance(x, jax.Array) else (type(x), x)
             for x in leaves
         )
-        key = (kinds, tree, x64_enabled(), environment_of(self.__wrapped__))
+        environment = environment_of(self.__wrapped__)
+        key = ((kinds, tree, x64_enabled()), environment)
         if key not in self._programs:
+            if sum(signature == key[0] for signature, _ in self._programs) == _MANY_TRACES:
+                warnings.warn(
+                    f"{self!r} has been traced {_MANY_TRACES} times for arguments of one signature:"
+                    " what it closes over (a number, a list, a global counter) is another one at"
+                    " each call. Pass what changes as an array, or keep it in an attribute of an"
+                    " object, which is read when tracing only",
+                    stacklevel=3,
+                )
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-                self._arrays.clear()
-            self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng)
+            device = device_of(environment)
+            self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device)
         return self._programs[key], arrays
 
-    def captured(self, program: Program) -> list[jax.Array]:
+    def captured(self, program: FunctionalGraph) -> list[jax.Array]:
         """The current values of the tensors that a program closes over."""
-        return [self._array(t) for t in program.captures]
-
-    def _array(self, tensor: torch.Tensor) -> jax.Array:
-        state = (version_of(tensor), tensor.data_ptr(), x64_enabled())
-        held = self._arrays.get(id(tensor))
-        if held is None or held[1] != state or not is_still(held[2], tensor):
-            array = array_from_torch(tensor, f"a tensor closed over by {self.__name__}")
-            held = self._arrays[id(tensor)] = (tensor, state, array)
-        return held[2]
+        what = f"a tensor closed over by {self.__name__}"
+        return [array_from_torch(t, what) for t in program.captures]
 
 
 def _is_key(x: Any) -> bool:
@@ -242,8 +245,6 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic):
         check_fits(np.asarray(x), where)
         return jnp.asarray(x)
-    if isinstance(x, _STATIC):
-        return x
     try:
         hash(x)
     except TypeError:
@@ -266,7 +267,12 @@ def _words(key: jax.Array, where: str) -> jax.Array:
 
 
 def _trace(
-    f: Callable[..., Any], leaves: list[Any], kinds: Sequence[Any], tree: Any, rng: bool
+    f: Callable[..., Any],
+    leaves: list[Any],
+    kinds: Sequence[Any],
+    tree: Any,
+    rng: bool,
+    device: str,
 ) -> Traced:
     out_leaves: list[tuple[bool, Any]] = []
     out_tree: Any = None
@@ -297,7 +303,6 @@ def _trace(
         return outputs
 
     specs = [kind for kind in kinds if isinstance(kind, Spec)]
-    device = _device(f)
     name = getattr(f, "__name__", type(f).__name__)
     with torch.enable_grad(), torch.inference_mode(False), lowering():
         program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs], name)
@@ -309,23 +314,3 @@ def _trace(
         return Interpreter(rng=key).run(program.module, [*inputs, *captures])
 
     return Traced(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))
-
-
-def _device(f: Callable[..., Any]) -> str:
-    """The device that closed-over modules live on; inputs are traced as if they were there."""
-    holder = getattr(f, "__self__", f)
-    cells = [c.cell_contents for c in getattr(f, "__closure__", None) or () if _is_set(c)]
-    for thing in (holder, *cells):
-        tensors = thing.parameters() if isinstance(thing, torch.nn.Module) else [thing]
-        for t in tensors:
-            if isinstance(t, torch.Tensor):
-                return str(t.device)
-    return "cpu"
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -7,7 +7,7 @@ on.
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from functx.compat._bridge import ENABLE_X64, WIDE_FLOATS, WIDE_INTEGERS
 from functx.compat._jax import x64_enabled
 from functx.compat._to_jax.interpreter import NEEDS_KEY
 from functx.compat._to_jax.rules.table import lookup
-from functx.compat._to_jax.trace.nodes import custom_function_of, is_region, modules_of
-from functx.compat._to_jax.trace.trace import Program
+from functx.compat._to_jax.source_lines import at_source
+from functx.compat._to_jax.trace.nodes import custom_function_of, is_region, modules_of, tensors_of
+from functx.compat._to_jax.trace.trace import FunctionalGraph
 from functx.compat._torch import OpOverload, typed_arguments
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ _OTHER_BITS = (aten.view.dtype,)
 _SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
 
 
-def check(program: Program, rng: bool = False) -> None:
+def check(program: FunctionalGraph, rng: bool = False) -> None:
     """Raise one error that lists every reason why a program can't be lowered.
 
     Args:
@@ -43,61 +44,67 @@ def check(program: Program, rng: bool = False) -> None:
         raise LoweringError("can't be lowered to JAX:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def _calls(program: Program) -> list[Node]:
+def _calls(program: FunctionalGraph) -> list[Node]:
     graphs = [m.graph for m in modules_of(program.module)]
-    return [n for g in graphs for n in g.nodes if n.op == "call_function"]
+    nodes = [n for g in graphs for n in g.nodes if n.op == "call_function"]
+    return [n for n in nodes if n.target is not operator.getitem]
 
 
-def _operations(program: Program) -> list[str]:
-    missing: Counter[str] = Counter()
-    for node in _calls(program):
-        if node.target is operator.getitem or is_region(node) or custom_function_of(node):
-            continue
-        op = node.target
-        if not isinstance(op, OpOverload) or lookup(op) is None:
-            missing[str(op)] += 1
+def _listed(found: Iterable[tuple[str, Node]]) -> str:
+    """Each of some texts with how often it was found, and at which line of the user first."""
+    nodes: dict[str, list[Node]] = {}
+    for text, node in found:
+        nodes.setdefault(text, []).append(node)
+    return ", ".join(f"{text} ({len(at)}x{at_source(at[0])})" for text, at in sorted(nodes.items()))
+
+
+def _operations(program: FunctionalGraph) -> list[str]:
+    missing = [
+        (str(node.target), node)
+        for node in _calls(program)
+        if not is_region(node)
+        and custom_function_of(node) is None
+        and not (isinstance(node.target, OpOverload) and lookup(node.target))
+    ]
     if not missing:
         return []
-    counts = ", ".join(f"{op} ({n}x)" for op, n in sorted(missing.items()))
-    return [f"{len(missing)} operations have no rule: {counts}"]
+    return [
+        f"{len(dict(missing))} operations have no rule: {_listed(missing)}; write them with other"
+        " operations of torch, or with functx.compat.from_jax(g) of a JAX function g, which is g"
+        " itself in the lowered function"
+    ]
 
 
-def _random(program: Program, rng: bool) -> list[str]:
-    if rng:
+def _random(program: FunctionalGraph, rng: bool) -> list[str]:
+    drawing = [
+        (str(node.target), node)
+        for node in _calls(program)
+        if isinstance(node.target, OpOverload) and (rule := lookup(node.target)) and rule.random
+    ]
+    if rng or not drawing:
         return []
-    ops = [n.target for n in _calls(program) if isinstance(n.target, OpOverload)]
-    found = {str(op) for op in ops if (known := lookup(op)) is not None and known.random}
-    if not found:
-        return []
-    return [f"random operations ({', '.join(sorted(found))}) need a key: {NEEDS_KEY}"]
+    return [f"random operations need a key: {_listed(drawing)}; {NEEDS_KEY}"]
 
 
-def _values(node: Node) -> list[torch.Tensor]:
-    value: Any = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _wide(program: Program) -> list[str]:
+def _wide(program: FunctionalGraph) -> list[str]:
     """What 64 bits would be narrowed, or cut off, with x64 off."""
     if x64_enabled():
         return []
-    floats: set[str] = set()
-    integers: set[str] = set()
+    floats, integers = [], []
     for node in _calls(program):
-        if node.target is operator.getitem:
-            continue
-        floats |= {f"{node.target} ({v.dtype})" for v in _values(node) if v.dtype in WIDE_FLOATS}
         if isinstance(node.target, OpOverload):
-            integers |= {f"{node.target} ({what})" for what in _wide_integers(node)}
+            wide = {v.dtype for v in tensors_of(node) if v.dtype in WIDE_FLOATS}
+            floats += [(f"{node.target} of {dtype}", node) for dtype in wide]
+            integers += [(f"{node.target} of {what}", node) for what in _wide_integers(node)]
     problems = []
     if floats:
-        narrowed = ", ".join(sorted(floats))
-        problems.append(f"64-bit values, which JAX would narrow silently: {narrowed}; {ENABLE_X64}")
+        problems.append(
+            f"64-bit values, which JAX would narrow silently: {_listed(floats)}; {ENABLE_X64}"
+        )
     if integers:
         problems.append(
             "64-bit integers, which JAX has no room for while 64-bit types are off:"
-            f" {', '.join(sorted(integers))}; {ENABLE_X64}"
+            f" {_listed(integers)}; {ENABLE_X64}"
         )
     return problems
 
@@ -105,8 +112,8 @@ def _wide(program: Program) -> list[str]:
 def _wide_integers(node: Node) -> list[str]:
     """What a node needs more than 32 bits of its integers for."""
     op: Any = node.target
-    out = [v.dtype in WIDE_INTEGERS for v in _values(node)]
-    read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in _values(n)]
+    out = [v.dtype in WIDE_INTEGERS for v in tensors_of(node)]
+    read = [v.dtype in WIDE_INTEGERS for n in node.all_input_nodes for v in tensors_of(n)]
     if not any(out + read):
         return []
     if op in _ALL_BITS:

@@ -1,24 +1,19 @@
 """Where in the user's code each node of a traced graph comes from.
 
 While the function runs, every torch call notes the innermost frame that is neither torch's nor
-functx's, and the tracer copies the note to the nodes it makes.  Frames are looked at only here, so
-an ordinary trace does not pay for them.
+functx's, and the tracer copies the note to the nodes it makes.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import linecache
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.traceback import set_stack_trace
-from torch.overrides import TorchFunctionMode
 
 import functx
 
@@ -47,31 +42,17 @@ class Source:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-class _Note(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-            frame = frame.f_back
-        if frame is not None:
-            code = frame.f_code
-            set_stack_trace([f"{_MARK}{code.co_filename}\n{frame.f_lineno}\n{code.co_name}"])
-        return func(*args, **(kwargs or {}))
+def note_source() -> None:
+    """Note the line of the user that runs; the nodes that are made next have it.
 
-
-def noted(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f``, noting where it is while it runs.
-
-    Trace it under ``torch.fx.traceback.preserve_node_meta()``.
+    Only under ``torch.fx.traceback.preserve_node_meta()``.
     """
-
-    @functools.wraps(f)
-    def run(*args: Any) -> Any:
-        with _Note():
-            return f(*args)
-
-    return run
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame = frame.f_back
+    if frame is not None:
+        code = frame.f_code
+        set_stack_trace([f"{_MARK}{code.co_filename}\n{frame.f_lineno}\n{code.co_name}"])
 
 
 def source_of(node: Node) -> Source | None:
@@ -81,3 +62,9 @@ def source_of(node: Node) -> Source | None:
         return None
     file, line, function = trace.removeprefix(_MARK).split("\n")[:3]
     return Source(file, int(line), function, linecache.getline(file, int(line)).strip())
+
+
+def at_source(node: Node) -> str:
+    """``" at FILE:LINE in FUNCTION"``, for messages; nothing for a line that was not noted."""
+    source = source_of(node)
+    return "" if source is None else f" at {source}"

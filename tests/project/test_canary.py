@@ -21,7 +21,11 @@ def chains(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["functx._torch", *(f"functx._torch.{n}" for n in ("compiler", "flags", "graphs"))]
+    "module",
+    [
+        *("functx._torch", "functx.compat._torch"),
+        *(f"functx._torch.{n}" for n in ("compiler", "flags", "graphs")),
+    ],
 )
 def test_each_name_exists(module):
     """Those that are reached as the module is imported exist if it can be."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from functx._errors import LoweringError
 from functx.compat._to_jax.rules.table import rule, rules
 
 
@@ -28,28 +29,37 @@ def _index(x: Any, indices: Sequence[Any]) -> Any:
 
 @rule("index_put", "_unsafe_index_put")
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    masks = [i for i in indices if i is not None and i.dtype == jnp.bool_]
     values = jnp.asarray(values, x.dtype)
-    if masks:
+    if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         return _mask_put(x, indices, values, accumulate)
     at = x.at[_indices(indices)]
     return at.add(values) if accumulate else at.set(values)
 
 
 def _mask_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
-    """Write where a mask over the leading axes is true; there are as many values as that."""
-    if len(indices) != 1:
-        at = x.at[_indices(indices)]  # JAX says what it can't do with a mask among indices
-        return at.add(values) if accumulate else at.set(values)
-    (mask,) = indices
+    """Write where a mask is true, over some neighbouring axes; there are as many values as that."""
+    (mask, *others) = (i for i in indices if i is not None)
+    if others:
+        raise LoweringError(
+            "an assignment has a mask among other indices, so how many elements it writes depends"
+            " on values: use torch.where with a mask over the whole tensor"
+        )
+    before = next(i for i, index in enumerate(indices) if index is not None)
+    ahead, behind = range(before), range(-before, 0)
+    x = jnp.moveaxis(x, ahead, behind)
     tail = x.shape[mask.ndim :]
-    if values.ndim == len(tail) + 1 and values.shape[0] != 1:
+    axes = len(tail) + 1
+    values = jnp.moveaxis(values.reshape(((1,) * axes + values.shape)[-axes:]), ahead, behind)
+    if values.shape[0] > 1:
         position = jnp.maximum(jnp.cumsum(mask.ravel()) - 1, 0).reshape(mask.shape)
         values = values[jnp.minimum(position, values.shape[0] - 1)]
-    elif values.ndim == len(tail) + 1:
+    elif values.shape[0] == 1:
         values = values[0]
+    else:  # the mask is false everywhere
+        values = x
     mask = mask.reshape(mask.shape + (1,) * len(tail))
-    return jnp.where(mask, x + values if accumulate else values, x)
+    written = jnp.where(mask, x + values if accumulate else values, x)
+    return jnp.moveaxis(written, behind, ahead)
 
 
 @rule("gather")

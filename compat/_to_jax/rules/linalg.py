@@ -214,12 +214,6 @@ def _ormqr(a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False)
     return c
 
 
-@rule("linalg_cross")
-def _cross(a: Any, b: Any, *, dim: int = -1) -> Any:
-    a, b = jnp.broadcast_arrays(a, b)
-    return jnp.cross(a, b, axis=dim)
-
-
 @rule("_cdist_forward", "_euclidean_dist")
 def _cdist(a: Any, b: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
     return vector_norm(a[..., :, None, :] - b[..., None, :, :], p, (-1,), False)

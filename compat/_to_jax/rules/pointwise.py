@@ -24,7 +24,7 @@ from functx.compat._to_jax.rules.table import rule, rules
 _CAST = """
 acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
 bitwise_right_shift bitwise_xor ceil copysign cos cosh deg2rad exp exp2 expm1 floor fmod gcd
-heaviside hypot lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
+hypot lcm log log10 log1p log2 logaddexp logaddexp2 nextafter positive rad2deg reciprocal
 round sin sinc sinh sqrt square tan tanh trunc
 """
 _PLAIN = """
@@ -47,6 +47,7 @@ rules(
         "erfinv prims::erf_inv": special.erfinv,
         "fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
         "fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
+        "heaviside": lambda x, y: jnp.where(x == 0, y, jnp.where(x > 0, 1, 0)),
         "lgamma": special.gammaln,
         "mul": jnp.multiply,
         "neg _neg_view": jnp.negative,
@@ -98,14 +99,12 @@ def _floor_divide(x: Any, y: Any) -> Any:
     """The floor of the quotient of two numbers, without a derivative."""
     if not _floating(x, y):
         return jnp.floor_divide(x, y)
-    # torch floors the exact quotient, not the rounded one (1 // 0.1 is 9), except where it is
-    # infinite.
+    # torch floors the exact quotient, not the rounded one (1 // 0.1 is 9).
     quotient = x / y
-    exact = jnp.floor(quotient)
     remainder = jnp.fmod(x, y)
     low = (x - remainder) / y - jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), 1, 0)
     rounded = jnp.where(low == 0, jnp.copysign(0.0, quotient), jnp.round(low))
-    return lax.stop_gradient(jnp.where(jnp.isfinite(quotient) & (y != 0), rounded, exact))
+    return lax.stop_gradient(jnp.where(y != 0, rounded, quotient))
 
 
 @rule("pow", cast=True)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.scipy.ndimage import map_coordinates
 
 from functx._errors import LoweringError
 from functx.compat._to_jax.rules.table import rule, rules
@@ -42,29 +43,10 @@ def _grid_sampler_3d(x: Any, grid: Any, mode: int, padding: int, align: bool) ->
     sizes = x.shape[2:]
     # The grid's last axis is (x, y, z), the image's axes are (z, y, x).
     places = [_place(grid[..., 2 - i], sizes[i], padding, align) for i in range(3)]
-    if mode == _NEAREST:
-        return _take(x, [jnp.round(p) for p in places], jnp.ones_like(places[0]))
-    low = [jnp.floor(p) for p in places]
-    out = jnp.zeros((), x.dtype)
-    for corner in range(8):
-        bits = [(corner >> i) & 1 for i in range(3)]
-        weight = jnp.ones_like(places[0])
-        for p, base, bit in zip(places, low, bits):
-            weight = weight * (p - base if bit else base + 1 - p)
-        out = out + _take(x, [base + bit for base, bit in zip(low, bits)], weight)
-    return out
-
-
-def _take(x: Any, index: list[Any], weight: Any) -> Any:
-    """Elements (N, C, ...) at integer positions (N, ...) an axis, weighted; zero outside."""
-    inside = jnp.ones(weight.shape, bool)
-    safe = []
-    for i, size in zip(index, x.shape[2:]):
-        inside = inside & (i >= 0) & (i < size)
-        safe.append(jnp.clip(i, 0, size - 1).astype(jnp.int32))
-    batch = jnp.arange(x.shape[0]).reshape(-1, *(1,) * (weight.ndim - 1))
-    values = x[(batch, slice(None), *safe)]
-    return jnp.moveaxis(values * (weight * inside)[..., None], -1, 1)
+    order = 0 if mode == _NEAREST else 1
+    at = jnp.stack([p if order else jnp.round(p) for p in places], 1)
+    sample = lambda image, p: map_coordinates(image, [*p], order, "constant")  # noqa: E731
+    return jax.vmap(jax.vmap(sample, (0, None)))(x, at)
 
 
 def _antialiased(x: Any, size: Any, align: bool, *scales: Any, ctx: Any, method: str) -> Any:

@@ -19,14 +19,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from functx.compat._torch import OpOverload, decompositions_without, name_of
+from functx.compat._torch import (
+    OpOverload,
+    core_aten_decompositions,
+    decomposition_table,
+    name_of,
+)
 
 Fn = Callable[..., Any]
 
 _FAMILIES = """
 rules.pointwise rules.activations rules.special rules.reductions rules.sorting rules.views
-rules.indexing rules.embedding rules.linalg rules.conv rules.pool rules.nn rules.sample_grid
-rules.fft rules.random_operations trace.distribution_checks
+rules.indexing rules.linalg rules.windows rules.nn rules.sample_grid rules.fft
+rules.random_operations trace.distribution_checks
 """.split()  # noqa: SIM905
 
 
@@ -97,4 +102,5 @@ def lookup(op: OpOverload) -> Rule | None:
 @functools.cache
 def decompositions() -> dict[Any, Fn]:
     """The decomposition table for tracing: everything but what has a rule."""
-    return decompositions_without(lambda op: lookup(op) is not None)
+    known = {**decomposition_table, **core_aten_decompositions()}
+    return {op: f for op, f in known.items() if isinstance(op, OpOverload) and lookup(op) is None}

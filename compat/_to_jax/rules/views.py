@@ -61,7 +61,6 @@ rules(
         "detach": lambda x: lax.stop_gradient(x),
         "diagonal": jnp.diagonal,
         "empty new_empty empty_like empty_strided new_empty_strided empty_permuted": _zeros,
-        "eye eye.m": lambda *_, ctx, **__: jnp.eye(ctx.shape[0], ctx.shape[1], dtype=ctx.dtype),
         "flip prims::rev": _flip,
         "functx::identity": _same,
         "functx::straight_through": straight_through,
@@ -137,12 +136,6 @@ def _slice_scatter(
     x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
     return x.at[_slice_of(x, dim, start, end, step)].set(src.astype(x.dtype))
-
-
-@rule("split.Tensor")
-def _split(x: Any, size: int, dim: int = 0) -> Any:
-    n = x.shape[dim]
-    return tuple(jnp.split(x, [*range(size, n, size)] if size else [], dim))
 
 
 @rule("unfold")

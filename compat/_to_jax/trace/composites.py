@@ -1,7 +1,7 @@
-"""Python functions of torch as a trace has to see them.
+"""Functions of torch as a trace has to see them.
 
-They look at values (to refuse some), or detach where a trace would take it for a detach that
-autograd makes.
+Some look at values, to refuse them.  torch's decomposition of recurrent networks leaves out the
+dropout between layers, so a call with dropout is made layer by layer, with the dropout in between.
 """
 
 from __future__ import annotations
@@ -16,20 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from functx._errors import LoweringError
-
-
-def _gumbel_softmax(
-    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
-) -> Tensor:
-    """``gumbel_softmax``, which detaches."""
-    gumbels = -torch.empty_like(logits).exponential_().log()
-    soft = ((logits + gumbels) / tau).softmax(dim)
-    if not hard:
-        return soft
-    index = soft.max(dim, keepdim=True)[1]
-    with torch.no_grad():
-        away = torch.zeros_like(logits).scatter_(dim, index, 1.0) - soft
-    return away + soft
 
 
 def _cov(
@@ -89,12 +75,35 @@ def _ctc_loss(*_: Any, **__: Any) -> Tensor:
     )
 
 
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def layer_by_layer(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
+    """A recurrent network, with dropout between its layers."""
+    # Of a packed sequence the batch sizes come before the states, and those before the parameters.
+    at = 2 if isinstance(args[3], list) else 1
+    x, states, params, has_biases, layers, p, train, both_ways = args[0], *args[at : at + 7]
+    if not (train and p > 0 and layers > 1):
+        return func(*args)
+    ways = 2 if both_ways else 1
+    each = len(params) // layers
+    finals = []
+    for i in range(layers):
+        x = functional.dropout(x, p) if i else x
+        rows = slice(i * ways, (i + 1) * ways)
+        state = states[rows] if torch.is_tensor(states) else [s[rows] for s in states]
+        own = list(params[i * each : (i + 1) * each])
+        settings = (state, own, has_biases, 1, 0.0, train, both_ways)
+        x, *final = func(x, *args[1:at], *settings, *args[at + 7 :])
+        finals.append(final)
+    return (x, *(torch.cat(parts) for parts in zip(*finals)))
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
-    functional.gumbel_softmax: _gumbel_softmax,
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     functional.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,

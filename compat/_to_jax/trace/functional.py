@@ -24,8 +24,7 @@ from functx.compat._to_jax.trace.nodes import (
     modules_of,
     placeholders,
 )
-from functx.compat._to_jax.trace.traced_draws import draws
-from functx.compat._torch import FakeTensor, FakeTensorMode, is_mutable
+from functx.compat._torch import FakeTensor, FakeTensorMode, draws, is_mutable
 
 _MOST_PASSES = 4
 Again = Callable[[Callable[..., object], list[torch.Tensor]], GraphModule]

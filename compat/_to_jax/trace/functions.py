@@ -36,12 +36,19 @@ import functx
 from functx import _torch as engine
 from functx._errors import LoweringError
 from functx._remat import unseen
-from functx.compat._to_jax.trace.custom_function import CustomFunction, DerivativeRule, emit
-from functx.compat._to_jax.trace.cut import FORWARD, RAW, cut, isolate
 from functx.compat._to_jax.trace.functional import (
     functional,
     lift_constants,
     writes_to_placeholders,
+)
+from functx.compat._to_jax.trace.nodes import (
+    CustomFunction,
+    DerivativeRule,
+    emit,
+    is_differentiable,
+    modules_of,
+    nodes_from_now,
+    placeholders,
 )
 from functx.compat._to_jax.trace.traced_draws import Draws
 from functx.compat._torch import (
@@ -52,7 +59,9 @@ from functx.compat._torch import (
     unhooked,
 )
 
-ONCE = "is once_differentiable: it has no second derivative"
+aten = torch.ops.aten
+_SAME = (aten.alias.default, aten.detach.default)
+FORWARD, RAW = "functx_forward", "functx_raw"
 _FAILURES = (LoweringError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -81,10 +90,6 @@ def _set(**flags: bool) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(within, name, value)
-
-
-def _differentiable(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 class Interceptor:
@@ -117,19 +122,25 @@ class Interceptor:
                 return apply(*args)
         mode = engine.proxy_mode()
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if mode is None or not any(_differentiable(t) for t in tensors):
+        if mode is None or not any(is_differentiable(t) for t in tensors):
             with _set(forward=True):
                 return apply(*args)
         with unseen():
             shapes = [_like(t) for t in tensors]
-        graph = mode.tracer.graph
-        last = next(iter(reversed(graph.nodes)))
+        made = nodes_from_now(mode.tracer.graph)
         start = self._draws.states()
         with _set(forward=True):
             out = apply(*args)
-        results = [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
-        raw = _nodes_after(graph, last)
-        with unseen(), self._draws.rewound(start), _fresh():
+        results = _tensors(out)
+        raw = made()
+        # In surroundings of their own: the settings of the call are not those of the rules.
+        with (
+            unseen(),
+            self._draws.rewound(start),
+            torch.enable_grad(),
+            _set(plain=True),
+            unhooked(),
+        ):
             function, captures = _Tracer(cls, args, shapes, results, self._mode).function()
             raw_results = [_node_of(r) for r in results]
             emit(function, [*tensors, *captures], results)
@@ -139,38 +150,15 @@ class Interceptor:
         return out
 
 
-@contextmanager
-def _fresh() -> Iterator[None]:
-    """Surroundings in which a Function's rules are traced: not those of the call."""
-    with torch.enable_grad(), _set(plain=True), unhooked():
-        yield
-
-
-def _without_frames(error: Exception) -> Exception:
-    """An error to keep with a program: its traceback would keep all that the trace had."""
-    part: BaseException | None = error
-    while part is not None:
-        part.__traceback__, part = None, part.__cause__ or part.__context__
-    return error
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
+def _tensors(out: Any) -> list[torch.Tensor]:
+    """The tensors among what a Function returns."""
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
 
 
 def _like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes stand-ins for a tensor: fresh ones, of its shape."""
     shape, stride, dtype, device = tuple(t.shape), t.stride(), t.dtype, t.device
     return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-
-def _nodes_after(graph: Graph, last: Node) -> list[Node]:
-    found = []
-    for node in reversed(graph.nodes):
-        if node is last:
-            break
-        found.append(node)
-    return found[::-1]
 
 
 def _node_of(t: torch.Tensor) -> Node:
@@ -198,14 +186,14 @@ class _Tracer:
 
     def function(self) -> tuple[CustomFunction, list[torch.Tensor]]:
         """The Function, and what it closes over."""
-        n_cotangents = [i for i, r in enumerate(self._results) if _differentiable(r)]
+        n_cotangents = [i for i, r in enumerate(self._results) if is_differentiable(r)]
         cotangents = [_like(self._results[i]) for i in n_cotangents]
-        failed: Exception | None = None
+        failed = ""
         try:
             back = self._trace(lambda *t: self._joint(n_cotangents, *t), cotangents)
             to = list(self._to)
         except _FAILURES as err:
-            failed = _without_frames(err)
+            failed = f"{type(err).__name__}: {err}"
             back = self._trace(self._forward_only, [])
             to = []
         traces = [back]
@@ -221,20 +209,20 @@ class _Tracer:
             for graph, lifted, extra in traces
         ]
         graph, residuals, forward = rules[0]
-        backward: Any = failed
-        if failed is None and to:
+        backward: DerivativeRule | str | None = failed or None
+        if not failed and to:
             backward = DerivativeRule(graph, residuals, tuple(n_cotangents), tuple(to), forward)
         jvp = None
         if len(rules) > 1:
             graph, residuals, with_mids = rules[1]
             jvp = DerivativeRule(graph, residuals, tuple(of), tuple(n_cotangents), with_mids)
-        once = ONCE if is_once_differentiable(self._cls) else ""
+        once = is_once_differentiable(self._cls)
         n = len(self._results)
         return CustomFunction(self._cls.__name__, forward, n, backward, jvp, once), captures
 
     def _differentiable_operands(self) -> list[int]:
         tensors = [a for a in self._args if isinstance(a, torch.Tensor)]
-        return [i for i, t in enumerate(tensors) if _differentiable(t)]
+        return [i for i, t in enumerate(tensors) if is_differentiable(t)]
 
     def _trace(
         self, f: Callable[..., Any], extra: Sequence[Callable[[], torch.Tensor]]
@@ -265,7 +253,7 @@ class _Tracer:
     def _apply(self, apply: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         with _set(forward=True):
             out = apply(*self._full(tensors))
-        return [o for o in (out if isinstance(out, tuple) else (out,)) if _is_tensor(o)]
+        return _tensors(out)
 
     def _forward_only(self, *operands: torch.Tensor) -> list[torch.Tensor]:
         results = self._apply(plain_apply(self._cls), operands)
@@ -308,10 +296,146 @@ class _Tracer:
             for i, t in zip(self._differentiable_operands(), tangents):
                 operands[i] = forward_ad.make_dual(operands[i], t)
             results = self._apply(plain_apply(marked), operands)
-            duals = [forward_ad.unpack_dual(r) for r in results if _differentiable(r)]
+            duals = [forward_ad.unpack_dual(r) for r in results if is_differentiable(r)]
         return [*results, *(d.tangent for d in duals)]
 
 
 def _mark_forward() -> None:
     for node in engine.proxy_mode().tracer.graph.nodes:
         node.meta["custom"] = {FORWARD: True}
+
+
+def _forward_nodes(nodes: Sequence[Node], extra: Sequence[Node]) -> set[Node]:
+    """What ran before the rule did, and does not depend on its cotangents or tangents."""
+    later: set[Node] = set(extra)
+    found: set[Node] = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        marked = node.meta.get("custom", {}).get(FORWARD)
+        (found if marked and later.isdisjoint(node.all_input_nodes) else later).add(node)
+    return found
+
+
+def _source(node: Node) -> Node:
+    """What a node is an alias of."""
+    while node.target in _SAME:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def cut(
+    joint: GraphModule,
+    lifted: Sequence[torch.Tensor],
+    n_extra: int,
+    captures: Sequence[torch.Tensor],
+    n_operands: int,
+    n_results: int,
+) -> tuple[GraphModule, tuple[tuple[str, int], ...], GraphModule]:
+    """The rule's graph, what it reads, and the forward's graph with what the rule reads of it."""
+    nodes = list(joint.graph.nodes)
+    outputs = nodes[-1].args[0]
+    inputs = placeholders(joint)
+    late = {id(t): p for t, p in zip(lifted, inputs[n_operands + n_extra :])}
+    operands = [*inputs[:n_operands], *(late.get(id(t)) for t in captures)]
+    extra = inputs[n_operands : n_operands + n_extra]
+    results = outputs[:n_results]
+    known: dict[Node, tuple[str, int]] = {p: ("operand", i) for i, p in enumerate(operands) if p}
+    for i, r in enumerate(results):
+        known.setdefault(_source(r), ("result", i))
+    middle: list[Node] = []
+    reads: dict[tuple[str, int], None] = {}
+
+    def residual(node: Node) -> tuple[str, int]:
+        source = _source(node)
+        if source not in known:
+            known[source] = ("intermediate", len(middle))
+            middle.append(source)
+        reads.setdefault(known[source])
+        return known[source]
+
+    forward = _forward_nodes(nodes, extra)
+    late_nodes = [n for n in nodes if n.op == "call_function" and n not in forward]
+    live = _live(late_nodes, outputs[n_results:])
+    crossing = {
+        m
+        for n in (*live, *(o for o in outputs[n_results:] if o is not None))
+        for m in (n.all_input_nodes if n in live else [n])
+        if m not in live and m not in extra and m.op != "get_attr"
+    }
+    places = {m: residual(m) for m in nodes if m in crossing}
+    graph = Graph()
+    copies: dict[Any, Node] = {}
+    for kind, i in reads:
+        copies[kind, i] = graph.placeholder(f"{kind}_{i}")
+    for p in extra:
+        copies[p] = graph.node_copy(p)
+
+    def of(node: Node) -> Node:
+        if node.op == "get_attr" and node not in copies:
+            copies[node] = graph.node_copy(node)
+        return copies[places[node]] if node in places else copies[node]
+
+    for n in nodes:
+        if n in live:
+            for m in n.all_input_nodes:
+                of(m)
+            copies[n] = graph.node_copy(n, of)
+    graph.output([None if o is None else of(o) for o in outputs[n_results:]])
+    rule = GraphModule(joint, graph)
+
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for i, operand in enumerate(operands):
+        if operand is None:
+            graph.placeholder(f"operand_{i}")
+        else:
+            made[operand] = graph.node_copy(operand)
+    for n in nodes:
+        if n.op == "get_attr" or n in forward:
+            made[n] = graph.node_copy(n, made.__getitem__)
+    graph.output([made[n] for n in (*results, *middle)])
+    graph.eliminate_dead_code()
+    return rule, tuple(reads), GraphModule(joint, graph)
+
+
+def _live(nodes: Sequence[Node], outputs: Sequence[Any]) -> set[Node]:
+    """Those of some nodes that outputs are computed from."""
+    among, live = set(nodes), set()
+    stack = [o for o in outputs if o in among]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack += [m for m in node.all_input_nodes if m in among]
+    return live
+
+
+def isolate(module: GraphModule) -> None:
+    """NOTE [raw operations], for a graph and the bodies in it."""
+    for inner in modules_of(module):
+        for node in list(inner.graph.nodes):
+            if RAW in node.meta:
+                _isolate(node, *node.meta.pop(RAW))
+
+
+def _isolate(node: Node, raw: Sequence[Node], results: Sequence[Node]) -> None:
+    inside = set(raw)
+    # Several results that are one tensor: the first stands for all.
+    gives = {_source(r): i for i, r in reversed(list(enumerate(results)))}
+    pieces = {u.args[1]: u for u in node.users}
+    for r in raw:
+        for user in list(r.users):
+            if user in inside or user is node:
+                continue
+            source = _source(r)
+            if source in gives:
+                user.replace_input_with(r, pieces[gives[source]])
+            elif source not in inside:
+                user.replace_input_with(r, source)
+            else:
+                with node.graph.inserting_before(user):
+                    stopped = node.graph.call_function(aten.detach.default, (source,))
+                stopped.meta["val"] = source.meta["val"]
+                user.replace_input_with(r, stopped)
+    node.graph.lint()

@@ -27,9 +27,8 @@ from torch.fx import GraphModule, Node
 
 from functx._save_policies import Decision
 from functx.compat._to_jax.trace.nodes import body_of, is_region, placeholders
-from functx.compat._to_jax.trace.saved_names import kept_values
-from functx.compat._to_jax.trace.traced_draws import draws
-from functx.compat._torch import OpOverload, is_mutable
+from functx.compat._to_jax.trace.policies import kept_values
+from functx.compat._torch import OpOverload, draws, is_mutable
 
 _ALIASES = (torch.ops.aten.alias.default,)
 STAYS = (

@@ -1,13 +1,132 @@
-"""What the nodes of a lowered function's graph are: operations, regions, custom Functions."""
+"""What the nodes of a lowered function's graph are: operations, regions, custom Functions.
+
+The node of a custom ``autograd.Function`` has the Function's own derivative rules as graphs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node, Proxy
 
-from functx.compat._to_jax.trace.custom_function import CustomFunction
+from functx import _torch as engine
+
+
+@dataclass(frozen=True)
+class DerivativeRule:
+    """A derivative rule of a custom Function.
+
+    Attributes:
+        graph: takes the residuals, then a cotangent of each result in ``of`` (for a jvp: a tangent
+            of each operand in ``of``); gives one cotangent of each operand in ``to`` (one tangent
+            of each result), ``None`` for zero.
+        residuals: what the rule reads: ``("operand", i)``, ``("result", i)`` or
+            ``("intermediate", i)``.
+        of: numbers of what it takes derivatives of.
+        to: numbers of what it gives derivatives of.
+        forward: operands to results, then intermediates.
+    """
+
+    graph: GraphModule
+    residuals: tuple[tuple[str, int], ...]
+    of: tuple[int, ...]
+    to: tuple[int, ...]
+    forward: GraphModule
+
+
+class CustomFunction(torch.nn.Module):
+    """The first argument of a custom Function's node; the others are its operands.
+
+    Attributes:
+        name: of the Function.
+        forward_graph: operands to results, then the intermediates that the backward reads.
+        n_results: how many of them are results.
+        backward: the rule; None where no derivative can be taken, the error that torch's own
+            machinery raised where there is none.
+        jvp: the rule, if the Function has one.
+        once: whether a second derivative is an error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward_graph: GraphModule,
+        n_results: int,
+        backward: DerivativeRule | str | None,
+        jvp: DerivativeRule | None,
+        once: bool,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.forward_graph = forward_graph
+        self.n_results = n_results
+        self.backward = backward
+        self.jvp = jvp
+        self.once = once
+
+    @property
+    def unruled(self) -> tuple[int, ...]:
+        """The floating-point operands, where the backward failed and there is no jvp."""
+        if not isinstance(self.backward, str):
+            return ()
+        inputs = [n for n in self.forward_graph.graph.nodes if n.op == "placeholder"]
+        return tuple(i for i, n in enumerate(inputs) if n.meta["val"].dtype.is_floating_point)
+
+    def results(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the forward gives."""
+        return tuple(self.forward_graph(*operands)[: self.n_results])
+
+    def graphs(self) -> list[GraphModule]:
+        """Every graph of the Function."""
+        rules = [r for r in (self.backward, self.jvp) if isinstance(r, DerivativeRule)]
+        found = [self.forward_graph, *(g for r in rules for g in (r.graph, r.forward))]
+        return list({id(g): g for g in found}.values())
+
+
+def custom_function(function: CustomFunction, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The target of a custom Function's node; when its graph is traced again, it stays a node."""
+    if engine.peek_interpreter() is not None:
+        return _functionalized(function, operands)
+    mode = engine.proxy_mode()
+    if mode is None:
+        return function.results(*operands)
+    with engine.without_proxies():
+        results = function.results(*operands)
+    return emit(function, operands, results)
+
+
+def _functionalized(
+    function: CustomFunction, operands: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    interpreter: Any = engine.current_interpreter()
+    assert interpreter.key() == engine.TransformType.Functionalize
+    views = interpreter.functionalize_add_back_views()
+
+    def inside(t: torch.Tensor) -> torch.Tensor:
+        if not engine.is_functional(t):
+            return t
+        engine.sync(t)
+        return engine.unwrap_functional(t, views)
+
+    bare = [inside(t) for t in operands]
+    with interpreter.lower():
+        results = custom_function(function, *bare)
+    return tuple(engine.wrap_functional(r, interpreter.level()) for r in results)
+
+
+def emit(
+    function: CustomFunction, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> Any:
+    """Make the node in the graph being traced; from now on ``results`` are what it gives."""
+    tracer = engine.proxy_mode().tracer
+    tracer.root.register_module(tracer.get_fresh_qualname("function_"), function)
+    proxies = [tracer.unwrap_proxy(t) for t in operands]
+    proxy: Proxy = tracer.create_proxy("call_function", custom_function, (function, *proxies), {})
+    return engine.track_proxies(tuple(results), proxy, tracer)
 
 
 def attribute(node: Node) -> Any:
@@ -55,3 +174,21 @@ def modules_of(module: GraphModule) -> Iterator[GraphModule]:
 def placeholders(module: GraphModule) -> list[Node]:
     """The placeholder nodes in order."""
     return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The results of a node that are tensors, as they were when it was traced."""
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def is_differentiable(x: torch.Tensor) -> bool:
+    """Whether a tensor's dtype has derivatives."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def nodes_from_now(graph: Graph) -> Callable[[], list[Node]]:
+    """Gives the nodes that a graph has got since."""
+    last = next(iter(reversed(graph.nodes)), None)
+    return lambda: [*takewhile(lambda node: node is not last, reversed(graph.nodes))][::-1]

@@ -17,19 +17,18 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.traceback import preserve_node_meta
 
 from functx._errors import LoweringError
 from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
-from functx.compat._to_jax.trace.cut import isolate
 from functx.compat._to_jax.trace.distribution_checks import heed
 from functx.compat._to_jax.trace.functional import drop_writes_to_inputs, functional, lift_constants
-from functx.compat._to_jax.trace.functions import Interceptor
+from functx.compat._to_jax.trace.functions import Interceptor, isolate
 from functx.compat._to_jax.trace.hand_over import hand_over
 from functx.compat._to_jax.trace.nodes import placeholders
-from functx.compat._to_jax.trace.tape import WITHOUT_TAPE, Asked, Tape
-from functx.compat._to_jax.trace.tape_recorder import Observer, UserCalls
+from functx.compat._to_jax.trace.tape import WITHOUT_TAPE, Asked, Observer, Tape, UserCalls
 from functx.compat._to_jax.trace.traced_draws import Draws, only_torch_draws
 from functx.compat._torch import FakeTensorMode, applying, make_fx
 
@@ -47,7 +46,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Program:
+class FunctionalGraph:
     """A torch function as a functional ATen graph.
 
     Attributes:
@@ -63,7 +62,7 @@ class Program:
 
 def trace(
     f: Callable[..., Sequence[torch.Tensor]], specs: Sequence[Spec], name: str = "the function"
-) -> Program:
+) -> FunctionalGraph:
     """Trace ``f``, which takes flat tensors and returns a flat sequence of tensors.
 
     Args:
@@ -94,7 +93,7 @@ def trace(
     module.graph.eliminate_dead_code()
     hand_over(module)
     module.recompile()
-    return Program(module, tuple(specs), tuple(captures))
+    return FunctionalGraph(module, tuple(specs), tuple(captures))
 
 
 def _traced(run: Callable[..., object], tensors: Sequence[torch.Tensor]) -> GraphModule:
@@ -109,7 +108,7 @@ def _run(
     *,
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
-    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in `_tape`."""
+    """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
     random_draws = Draws()
     kept = Tape(tape)
     observer = Observer(random_draws, kept)
@@ -128,7 +127,7 @@ def _run(
         return out
 
     try:
-        with mode, keep_regions():
+        with mode, keep_regions(), preserve_node_meta():
             return _traced(observed, inputs), used
     except RuntimeError as err:
         if _NO_DATA in str(err) or graphs.reads_values(err):

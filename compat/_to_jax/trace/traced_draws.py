@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 
 from functx._errors import LoweringError
-from functx.compat._torch import OpOverload, is_random
 
 Mark = tuple[bytes, int]
 
@@ -76,11 +76,6 @@ def _set(states: dict[torch.Generator, torch.Tensor]) -> None:
         generator.set_state(state)
 
 
-def draws(func: Any) -> bool:
-    """Whether an operation draws random numbers."""
-    return isinstance(func, OpOverload) and is_random(func)
-
-
 @contextmanager
 def only_torch_draws(name: str) -> Iterator[None]:
     """Refuse random numbers that a trace would freeze.
@@ -88,16 +83,10 @@ def only_torch_draws(name: str) -> Iterator[None]:
     Raises:
         LoweringError: if Python's or numpy's generator moved while the function ran.
     """
-    python, numpy = random.getstate(), _numpy_state()
+    before = _foreign_states()
     yield
-    moved = [
-        which
-        for which, changed in (
-            ("Python's random module", random.getstate() != python),
-            ("numpy.random", _numpy_state() != numpy),
-        )
-        if changed
-    ]
+    after = _foreign_states()
+    moved = [library for library in after if after[library] != before[library]]
     if moved:
         raise LoweringError(
             f"{name} draws from {' and '.join(moved)} while it is traced: the numbers would be"
@@ -105,6 +94,6 @@ def only_torch_draws(name: str) -> Iterator[None]:
         )
 
 
-def _numpy_state() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return (name, np.asarray(keys).tobytes(), *rest)
+def _foreign_states() -> dict[str, Any]:
+    numpy = pickle.dumps(np.random.get_state())
+    return {"Python's random module": random.getstate(), "numpy.random": numpy}

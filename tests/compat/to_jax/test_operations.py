@@ -53,6 +53,21 @@ def fractional(pool, *size):
     return pooled
 
 
+ALL = slice(None)
+MASK, BLOCK = torch.tensor([True, False, True]), torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
+
+
+def assigned(*at, shape):
+    """Values that are computed, written where masks are true."""
+
+    def f(x):
+        y = x * 1
+        y[at] = x.sum() * torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+        return y
+
+    return f
+
+
 def nll(x):
     return F.gaussian_nll_loss(x, x.flip(0), x[:, 0] ** 2, reduction="none")
 
@@ -66,6 +81,11 @@ CASES = {
     "multilabel, one": (lambda x: F.multilabel_margin_loss(x, LABELS[0]), (4,)),
     "deviation of equals": (lambda x: torch.cat([(0 * x).std(1), x[:, :1].std(1, False)]), (3, 4)),
     "digamma": (lambda x: 1 / torch.digamma(torch.cat([x, torch.tensor([0.0, -0.0])])), (4,)),
+    "a mask": (assigned(MASK, shape=(2, 3)), (3, 3)),
+    "a mask after a slice": (assigned(ALL, MASK, shape=(2, 2)), (2, 3)),
+    "one value at a mask after a slice": (assigned(ALL, MASK, shape=(1, 4)), (2, 3, 4)),
+    "a mask of two axes after a slice": (assigned(ALL, BLOCK, shape=(4,)), (5, 2, 3)),
+    "a mask between slices": (assigned(ALL, MASK, shape=(5, 2, 4)), (5, 3, 4)),
     # They check values in torch, and do without here.
     "weighted cov": (lambda x: x.cov(aweights=WEIGHTS, fweights=COUNTS), (3, 4)),
     "corrcoef": (torch.corrcoef, (3, 4)),
@@ -125,7 +145,7 @@ def test_an_operation_has_torch_s_value_and_gradient(name):
     expected = torch.autograd.grad(loss(*leaves), leaves)
     places = tuple(range(len(args)))
     gradients = [jax.grad(to_jax(loss), places)]
-    if "bag" not in name and "max" not in name:  # whose backward has no rule
+    if not any(word in name for word in ("bag", "max", "mask")):  # whose backward has no rule
         gradients.append(to_jax(functx.grad(loss, places)))
     wide = args[0].dtype == torch.float64
     rtol, atol = (1e-9, 0.0) if wide else (1e-4, 1e-5)
@@ -135,6 +155,16 @@ def test_an_operation_has_torch_s_value_and_gradient(name):
         for gradient in gradients:
             for ours, theirs in zip(jax.jit(gradient)(*given), expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "f", [torch.floor_divide, torch.remainder, torch.heaviside, torch.fmax, torch.xlogy]
+)
+def test_an_operation_of_special_values_is_that_of_torch(f):
+    special = torch.cat([AT, -AT, torch.tensor([0.1, 1e300, 1e-10], dtype=torch.float64)])
+    x, y = torch.cartesian_prod(special, special).unbind(1)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(to_jax(f)(*arrays((x, y))), f(x, y), rtol=1e-12)
 
 
 def test_a_product_of_segments_has_a_gradient_at_zero():

@@ -15,6 +15,7 @@ from functx.compat._to_jax.rules import table as _table
 from functx.compat._to_jax.trace.trace import Spec, trace
 
 SPEC = Spec((3,), torch.float32)
+MASK, INDEX = torch.tensor([True, False]), torch.tensor([1])
 STATE, BUFFER = {"seen": torch.zeros(3)}, torch.zeros(3)
 
 
@@ -46,6 +47,27 @@ def test_a_function_that_can_not_be_lowered_is_refused_by_name(f, words):
     for word in words:
         assert word in str(caught.value)
     assert STATE["seen"].tolist() == [0, 0, 0]
+
+
+def assigns_to_a_mask_and_an_index(x):
+    y = x * 1
+    y[MASK, INDEX] = 1.0
+    return y
+
+
+# A word of the line that an error names, and of the way out.
+AT_A_LINE = [
+    (functx.remat(lambda x: torch.special.airy_ai(x)), r"from_jax\(g\)"),
+    (lambda x: torch.rand_like(x), r"to_jax\(f, rng=True\)"),
+    (lambda x: x.double(), r"jax\.enable_x64"),
+    (assigns_to_a_mask_and_an_index, r"mask among other indices(.|\n)*torch\.where"),
+]
+
+
+@pytest.mark.parametrize(("f", "way_out"), AT_A_LINE)
+def test_an_error_names_the_line_of_the_user_and_a_way_out(f, way_out):
+    with pytest.raises(LoweringError, match=rf"at {__file__}:\d+ in (.|\n)*{way_out}"):
+        to_jax(f)(jnp.ones((2, 2)))
 
 
 @pytest.mark.parametrize(

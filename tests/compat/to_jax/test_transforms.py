@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import types
 import weakref
 
 import jax
@@ -73,10 +74,10 @@ def test_in_jit_checkpoint_and_scan_it_is_the_function():
 
 
 def test_new_shapes_dtypes_and_statics_trace_again():
-    traces = []
+    seen = types.SimpleNamespace(traces=[])
 
     def g(x, flag):
-        traces.append((tuple(x.shape), x.dtype, flag))
+        seen.traces.append((tuple(x.shape), x.dtype, flag))
         return x + 1 if flag else x - 1
 
     h = to_jax(g)
@@ -84,7 +85,7 @@ def test_new_shapes_dtypes_and_statics_trace_again():
         h(x, True)
     np.testing.assert_array_equal(h(jnp.ones(3), False), np.zeros(3))
     np.testing.assert_array_equal(h(jnp.ones(3), 1), 2 * np.ones(3))
-    assert traces == [
+    assert seen.traces == [
         ((2,), torch.float32, True),
         ((3,), torch.float32, True),
         ((3,), torch.float16, True),
@@ -131,20 +132,25 @@ def test_a_module_and_what_is_closed_over_are_read_at_each_call():
         h(arrays(x))
 
 
-def test_a_counter_that_is_only_increased_traces_nothing_again():
-    appended, counts, n = [], {"n": 0}, 0
+def test_a_counter_in_what_is_closed_over_traces_again_and_warns():
+    held, n = types.SimpleNamespace(n=0), 0
 
-    def f(x):
+    def in_an_attribute(x):
+        held.n += 1
+        return x * held.n
+
+    def in_a_variable(x):
         nonlocal n
-        appended.append(x.shape)
-        counts["n"] += 1
         n += 1
-        return x * 2
+        return x * n
 
-    h = to_jax(f)
-    for size, expected in ((3, 1), (3, 1), (4, 2), (3, 2)):
-        h(jnp.ones(size))
-        assert (len(appended), counts["n"], n) == (expected,) * 3
+    h = to_jax(in_an_attribute)
+    assert [float(h(jnp.ones(()))) for _ in range(3)] == [1, 1, 1]
+    h = to_jax(in_a_variable)
+    assert [float(h(jnp.ones(()))) for _ in range(8)] == [*range(1, 9)]
+    with pytest.warns(UserWarning, match=r"in_a_variable.* traced 8 times.* in an attribute"):
+        assert float(h(jnp.ones(()))) == 9
+    assert [float(h(jnp.ones(()))) for _ in range(3)] == [10, 11, 12]
 
 
 def test_ambient_settings_trace_again():
