@@ -124,7 +124,7 @@ WINGS = {
     "per_sample": (("functx.per_sample",), 2_780),
     "jit, graph": (("functx._jit", "functx.graph"), 1_420),
     "private torch": (("functx._torch",), 950),
-    "command line, demo": (("functx.__main__", "functx._demo"), 850),
+    "command line, demo": (("functx.__main__", "functx._demo"), 450),
     "compat": (("functx.compat",), 11_550),
 }
 

@@ -35,8 +35,16 @@ class CommandError(Exception):
     """What was asked for can't be done; the message says why, and what to do."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def add_to(commands: Any) -> None:
+    """Add the command and its options to those of a parser."""
+    parser = commands.add_parser(
+        "crosscheck",
+        help="compare a torch function with itself in JAX: values, derivatives, memory",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "function",
         metavar="MODULE:NAME",
