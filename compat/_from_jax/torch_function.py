@@ -21,17 +21,11 @@ from torch import Tensor
 
 from functx._torch.compiler import uncompiled
 from functx.compat._bridge import Settings, array_from_torch, current_settings, decoder, encode
-from functx.compat._from_jax import inline as inline  # to_jax learns the operator
 from functx.compat._from_jax.leaves import Leaf, mark_static, read_leaf
 from functx.compat._from_jax.programs import Program
 from functx.compat._from_jax.torch_operator import call
 from functx.compat._jax import static_arguments
-from functx.compat._torch import (
-    is_plain,
-    nonstrict_trace,
-    runs_while_tracing,
-    tree_map,
-)
+from functx.compat._torch import is_plain, nonstrict_trace, runs_while_tracing, tree_map
 
 
 def from_jax(

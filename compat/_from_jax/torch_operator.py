@@ -12,6 +12,7 @@ reverse mode       call ``program.forward``, attach a node that keeps inputs and
 vmap               call ``program.vmapped``
 no data            shapes by ``jax.eval_shape``
 below all          hand the memory to JAX, and JAX's to torch
+inside `to_jax`    the program itself
 =================  ============================================================================
 
 Forward and reverse mode share a kernel: that of the autograd key, which every level of
@@ -32,8 +33,16 @@ from torch.autograd import forward_ad
 from functx import _torch
 from functx._errors import LoweringError
 from functx._torch.compiler import uncompiled
-from functx.compat._bridge import borrow, give, restored, to_jax_dtype, torch_dtype_of
+from functx.compat._bridge import (
+    borrow,
+    current_settings,
+    give,
+    restored,
+    to_jax_dtype,
+    torch_dtype_of,
+)
 from functx.compat._from_jax.programs import PROGRAMS, Program
+from functx.compat._to_jax import rule
 from functx.compat._torch import (
     SingleLevelFunction,
     apply_function,
@@ -192,9 +201,6 @@ class _Node:
     rest: Sequence[Tensor]
     primals: Sequence[Tensor]
 
-    def __post_init__(self) -> None:
-        self.n_outs = len(self.outs)
-
 
 class JaxCall(SingleLevelFunction):
     """A node at one level; the results exist already."""
@@ -239,7 +245,11 @@ class JaxCall(SingleLevelFunction):
         if again:
             gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
         else:
-            gradients = _pull_back(node, needs, wanted, saved, given)
+            starts = {"input": 0, "result": len(needs), "rest": len(needs) + len(cotangents)}
+            arrays = [saved[starts[kind] + i] for kind, i in node.residuals.sources]
+            still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
+            pullback = node.program.pullback(node.residuals, still, wanted)
+            gradients = call(pullback, [*arrays, *given])
         results = iter(gradients)
         return (None, *(next(results) if need else None for need in needs))
 
@@ -249,21 +259,6 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return True
     return bool(_duals(tensors))
-
-
-def _pull_back(
-    node: _Node,
-    needs: tuple[bool, ...],
-    wanted: tuple[int, ...],
-    saved: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-) -> list[Tensor]:
-    residuals = node.residuals
-    n = len(needs)
-    starts = {"input": 0, "result": n, "rest": n + node.n_outs}
-    arrays = [saved[starts[kind] + i] for kind, i in residuals.sources]
-    still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
-    return call(node.program.pullback(residuals, still, wanted), [*arrays, *cotangents])
 
 
 @uncompiled
@@ -305,6 +300,18 @@ def _batch_old_levels(program: Program, tensors: Sequence[Tensor], level: int) -
         out if dim is None else with_old_batch_in_front(out, level)
         for out, dim in zip(outs, batched.info, strict=True)
     ]
+
+
+@rule("functx::jax_call")
+def _inline(arrays: Sequence[Any], handle: str) -> list[Any]:
+    """Inside a function that goes to JAX: the program itself."""
+    program = program_of(handle)
+    if program.settings != current_settings():
+        raise LoweringError(
+            f"to_jax: {program.name}, made by from_jax, runs under other settings of JAX (64-bit"
+            " types, precision) than the function around it; call both under the same"
+        )
+    return list(program.inner(*arrays))
 
 
 def _is_differentiable(t: Tensor) -> bool:
