@@ -108,7 +108,12 @@ def case_of(
     call = (args, dict(kwargs))
     leaves, spec = _tree.flatten(call)
     paths = [path[3:] for path in _tree.paths(call)]  # within args or kwargs
-    leaf_dims = [d for arg, d in zip(args, dims) for d in _spread(d, arg, name)]
+    try:
+        leaf_dims = [d for arg, dim in zip(args, dims) for d in _tree.spread(dim, arg)]
+    except ValueError as error:
+        raise ValueError(
+            f"crosscheck {name}: in_dims={in_dims!r} has another structure than the arguments"
+        ) from error
     leaf_dims += [None] * (len(leaves) - len(leaf_dims))
     chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
     chosen += [False] * (len(leaves) - len(chosen))
@@ -158,14 +163,3 @@ def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
         )
     paths[:] = [path or "result" for path, _ in found]
     return [x for _, x in found]
-
-
-def _spread(dims: Any, tree: Any, name: str) -> list[int | None]:
-    """``dims``, a prefix of the structure of ``tree``, for each of its leaves."""
-    try:
-        return _tree.spread(dims, tree)
-    except ValueError as error:
-        raise ValueError(
-            f"crosscheck {name}: in_dims has {dims!r} for an argument of type"
-            f" {type(tree).__name__}, which has another structure"
-        ) from error

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import platform
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,22 @@ from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._to_jax import Lowered, noted, to_jax
 
 
+@contextmanager
+def _wide_types() -> Iterator[None]:
+    """Run JAX with 64-bit types; an error about random numbers says where to have them from."""
+    with jax.enable_x64(True):
+        try:
+            yield
+        except LoweringError as error:
+            if "random" in str(error):
+                error.add_note(
+                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
+                    " instead, with functx.compat.random, and pass the key as an argument"
+                )
+            raise
+
+
+@_wide_types()
 def crosscheck(
     f: Callable[..., Any] | torch.nn.Module,
     *args: Any,
@@ -108,27 +125,6 @@ def crosscheck(
         >>> report.assert_agrees()
     """
     case = case_of(f, args, kwargs or {}, argnums, in_dims, name)
-    with jax.enable_x64(True):
-        try:
-            return _compare(case, transforms, rtol, atol, peak, repeats, locate)
-        except LoweringError as error:
-            if "random" in str(error):
-                error.add_note(
-                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
-                    " instead, with functx.compat.random, and pass the key as an argument"
-                )
-            raise
-
-
-def _compare(
-    case: Case,
-    transforms: Sequence[str] | None,
-    rtol: float | None,
-    atol: float,
-    peak: bool,
-    repeats: int,
-    locate: bool,
-) -> Crosscheck:
     lowered = to_jax(case.function)
     ours, theirs = Library(case, case.function, functx), Library(case, lowered, jax)
     torch_args = (case.primals, case.rest)
@@ -138,8 +134,7 @@ def _compare(
         x.is_floating_point() or x.is_complex() for x in results
     )
     options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
-    differences: dict[str, Difference] = {}
-    runs: dict[str, Run] = {}
+    differences, runs = dict[str, Difference](), dict[str, Run]()
     names = chosen(transforms, case, differentiable)
     kept: tuple[Kept | None, Kept | None] = (None, None)
     if any(what != "value" for what in names):
@@ -168,19 +163,9 @@ def _compare(
             products=None if what == "value" else count(run_torch, program),
         )
     differ = [what for what, d in differences.items() if not d.agrees]
-    first = None
-    if locate and differ:
-        first = _first(case, jax_args, differ != ["value"], rtol, atol)
-    return Crosscheck(
-        name=case.name,
-        differences=differences,
-        runs=runs,
-        kept_torch=kept[0],
-        kept_jax=kept[1],
-        first=first,
-        searched=locate and bool(differ),
-        environment=_environment(),
-    )
+    searched = locate and bool(differ)
+    first = _first(case, jax_args, differ != ["value"], rtol, atol) if searched else None
+    return Crosscheck(case.name, differences, runs, *kept, first, searched, _environment())
 
 
 def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:

@@ -193,8 +193,8 @@ class Crosscheck:
             yield from self._kept_rows(self.kept_torch, self.kept_jax)
         for what, run in self.runs.items():
             if run.torch_peak is not None:
-                names = f"{what}: peak / XLA temporary bytes"
-                yield names, _count(run.torch_peak), _count(run.xla_temp), ""
+                name = f"{what}: peak / XLA temporary bytes"
+                yield name, f"{run.torch_peak:,}", f"{run.xla_temp:,}", ""
             if run.torch_seconds is not None:
                 yield f"{what}: seconds", f"{run.torch_seconds:.4f}", f"{run.jax_seconds:.4f}", ""
             p = run.products
@@ -260,7 +260,3 @@ def _ulps(x: float | None) -> str:
     if x is None:
         return "no reference"
     return f"{x:.3g}" if x < 1e4 else f"{x:.1e}"
-
-
-def _count(x: int | None) -> str:
-    return "" if x is None else f"{x:,}"

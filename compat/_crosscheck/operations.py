@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from functx.compat import random
 from functx.compat._bridge import array_from_torch
@@ -99,36 +100,29 @@ class _Walk:
 
     def run(
         self, module: GraphModule, ours: Sequence[Any], theirs: Sequence[Any], path: tuple[str, ...]
-    ) -> Iterator[Operation | tuple[list[Any], list[Any]]]:
-        """Yield the operations that differ, and at the end the outputs on both sides."""
+    ) -> Generator[Operation, None, tuple[list[Any], list[Any]]]:
+        """Yield the operations that differ; the outputs on both sides are returned."""
         env: dict[Node, Any] = {}
         env_jax: dict[Node, Any] = {}
         feed = iter(zip(ours, theirs))
-        for node in module.graph.nodes:
+        *nodes, output = module.graph.nodes
+        for node in nodes:
             if node.op == "placeholder":
                 env[node], env_jax[node] = next(feed)
             elif node.op == "get_attr":
                 continue
-            elif node.op == "output":
-                pick = lambda e: list(torch.fx.map_arg(node.args[0], e.__getitem__))  # noqa: B023, E731
-                yield pick(env), pick(env_jax)
             elif is_region(node):
-                operands = [
-                    (env[n], env_jax[n]) if isinstance(n, Node) else (n, n) for n in node.args[1:]
-                ]
                 name = str(getattr(node.meta.get("functx_region"), "name", "region"))
-                sides = [side for side, _ in operands], [side for _, side in operands]
+                sides = [[*map_arg(node.args[1:], side.__getitem__)] for side in (env, env_jax)]
                 inside = self.run(body_of(node), *sides, (*path, name))
-                for found in inside:
-                    if isinstance(found, Operation):
-                        yield found
-                    else:
-                        env[node], env_jax[node] = found
+                env[node], env_jax[node] = yield from inside
             elif node.target is operator.getitem:
                 of, at = node.args
                 env[node], env_jax[node] = env[of][at], env_jax[of][at]
             else:
                 yield from self._operation(node, env, env_jax, path)
+        results = (list(map_arg(output.args[0], side.__getitem__)) for side in (env, env_jax))
+        return next(results), next(results)
 
     def _operation(
         self, node: Node, env: dict[Node, Any], env_jax: dict[Node, Any], path: tuple[str, ...]
@@ -137,7 +131,7 @@ class _Walk:
         self.number += 1
         function = custom_function_of(node)
         given = (node.args if function is None else node.args[1:], node.kwargs)
-        args, kwargs = torch.fx.map_arg(given, env.__getitem__)
+        args, kwargs = map_arg(given, env.__getitem__)
         call: Any = node.target if function is None else function.results
         env[node] = call(*args, **kwargs)
         theirs = Interpreter()._call(node, env_jax if self.drifting else _Converted(env))
@@ -263,6 +257,5 @@ def first_difference(
         theirs = [array_from_torch(x) for x in ours]
         with torch.no_grad() if not derivatives else torch.enable_grad():
             for found in walk.run(program.module, ours, theirs, ()):
-                if isinstance(found, Operation):
-                    return found
+                return found
     return None

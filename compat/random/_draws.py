@@ -4,12 +4,18 @@ Invariant: each takes as many bits as ``jax.random`` does, from the same counter
 
 A uniform number has as many random bits as its dtype has mantissa bits.  JAX sets them into the
 mantissa of a number in [1, 2) and subtracts 1; an integer times a power of two is the same number.
+
+Where the last bit is to agree (`uniform` between bounds, `dropout`), arithmetic is rounded as XLA's
+compiler rounds it: a product and a sum of float32 or float64 are one fused multiply-add, where
+torch rounds twice, and a division by a constant is a product with its reciprocal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -20,12 +26,22 @@ from functx.compat.random._keys import (
     random_long,
     random_word,
 )
-from functx.compat.random._rounding import divide, multiply_add
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 # Of how many random bits the mantissa's are the upper ones.
 _DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
+_lowering = ContextVar("lowering", default=False)
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+@contextmanager
+def lowering() -> Iterator[None]:
+    """While a function is traced to be lowered to JAX: XLA will do the contraction itself."""
+    token = _lowering.set(True)
+    try:
+        yield
+    finally:
+        _lowering.reset(token)
 
 
 def bits(
@@ -97,7 +113,7 @@ def uniform(
         return unit
     low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
     check_broadcast("uniform", shape, low.shape, high.shape)
-    return torch.maximum(low, multiply_add(unit, high - low, low))
+    return torch.maximum(low, _multiply_add(unit, high - low, low))
 
 
 def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -204,7 +220,7 @@ def dropout(
         shape[axis] = 1
     keep = 1.0 - p
     mask = bernoulli(key.to(x.device), keep, shape)
-    return torch.where(mask, divide(x, keep), 0.0)
+    return torch.where(mask, _divide(x, keep), 0.0)
 
 
 def normal(
@@ -305,3 +321,32 @@ def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) ->
     if isinstance(x, torch.Tensor):
         return x.to(device, dtype)
     return torch.full((), x, dtype=dtype, device=device)
+
+
+def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """``a * b + c``, in float32 and float64 with one rounding."""
+    product = a * b
+    if _lowering.get() or a.dtype not in (torch.float32, torch.float64):
+        return product + c
+    if a.dtype == torch.float32:  # a product of two is exact in float64
+        return (a.double() * b.double() + c.double()).float()
+    # What rounding took from the product (Dekker, Numerische Mathematik 18, 1971) and the sum.
+    a_high, b_high = _high(a), _high(b)
+    a_low, b_low = a - a_high, b - b_high
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    total = product + c
+    other = total - product
+    return total + ((product - (total - other)) + (c - other) + error)
+
+
+def _high(x: torch.Tensor) -> torch.Tensor:
+    scaled = x * (2.0**27 + 1)
+    return scaled - (scaled - x)
+
+
+def _divide(x: torch.Tensor, by: float) -> torch.Tensor:
+    """``x / by`` by a product with the reciprocal; in bfloat16 that of float32."""
+    divisor = torch.full((), by, dtype=x.dtype, device=x.device)
+    if x.dtype == torch.bfloat16:
+        return (x.float() * divisor.float().reciprocal()).to(x.dtype)
+    return x * divisor.reciprocal()
