@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from functx.compat._to_jax import (
 )
 from functx.compat._torch import map_tensors, tree_map
 
+# What has no values yet.
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
@@ -96,7 +97,7 @@ class _Walk:
     atol: float
     derivatives: bool
     drifting: bool
-    number: int = field(default=0)
+    number: int = 0
 
     def run(
         self, module: GraphModule, ours: Sequence[Any], theirs: Sequence[Any], path: tuple[str, ...]
@@ -134,9 +135,10 @@ class _Walk:
         args, kwargs = map_arg(given, env.__getitem__)
         call: Any = node.target if function is None else function.results
         env[node] = call(*args, **kwargs)
-        theirs = Interpreter()._call(node, env_jax if self.drifting else _Converted(env))
+        converted = {n: _arrays(env[n]) for n in node.all_input_nodes if n in env}
+        theirs = Interpreter()._call(node, env_jax if self.drifting else converted)
         env_jax[node] = theirs
-        if not _has_values(node):
+        if str(node.target).split(".")[-2:][0] in _UNSET:
             return
         found, what = self._compare(_tensors(env[node]), _tensors(theirs)), "value"
         if found is None and self.derivatives and function is None:
@@ -187,13 +189,6 @@ class _Walk:
         return self._compare(ours, theirs)
 
 
-class _Converted(dict[Node, Any]):
-    """An environment of torch's values, given to JAX as arrays."""
-
-    def __getitem__(self, node: Node) -> Any:
-        return _arrays(super().__getitem__(node))
-
-
 def _used(node: Node) -> Callable[[Any], list[Any]]:
     """Picks the tensors that the graph uses from the results of an operation.
 
@@ -204,11 +199,6 @@ def _used(node: Node) -> Callable[[Any], list[Any]]:
         return _tensors
     numbers = sorted({int(user.args[1]) for user in users if user.users})  # type: ignore[arg-type]
     return lambda results: [x for n in numbers for x in _tensors(results[n])]
-
-
-def _has_values(node: Node) -> bool:
-    """Whether the results of an operation are defined at all."""
-    return str(node.target).split(".")[-2:][0] not in _UNSET
 
 
 def _real(x: Any) -> bool:

@@ -139,18 +139,12 @@ _functions: weakref.WeakValueDictionary[str, TorchFunction] = weakref.WeakValueD
 class TorchFunction:
     """A JAX function as a torch function; see :func:`from_jax`."""
 
-    def __init__(
-        self,
-        g: Callable[..., Any],
-        static_argnums: int | Sequence[int] | None,
-        static_argnames: str | Sequence[str] | None,
-        enable_x64: bool,
-    ) -> None:
+    def __init__(self, g: Callable[..., Any], argnums: Any, argnames: Any, x64: bool) -> None:
         functools.update_wrapper(self, g, updated=())
         self.__wrapped__ = g
         self._name = getattr(g, "__name__", type(g).__name__)
-        self._options = (static_argnums, static_argnames, enable_x64)
-        self._static = static_arguments(g, static_argnums, static_argnames)
+        self._options = (argnums, argnames, x64)
+        self._static = static_arguments(g, argnums, argnames)
         self._signatures: dict[Hashable, _Signature] = {}
         # What Dynamo calls without looking inside, made when it first comes by; it finds this
         # function by its handle, since all of its versions take a string for a constant.

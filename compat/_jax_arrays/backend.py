@@ -195,22 +195,22 @@ def _parted(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
-    return [_residual(value, text) for value, text in _jax.saved_residuals(f, *args, **kwargs)]
-
-
-def _residual(value: Any, text: str) -> Residual:
-    source = text.removeprefix("from ").removeprefix("the ")
-    named = re.match(r"named '(.*?)' from", source)
-    made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
-    kind = "argument" if source.startswith("argument") else "constant"
-    return Residual(
-        Value(tuple(value.shape), value.dtype),
-        source,
-        nbytes=math.prod(value.shape) * value.dtype.itemsize,
-        kind="named" if named else "output" if made else kind,
-        names=(named[1],) if named else (),
-        operation="name" if named else made[1] if made else "",
-    )
+    found = []
+    for value, text in _jax.saved_residuals(f, *args, **kwargs):
+        source = text.removeprefix("from ").removeprefix("the ")
+        named = re.match(r"named '(.*?)' from", source)
+        made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
+        kind = "argument" if source.startswith("argument") else "constant"
+        residual = Residual(
+            Value(tuple(value.shape), value.dtype),
+            source,
+            nbytes=math.prod(value.shape) * value.dtype.itemsize,
+            kind="named" if named else "output" if made else kind,
+            names=(named[1],) if named else (),
+            operation="name" if named else made[1] if made else "",
+        )
+        found.append(residual)
+    return found
 
 
 def _is_array(x: Any) -> bool:
@@ -262,10 +262,9 @@ def _translate(policy: Any) -> JaxPolicy | None:
             return _combined(_translate(first), _translate(second), lambda a, b: a or b)
         case Combined("&", (first, second)) if not policy.reads_names:
             both = _combined(_translate(first), _translate(second), lambda a, b: a and b)
-            return _of_operations(both)
+            return _combined(_not_a_name, both, lambda a, b: a and b)
         case Combined("~", (inner,)) if not policy.reads_names:  # NOTE [names in JAX]
-            translated = _translate(inner)
-            return _of_operations(_combined(translated, translated, lambda a, _: not a))
+            return _combined(_not_a_name, _translate(inner), lambda a, b: a and not b)
     return None
 
 
@@ -283,9 +282,5 @@ def _combined(
     return policy
 
 
-def _of_operations(policy: JaxPolicy | None) -> JaxPolicy | None:
-    if policy is None:
-        return None
-    return lambda primitive, *avals, **params: (
-        primitive.name != "name" and policy(primitive, *avals, **params)
-    )
+def _not_a_name(primitive: Any, *avals: Any, **params: Any) -> bool:
+    return bool(primitive.name != "name")
