@@ -165,7 +165,14 @@ def crosscheck(
     differ = [what for what, d in differences.items() if not d.agrees]
     searched = locate and bool(differ)
     first = _first(case, jax_args, differ != ["value"], rtol, atol) if searched else None
-    return Crosscheck(case.name, differences, runs, *kept, first, searched, _environment())
+    environment = {
+        "functx": functx.__version__,
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "jax device": str(jnp.zeros(()).device),
+        "machine": platform.machine(),
+    }
+    return Crosscheck(case.name, differences, runs, *kept, first, searched, environment)
 
 
 def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:
@@ -212,13 +219,3 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float | None:
     if not repeats:
         return None
     return min(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # the first warms up
-
-
-def _environment() -> dict[str, str]:
-    return {
-        "functx": functx.__version__,
-        "torch": torch.__version__,
-        "jax": jax.__version__,
-        "jax device": str(jnp.zeros(()).device),
-        "machine": platform.machine(),
-    }

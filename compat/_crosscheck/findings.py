@@ -16,10 +16,8 @@ from functx.compat._crosscheck.precision import Difference
 from functx.compat._crosscheck.products import Products
 
 _PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>crosscheck {title}</title></head>
-<body><pre>{text}</pre></body>
-</html>
+<html lang="en"><head><meta charset="utf-8"><title>crosscheck {title}</title></head>
+<body><pre>{text}</pre></body></html>
 """
 
 
@@ -111,15 +109,10 @@ class Crosscheck:
             )
         a, b = self.kept_torch, self.kept_jax
         if kept and a is not None and b is not None and not self.kept_equal:
-            regions = enumerate(zip(a.by_region, b.by_region), 1)
-            differ = [
-                f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
-                for n, (r, s) in regions
-                if r.activations != s.activations
-            ]
+            where = [f" (first at {name}: {x} and {y})" for name, x, y in _differing(a, b)]
             found.append(
                 f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}"
-                f"{''.join(differ[:1])}; the cuts are not at the same places"
+                f"{''.join(where[:1])}; the cuts are not at the same places"
             )
         return found
 
@@ -213,10 +206,8 @@ class Crosscheck:
             what = attribute if attribute == "regions" else f"bytes kept at regions, {attribute}"
             differs = "DIFFERENT" if attribute != "arguments" else f"{x - y:,} not read"
             yield what, f"{x:,}", f"{y:,}", "equal" if x == y else differs
-        for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
-            if r.activations != s.activations and not self.kept_equal:
-                sizes = f"{r.activations:,}", f"{s.activations:,}"
-                yield f"region {n}, {r.name}", *sizes, "DIFFERENT"
+        if not self.kept_equal:
+            yield from ((*row, "DIFFERENT") for row in _differing(a, b))
         if a.storages != a.activations:
             yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
@@ -247,6 +238,13 @@ def _how_far(d: Difference, allowed: float) -> str:
     )
     lost = d.torch_ulps > max(64, 4 * d.jax_ulps)
     return f"{said}: it is torch that has lost precision" if lost else said
+
+
+def _differing(a: Kept, b: Kept) -> Iterator[tuple[str, str, str]]:
+    """Regions that keep other bytes of activations: names, and how many in torch and in JAX."""
+    for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
+        if r.activations != s.activations:
+            yield f"region {n}, {r.name}", f"{r.activations:,}", f"{s.activations:,}"
 
 
 def _say(kept: Kept) -> str:

@@ -114,9 +114,8 @@ class _Walk:
                 continue
             elif is_region(node):
                 name = str(getattr(node.meta.get("functx_region"), "name", "region"))
-                sides = [[*map_arg(node.args[1:], side.__getitem__)] for side in (env, env_jax)]
-                inside = self.run(body_of(node), *sides, (*path, name))
-                env[node], env_jax[node] = yield from inside
+                a, b = ([*map_arg(node.args[1:], side.__getitem__)] for side in (env, env_jax))
+                env[node], env_jax[node] = yield from self.run(body_of(node), a, b, (*path, name))
             elif node.target is operator.getitem:
                 of, at = node.args
                 env[node], env_jax[node] = env[of][at], env_jax[of][at]

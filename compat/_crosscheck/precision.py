@@ -81,10 +81,6 @@ class Difference:
     agrees: bool
 
 
-class Mismatch(AssertionError):
-    """The frameworks give results of different structure, shape or dtype."""
-
-
 def difference(
     ours: Sequence[torch.Tensor],
     theirs: Sequence[Any],
@@ -111,18 +107,20 @@ def difference(
         The largest differences.
 
     Raises:
-        Mismatch: if numbers of results, shapes or dtypes differ.
+        AssertionError: if numbers of results, shapes or dtypes differ.
     """
     if len(ours) != len(theirs):
-        raise Mismatch(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
+        raise AssertionError(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
     found = []
     top = max((_magnitude(numbers(x)) for x in ours if x.dtype in RTOL), default=0.0)
     for n, (x, y) in enumerate(zip(ours, theirs)):
         path = paths[n] if len(paths) == len(ours) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
-            raise Mismatch(f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}")
+            raise AssertionError(
+                f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}"
+            )
         if dtypes and str(x.dtype).removeprefix("torch.") != str(y.dtype):
-            raise Mismatch(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
+            raise AssertionError(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
         if not dtypes and x.dtype.is_floating_point and str(y.dtype) in _NARROWER:
             x = x.to(_NARROWER[str(y.dtype)])
         r = None if reference is None else reference[n]
@@ -160,9 +158,9 @@ def _of_leaf(
     inexact = ours.dtype in RTOL
     a = numbers(ours)
     b = np.asarray(theirs).astype(a.dtype)
-    r = numbers(reference) if reference is not None and inexact else None
-    if r is not None and r.shape != a.shape:
-        r = None
+    if not inexact or (reference is not None and reference.shape != ours.shape):
+        reference = None
+    r = None if reference is None else numbers(reference)
     scale = _magnitude(a if r is None else r)
     if scale <= _ZERO * top and (r is not None or ours.dtype in (torch.float64, torch.complex128)):
         scale = _OF_ZEROS * top
