@@ -19,14 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch import Tensor
 
 from functx._errors import LoweringError
-from functx.compat._bridge.dtypes import (
-    check_fits,
-    has_torch_dtype,
-    to_jax_dtype,
-    torch_dtype_of,
-)
+from functx.compat._bridge.dtypes import check_fits, has_torch_dtype, to_jax_dtype, torch_dtype_of
 from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
 
 # numpy has no such types of its own: their bits travel as integers of the same width.
@@ -40,7 +36,7 @@ _AS_BITS = {
 ALIGNMENT = 64
 
 
-def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
+def array_from_torch(x: Tensor, what: str = "a tensor") -> jax.Array:
     """Copy a torch tensor into a JAX array.
 
     Args:
@@ -67,7 +63,7 @@ def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
         return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
 
 
-def is_still(array: jax.Array, x: torch.Tensor) -> bool:
+def is_still(array: jax.Array, x: Tensor) -> bool:
     """Whether an array that was made from a tensor has the tensor's values, to the bit.
 
     A write through ``.data`` leaves no other trace.  Of a tensor on another device that would take
@@ -81,7 +77,7 @@ def is_still(array: jax.Array, x: torch.Tensor) -> bool:
     return bool(np.array_equal(values, held))
 
 
-def _values(x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
+def _values(x: Tensor, what: str) -> np.ndarray[Any, Any]:
     """The values of a tensor, over its memory where possible."""
     _has_plain_data(x, what)
     x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
@@ -90,7 +86,7 @@ def _values(x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
     return x.view(_AS_BITS[x.dtype][0]).numpy().view(to_jax_dtype(x.dtype))
 
 
-def borrow(x: torch.Tensor, what: str) -> jax.Array:
+def borrow(x: Tensor, what: str) -> jax.Array:
     """A JAX array of a tensor's values, over the tensor's own memory where JAX can read that.
 
     The array is only right until torch writes to the tensor: wait for JAX before anyone can.
@@ -131,7 +127,7 @@ def borrow(x: torch.Tensor, what: str) -> jax.Array:
         ) from err
 
 
-def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
+def give(x: jax.Array, device: torch.device | None) -> Tensor:
     """A tensor over the memory of a JAX array that nobody else holds or will hold.
 
     Args:
@@ -150,7 +146,7 @@ def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
     return torch.from_dlpack(x).to(device)
 
 
-def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:
+def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> Tensor:
     """Copy a JAX array into a torch tensor.
 
     Args:
@@ -186,7 +182,7 @@ def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.T
         raise LoweringError(f"torch has no counterpart of the dtype {values.dtype}") from err
 
 
-def _has_plain_data(x: torch.Tensor, what: str) -> None:
+def _has_plain_data(x: Tensor, what: str) -> None:
     problem = None
     if isinstance(x, FakeTensor) or x.is_meta:
         problem = "has a shape but no data"

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from functx.compat._bridge.dlpack import array_from_torch
 
 Arrays = dict[str, jax.Array]
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 def state_of(module: torch.nn.Module) -> tuple[Arrays, Arrays]:

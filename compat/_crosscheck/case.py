@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functx import _tree
 from functx.compat._bridge import function_of
@@ -38,8 +39,8 @@ class Case:
 
     name: str
     function: Flat
-    primals: list[torch.Tensor]
-    rest: list[torch.Tensor]
+    primals: list[Tensor]
+    rest: list[Tensor]
     paths: list[str]
     primal_dims: list[int | None]
     rest_dims: list[int | None]
@@ -119,7 +120,7 @@ def case_of(
     chosen += [False] * (len(leaves) - len(chosen))
     for leaf, path in zip(leaves, paths):
         _refuse_arrays(leaf, name, path)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
     primals = [i for i in inexact if chosen[i]]
     rest = [i for i in tensors if i not in primals]
@@ -154,9 +155,9 @@ def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
         )
 
 
-def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
+def _tensors(result: Any, paths: list[str], name: str) -> list[Tensor]:
     every = zip(_tree.paths(result), _tree.leaves(result))
-    found = [(path, x) for path, x in every if isinstance(x, torch.Tensor)]
+    found = [(path, x) for path, x in every if isinstance(x, Tensor)]
     if not found:
         raise TypeError(
             f"crosscheck compares tensors, but {name} returned {type(result).__name__} without any"

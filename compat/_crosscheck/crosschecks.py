@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch import Tensor
 from torch.fx.traceback import preserve_node_meta
 
 import functx
@@ -175,7 +176,7 @@ def crosscheck(
     return Crosscheck(case.name, differences, runs, *kept, first, searched, environment)
 
 
-def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:
+def _arrays(xs: Sequence[Tensor]) -> list[Any]:
     return [array_from_torch(x) for x in xs]
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functx
@@ -100,9 +100,7 @@ def _kept(entered: Sequence[tuple[str, set[Buffer]]], ours: set[View], outside: 
 
 
 def kept_by_torch(
-    f: Callable[..., Any],
-    args: Sequence[Sequence[torch.Tensor]],
-    closed_over: Sequence[torch.Tensor],
+    f: Callable[..., Any], args: Sequence[Sequence[Tensor]], closed_over: Sequence[Tensor]
 ) -> Kept:
     """Bytes that ``functx.vjp`` keeps, from storages that are still alive.
 
@@ -117,7 +115,7 @@ def kept_by_torch(
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
     outer = 0  # the level at which f is differentiated
 
-    def record(inputs: list[torch.Tensor], name: str, level: int) -> None:
+    def record(inputs: list[Tensor], name: str, level: int) -> None:
         if level != outer:  # a derivative that f takes itself
             return
         storages = [(_buffer(x), x.untyped_storage()) for x in map(base_of, inputs)]
@@ -149,7 +147,7 @@ def kept_by_torch(
     return replace(_kept([(name, {*found}) for name, found in live], ours, outside), storages=held)
 
 
-def _buffer(x: torch.Tensor) -> Buffer:
+def _buffer(x: Tensor) -> Buffer:
     order = () if x.is_contiguous() else (*x.shape, *x.stride())  # none: as they are stored
     return storage_key(x), int(x.storage_offset()), x.nbytes, order
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -144,7 +145,7 @@ class _Walk:
             found, what = self._compare_pullbacks(node, args, kwargs), "derivative"
         if found is not None:
             what = "rounding" if self.drifting else what
-            tensors = [x for x in _tensors(args) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in _tensors(args) if isinstance(x, Tensor)]
             operands = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape)}" for x in tensors)
             name = str(node.target) if function is None else function.name
             yield Operation(name, what, source_of(node), self.number, operands, path, found)
@@ -201,13 +202,13 @@ def _used(node: Node) -> Callable[[Any], list[Any]]:
 
 
 def _real(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _tensors(tree: Any) -> list[Any]:
     """Tensors and arrays in nested tuples, lists and dictionaries."""
     found: list[Any] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor | jax.Array) else None, tree)
+    tree_map(lambda x: found.append(x) if isinstance(x, Tensor | jax.Array) else None, tree)
     return found
 
 
@@ -221,11 +222,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def first_difference(
-    program: Program,
-    inputs: Sequence[torch.Tensor],
-    derivatives: bool,
-    rtol: float | None,
-    atol: float,
+    program: Program, inputs: Sequence[Tensor], derivatives: bool, rtol: float | None, atol: float
 ) -> Operation | None:
     """Find the first operation that differs.
 

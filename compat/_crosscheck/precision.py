@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _tree
@@ -82,9 +83,9 @@ class Difference:
 
 
 def difference(
-    ours: Sequence[torch.Tensor],
+    ours: Sequence[Tensor],
     theirs: Sequence[Any],
-    reference: Sequence[torch.Tensor] | None,
+    reference: Sequence[Tensor] | None,
     paths: Sequence[str],
     rtol: float | None,
     atol: float,
@@ -147,9 +148,9 @@ def _most_known(values: Any) -> float | None:
 
 
 def _of_leaf(
-    ours: torch.Tensor,
+    ours: Tensor,
     theirs: Any,
-    reference: torch.Tensor | None,
+    reference: Tensor | None,
     path: str,
     rtol: float | None,
     atol: float,
@@ -195,7 +196,7 @@ def _usual(dtype: torch.dtype, error: float | None) -> float:
     return max(usual, min(_OWN_ERRORS * error, _MOST_ALLOWED))
 
 
-def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def numbers(x: Tensor) -> np.ndarray[Any, Any]:
     """A tensor's values as NumPy's widest of their kind."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
     kinds = {torch.bool: torch.int64, **_WIDE}
@@ -230,12 +231,12 @@ class Widened(TorchFunctionMode):
 
 
 def _wide(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         return x.to(_WIDE[x.dtype]) if x.dtype in _WIDE else x
     return _WIDE.get(x, x) if isinstance(x, torch.dtype) else x
 
 
-def in_float64(f: Callable[..., Any], *args: list[torch.Tensor]) -> list[torch.Tensor] | None:
+def in_float64(f: Callable[..., Any], *args: list[Tensor]) -> list[Tensor] | None:
     """Run a function of lists of tensors in float64.
 
     Returns:
@@ -247,7 +248,7 @@ def in_float64(f: Callable[..., Any], *args: list[torch.Tensor]) -> list[torch.T
         torch.set_default_dtype(torch.float64)
         # A region knows its tensors by sight, which a conversion at each use makes others of.
         with no_regions(), Widened():
-            out: list[torch.Tensor] = list(f(*wide))
+            out: list[Tensor] = list(f(*wide))
     except Exception:  # the function may insist on its dtype in any way
         return None
     finally:

@@ -37,6 +37,7 @@ from functx.compat._bridge import Settings, decoder, encode, jit_is_off
 from functx.compat._jax import batch_dim_of
 
 Arrays = Sequence[Any]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Residuals:
 
     results: tuple[jax.ShapeDtypeStruct, ...]
     sources: tuple[tuple[str, int], ...]
-    rebuild: Callable[[Arrays], Callable[..., Any]]
+    rebuild: Callable[[Arrays], Function]
 
 
 class Program:
@@ -66,11 +67,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        settings: Settings,
-        tracing: threading.RLock | None = None,
+        self, fn: Function, name: str, settings: Settings, tracing: threading.RLock | None = None
     ) -> None:
         self.name = name
         self.handle = f"{name} {secrets.token_hex(8)}"
@@ -210,8 +207,8 @@ def own(x: Any) -> Any:
 
 
 def _of_some(
-    f: Callable[..., Any], arrays: Arrays, which: Sequence[bool]
-) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    f: Function, arrays: Arrays, which: Sequence[bool]
+) -> tuple[tuple[Any, ...], Function]:
     """Some of the inputs of ``f``, and ``f`` as a function of these."""
 
     def of_some(*some: Any) -> Any:
@@ -223,7 +220,7 @@ def _of_some(
 
 def _take_apart(
     pullback: Any, inputs: Arrays, results: Arrays
-) -> tuple[tuple[tuple[str, int], ...], list[Any], Callable[[Arrays], Callable[..., Any]]]:
+) -> tuple[tuple[tuple[str, int], ...], list[Any], Callable[[Arrays], Function]]:
     """The arrays in a pullback: where each is, those that are new, and how to put it together."""
     leaves, treedef = jax.tree_util.tree_flatten(pullback)
     places = {id(a): ("result", i) for i, a in enumerate(results)}
@@ -244,7 +241,7 @@ def _take_apart(
 
     n = len(leaves)
 
-    def rebuild(arrays: Arrays) -> Callable[..., Any]:
+    def rebuild(arrays: Arrays) -> Function:
         given = iter(
             a if decode is None else decode(a) for a, decode in zip(arrays, decoders, strict=True)
         )
@@ -255,7 +252,7 @@ def _take_apart(
 
 
 def _pull(
-    pull: Callable[..., Any],
+    pull: Function,
     results: Sequence[jax.ShapeDtypeStruct],
     cotangents: Arrays,
     wanted: Sequence[int],

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 from functx.compat.random._keys import (
     check_broadcast,
@@ -44,9 +45,7 @@ def lowering() -> Iterator[None]:
         _lowering.reset(token)
 
 
-def bits(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Random bits, as ``jax.random.bits``.
 
     Args:
@@ -79,12 +78,12 @@ def bits(
 
 
 def uniform(
-    key: torch.Tensor,
+    key: Tensor,
     shape: Sequence[int] = (),
     dtype: torch.dtype | None = None,
-    minval: float | torch.Tensor = 0.0,
-    maxval: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+    minval: float | Tensor = 0.0,
+    maxval: float | Tensor = 1.0,
+) -> Tensor:
     """Uniform numbers in ``[minval, maxval)``, as ``jax.random.uniform``.
 
     Args:
@@ -108,7 +107,7 @@ def uniform(
     """
     shape, dtype = _checked("uniform", key, shape, dtype)
     unit = _unit(key, shape, dtype)
-    numbers = not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor)
+    numbers = not isinstance(minval, Tensor) and not isinstance(maxval, Tensor)
     if numbers and (minval, maxval) == (0, 1):
         return unit
     low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
@@ -116,7 +115,7 @@ def uniform(
     return torch.maximum(low, _multiply_add(unit, high - low, low))
 
 
-def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _unit(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uniform numbers in [0, 1)."""
     digits = _MANTISSA[dtype]
     word = (random_long if dtype == torch.float64 else random_word)(key, shape)
@@ -125,11 +124,8 @@ def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 
 def bernoulli(
-    key: torch.Tensor,
-    p: float | torch.Tensor = 0.5,
-    shape: Sequence[int] | None = None,
-    mode: str = "low",
-) -> torch.Tensor:
+    key: Tensor, p: float | Tensor = 0.5, shape: Sequence[int] | None = None, mode: str = "low"
+) -> Tensor:
     """True with probability ``p``, as ``jax.random.bernoulli``.
 
     Args:
@@ -153,11 +149,11 @@ def bernoulli(
     check_key("bernoulli", key)
     if mode not in ("low", "high"):
         raise ValueError(f"random.bernoulli: mode is 'low' or 'high', not {mode!r}")
-    if not isinstance(p, float) and not (isinstance(p, torch.Tensor) and p.dtype in _MANTISSA):
-        kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__
+    if not isinstance(p, float) and not (isinstance(p, Tensor) and p.dtype in _MANTISSA):
+        kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
         raise TypeError(f"random.bernoulli takes a probability of a real dtype, not {kind}")
-    dtype = p.dtype if isinstance(p, torch.Tensor) else torch.get_default_dtype()
-    own = tuple(p.shape) if isinstance(p, torch.Tensor) else ()
+    dtype = p.dtype if isinstance(p, Tensor) else torch.get_default_dtype()
+    own = tuple(p.shape) if isinstance(p, Tensor) else ()
     shape = own if shape is None else check_shape("bernoulli", shape)
     check_broadcast("bernoulli", shape, own)
     if mode == "low":
@@ -166,9 +162,7 @@ def bernoulli(
     return low * 2.0 ** -_MANTISSA[dtype] < p - high
 
 
-def rademacher(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def rademacher(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Signs, -1 or 1 with equal probability, as ``jax.random.rademacher``.
 
     The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.
@@ -178,13 +172,13 @@ def rademacher(
 
 
 def dropout(
-    key: torch.Tensor,
-    x: torch.Tensor,
+    key: Tensor,
+    x: Tensor,
     p: float = 0.5,
     training: bool = True,
     *,
     broadcast_dims: Sequence[int] = (),
-) -> torch.Tensor:
+) -> Tensor:
     """Set elements to zero with probability ``p`` and divide the others by ``1 - p``.
 
     The same numbers as Flax's and Equinox's ``Dropout`` give for the key.
@@ -223,9 +217,7 @@ def dropout(
     return torch.where(mask, _divide(x, keep), 0.0)
 
 
-def normal(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Standard normal numbers, as ``jax.random.normal``, but for torch's inverse error function.
 
     Arguments and errors are those of `uniform`.
@@ -243,12 +235,12 @@ def normal(
 
 
 def truncated_normal(
-    key: torch.Tensor,
-    lower: float | torch.Tensor,
-    upper: float | torch.Tensor,
+    key: Tensor,
+    lower: float | Tensor,
+    upper: float | Tensor,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Standard normal numbers between bounds, as ``jax.random.truncated_normal``.
 
     Args:
@@ -276,9 +268,7 @@ def truncated_normal(
     return torch.minimum(inside, torch.nextafter(high.detach(), -infinity))
 
 
-def exponential(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Exponentially distributed numbers of mean 1, in ``[0, inf)``, as ``jax.random.exponential``.
 
     Arguments and errors are those of `uniform`.
@@ -287,11 +277,11 @@ def exponential(
 
 
 def gumbel(
-    key: torch.Tensor,
+    key: Tensor,
     shape: Sequence[int] = (),
     dtype: torch.dtype | None = None,
     mode: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Gumbel distributed numbers, as ``jax.random.gumbel``.
 
     Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`.
@@ -308,7 +298,7 @@ def gumbel(
 
 
 def _checked(
-    name: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None
+    name: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype | None
 ) -> tuple[tuple[int, ...], torch.dtype]:
     check_key(name, key)
     dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -317,13 +307,13 @@ def _checked(
     return check_shape(name, shape), dtype
 
 
-def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(x, torch.Tensor):
+def _bound(x: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, Tensor):
         return x.to(device, dtype)
     return torch.full((), x, dtype=dtype, device=device)
 
 
-def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c``, in float32 and float64 with one rounding."""
     product = a * b
     if _lowering.get() or a.dtype not in (torch.float32, torch.float64):
@@ -339,12 +329,12 @@ def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Te
     return total + ((product - (total - other)) + (c - other) + error)
 
 
-def _high(x: torch.Tensor) -> torch.Tensor:
+def _high(x: Tensor) -> Tensor:
     scaled = x * (2.0**27 + 1)
     return scaled - (scaled - x)
 
 
-def _divide(x: torch.Tensor, by: float) -> torch.Tensor:
+def _divide(x: Tensor, by: float) -> Tensor:
     """``x / by`` by a product with the reciprocal; in bfloat16 that of float32."""
     divisor = torch.full((), by, dtype=x.dtype, device=x.device)
     if x.dtype == torch.bfloat16:
