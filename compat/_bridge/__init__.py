@@ -18,7 +18,6 @@ from functx.compat._bridge.dtypes import to_torch_dtype as to_torch_dtype
 from functx.compat._bridge.dtypes import torch_dtype_of as torch_dtype_of
 from functx.compat._bridge.jax_settings import Settings as Settings
 from functx.compat._bridge.jax_settings import current_settings as current_settings
-from functx.compat._bridge.jax_settings import jit_is_off as jit_is_off
 from functx.compat._bridge.jax_settings import restored as restored
 from functx.compat._bridge.modules import as_module as as_module
 from functx.compat._bridge.modules import function_of as function_of

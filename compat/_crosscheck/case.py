@@ -100,11 +100,12 @@ def case_of(
             f"crosscheck needs the arguments of {name}, at least one by position: derivatives are"
             " taken in the first"
         )
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    for number in numbers:
-        if not -len(args) <= number < len(args):
-            raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments")
-    numbers = [number % len(args) for number in numbers]
+    try:
+        numbers = [
+            range(len(args))[n] for n in ([argnums] if isinstance(argnums, int) else argnums)
+        ]
+    except IndexError:
+        raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments") from None
 
     call = (args, dict(kwargs))
     leaves, spec = _tree.flatten(call)
@@ -116,13 +117,18 @@ def case_of(
             f"crosscheck {name}: in_dims={in_dims!r} has another structure than the arguments"
         ) from error
     leaf_dims += [None] * (len(leaves) - len(leaf_dims))
-    chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
-    chosen += [False] * (len(leaves) - len(chosen))
     for leaf, path in zip(leaves, paths):
-        _refuse_arrays(leaf, name, path)
+        package = type(leaf).__module__.partition(".")[0]
+        if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
+                f" {package}'s {type(leaf).__name__} at {path}"
+            )
+    of_argument = [n for n, arg in enumerate(args) for _ in _tree.leaves(arg)]  # keywords follow
+    chosen = [i for i, n in enumerate(of_argument) if n in numbers]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
-    primals = [i for i in inexact if chosen[i]]
+    primals = [i for i in inexact if i in chosen]
     rest = [i for i in tensors if i not in primals]
     result_paths: list[str] = []
 
@@ -144,15 +150,6 @@ def case_of(
         batched=batched,
         result_paths=result_paths,
     )
-
-
-def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
-    package = type(leaf).__module__.partition(".")[0]
-    if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        raise TypeError(
-            f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
-            f" {package}'s {type(leaf).__name__} at {path}"
-        )
 
 
 def _tensors(result: Any, paths: list[str], name: str) -> list[Tensor]:

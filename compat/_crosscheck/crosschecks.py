@@ -29,7 +29,7 @@ from functx.compat._crosscheck.case import Case, case_of
 from functx.compat._crosscheck.derivatives import TRANSFORMS, Library, as_torch_says, chosen
 from functx.compat._crosscheck.findings import Crosscheck, Run
 from functx.compat._crosscheck.kept_bytes import Kept, kept_by_jax, kept_by_torch
-from functx.compat._crosscheck.operations import Operation, first_difference
+from functx.compat._crosscheck.operations import first_difference
 from functx.compat._crosscheck.precision import Difference, difference, in_float64
 from functx.compat._crosscheck.products import count
 from functx.compat._jax import KEEP_RECOMPUTE
@@ -165,7 +165,13 @@ def crosscheck(
         )
     differ = [what for what, d in differences.items() if not d.agrees]
     searched = locate and bool(differ)
-    first = _first(case, jax_args, differ != ["value"], rtol, atol) if searched else None
+    first = None
+    if searched:
+        with preserve_node_meta():
+            program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
+        primals, rest = _first_example(case, torch_args)
+        inputs = [*primals, *rest]
+        first = first_difference(program, inputs, differ != ["value"], rtol, atol)
     environment = {
         "functx": functx.__version__,
         "torch": torch.__version__,
@@ -204,16 +210,6 @@ def _first_example(case: Case, args: Sequence[Sequence[Any]]) -> tuple[list[Any]
         for xs, ds in zip(args, dims)
     ]
     return first[0], first[1]
-
-
-def _first(
-    case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
-) -> Operation | None:
-    """The first operation that differs, for the first example."""
-    with preserve_node_meta():
-        program = to_jax(noted(case.function)).program(*_first_example(case, jax_args))
-    primals, rest = _first_example(case, (case.primals, case.rest))
-    return first_difference(program, [*primals, *rest], derivatives, rtol, atol)
 
 
 def _seconds(run: Callable[[], Any], repeats: int) -> float | None:

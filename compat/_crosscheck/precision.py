@@ -169,7 +169,9 @@ def _of_leaf(
     eps = torch.finfo(ours.dtype).eps if inexact else 1.0
     absolute = _largest(a, b)
     errors = [None if r is None else _largest(x, r) / scale for x in (a, b)]
-    allowed = (_usual(ours.dtype, errors[0]) if rtol is None else rtol) if inexact else 0.0
+    allowed = (RTOL[ours.dtype] if rtol is None else rtol) if inexact else 0.0
+    if rtol is None and errors[0] is not None and np.isfinite(errors[0]):  # torch has some itself
+        allowed = max(allowed, min(_OWN_ERRORS * errors[0], _MOST_ALLOWED))
     return Difference(
         absolute=absolute,
         relative=absolute / scale,
@@ -186,14 +188,6 @@ def _of_leaf(
 def _magnitude(x: np.ndarray[Any, Any]) -> float:
     """The largest magnitude of a finite entry."""
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
-
-
-def _usual(dtype: torch.dtype, error: float | None) -> float:
-    """The relative difference allowed where torch's numbers have some error themselves."""
-    usual = RTOL[dtype]
-    if error is None or not np.isfinite(error):
-        return usual
-    return max(usual, min(_OWN_ERRORS * error, _MOST_ALLOWED))
 
 
 def numbers(x: Tensor) -> np.ndarray[Any, Any]:

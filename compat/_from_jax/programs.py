@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functx.compat._bridge import Settings, decoder, encode, jit_is_off
+from functx.compat._bridge import Settings, decoder, encode
 from functx.compat._jax import batch_dim_of
 
 Arrays = Sequence[Any]
@@ -76,7 +76,7 @@ class Program:
         # Held while this program, or one it was derived from, is traced.
         self._tracing = threading.RLock() if tracing is None else tracing
         # Without jit nothing is traced, and residuals can't be told from constants.
-        self._traced = self.irreversible = jit_is_off(settings)
+        self._traced = self.irreversible = bool(settings.disable_jit)
         # What derived programs call: JAX traces it once.
         self.inner = inner = jax.jit(fn)
 

@@ -177,8 +177,8 @@ def _record(
         outs = _below(keyset, tensors, program)
     if not any(map(_is_differentiable, outs)):
         return outs
-    node = _Node(program, needs, residuals, outs, rest, primals)
-    return list(apply_function(JaxCall, node, *tensors))
+    node = _Node(program, needs, residuals, primals)
+    return list(apply_function(JaxCall, node, outs, rest, *tensors))
 
 
 @dataclass
@@ -189,16 +189,12 @@ class _Node:
         program: that ran.
         needs: which of its inputs are differentiated.
         residuals: of the forward half, if there is one.
-        outs: the results, until the node is attached.
-        rest: what was returned in addition, until then.
         primals: those of the inputs, if they are duals at the level of the node.
     """
 
     program: Program
     needs: tuple[bool, ...]
     residuals: Any
-    outs: Sequence[Tensor]
-    rest: Sequence[Tensor]
     primals: Sequence[Tensor]
 
 
@@ -207,34 +203,34 @@ class JaxCall(SingleLevelFunction):
 
     @staticmethod
     @uncompiled
-    def forward(ctx: Any, node: _Node, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, node: _Node, outs: list[Tensor], rest: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Put the results behind the node."""
-        outs, rest = tuple(node.outs), node.rest
-        node.outs = node.rest = ()
         ctx.node = node
         ctx.set_materialize_grads(False)
         kept = outs if node.residuals is not None else ()
         ctx.save_for_backward(*tensors, *kept, *rest)
         ctx.mark_non_differentiable(*(o for o in outs if not _is_differentiable(o)))
-        return outs
+        return tuple(outs)
 
     @staticmethod
     @uncompiled
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         """Tangents of the results: inputs are duals at the level at which they are recorded."""
         node: _Node = ctx.node
         primals, node.primals = node.primals, ()
-        return tuple(_jvp(node.program, primals, tangents)[1])
+        return tuple(_jvp(node.program, primals, given[3:])[1])
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The pullback, as a call at whatever level the engine runs. NOTE [residuals]."""
         node: _Node = ctx.node
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[3:]
         wanted = tuple(i for i, c in enumerate(cotangents) if c is not None)
         if not wanted or not any(needs):
-            return (None, *(None for _ in needs))
+            return (None,) * (3 + len(needs))
         kept = ctx.saved_tensors
         saved = [_torch.alive(t) for t in kept]
         given = [_torch.alive(c) for c in cotangents if c is not None]
@@ -251,7 +247,7 @@ class JaxCall(SingleLevelFunction):
             pullback = node.program.pullback(node.residuals, still, wanted)
             gradients = call(pullback, [*arrays, *given])
         results = iter(gradients)
-        return (None, *(next(results) if need else None for need in needs))
+        return (None, None, None, *(next(results) if need else None for need in needs))
 
 
 def _is_recorded(tensors: Sequence[Tensor]) -> bool:

@@ -125,7 +125,7 @@ WINGS = {
     "jit, graph": (("functx._jit", "functx.graph"), 1_420),
     "private torch": (("functx._torch",), 950),
     "command line, demo": (("functx.__main__", "functx._demo"), 450),
-    "compat": (("functx.compat",), 11_550),
+    "compat": (("functx.compat",), 11_310),
 }
 
 
