@@ -5,6 +5,6 @@ remat region; checks one batch against JAX; measures what remat saves; writes th
 uses the public API only, so that every part can be copied:
 
 - ``training`` data, network, per-example clipped gradients, and the loop around them;
-- ``comparison`` bytes and seconds of each way to get the gradients;
+- ``measurement`` bytes and seconds of each way to get the gradients;
 - ``run`` the program, from start to end.
 """

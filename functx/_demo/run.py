@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 import functx
 from functx import memory
-from functx._demo import comparison, training
+from functx._demo import measurement, training
 
 FULL = {"depth": 6, "width": 32, "hidden": 64}
 TOY = {"depth": 2, "width": 8, "hidden": 16}
@@ -62,7 +62,7 @@ def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool =
     figures["training"] = {"size": size} | _train((params, images, labels), epochs, batch, console)
 
     one = (params, images[:batch], labels[:batch])
-    rows = comparison.torch_rows(one, repeats)
+    rows = measurement.torch_rows(one, repeats)
     profiles = {
         f"{row['library']}, {'no remat' if row['remat'] == 'no' else 'remat'}": row.pop("profile")
         for row in rows
@@ -74,11 +74,11 @@ def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool =
         install = "pip install 'functx[jax]' (on CUDA: pip install 'functx[cuda]')"
         console.print(f"\nJAX is not installed; to check against it: {install}", markup=False)
     else:
-        found = comparison.crosscheck(one)
+        found = measurement.crosscheck(one)
         console.print(f"\n{found}", markup=False)
         figures["crosscheck"] = asdict(found) | {"kept_equal": found.kept_equal}
-        rows += comparison.jax_rows(one, repeats)
-    console.print("", comparison.table(rows), sep="\n")
+        rows += measurement.jax_rows(one, repeats)
+    console.print("", measurement.table(rows), sep="\n")
     for row in rows:
         if row["error"] is not None:
             console.print(

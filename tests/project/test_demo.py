@@ -9,7 +9,7 @@ import torch
 
 import functx
 from functx.__main__ import main
-from functx._demo import comparison, training
+from functx._demo import measurement, training
 
 
 def batch_of(examples, **size):
@@ -20,7 +20,7 @@ def batch_of(examples, **size):
 @pytest.fixture(scope="module")
 def rows():
     """The demo's own model and batch, at full size, without the training."""
-    rows = comparison.torch_rows(batch_of(48), repeats=1)
+    rows = measurement.torch_rows(batch_of(48), repeats=1)
     return {(row["library"], row["remat"]): row for row in rows}
 
 

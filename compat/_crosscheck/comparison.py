@@ -27,11 +27,11 @@ from functx._errors import LoweringError
 from functx.compat._bridge import array_from_torch
 from functx.compat._crosscheck.case import Case, case_of
 from functx.compat._crosscheck.derivatives import TRANSFORMS, Library, as_torch_says, chosen
-from functx.compat._crosscheck.findings import Crosscheck, Run
 from functx.compat._crosscheck.kept_bytes import Kept, kept_by_jax, kept_by_torch
 from functx.compat._crosscheck.operations import first_difference
 from functx.compat._crosscheck.precision import Difference, difference, in_float64
 from functx.compat._crosscheck.products import count
+from functx.compat._crosscheck.report import Crosscheck, Run
 from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._to_jax import Lowered, noted, to_jax
 
