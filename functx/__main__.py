@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from functx.compat import _command
+from functx.compat import _crosscheck_command
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line, one subparser a command."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0, or 1 where the command says on stderr why it can't be done.
+    """
     top = argparse.ArgumentParser(
         prog="functx", description="PyTorch transforms that compose the way JAX's do."
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    commands = top.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(
         "demo",
         help="train on digits with per-example clipped gradients, and compare with JAX",
@@ -32,56 +40,30 @@ def parser() -> argparse.ArgumentParser:
         default=Path("functx-demo"),
         help="folder for the picture, the figures as JSON and the printout (default: functx-demo)",
     )
-    demo.add_argument("--epochs", type=_positive, help="passes over the training images")
+    demo.add_argument("--epochs", type=int, help="passes over the training images")
     demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
     demo.set_defaults(run=_demo)
-    crosscheck = commands.add_parser(
-        "crosscheck",
-        help="compare a torch function with itself in JAX: values, derivatives, memory",
-        description=_command.DESCRIPTION,
-        epilog=_command.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _command.add_arguments(crosscheck)
-    crosscheck.set_defaults(run=_command.run)
-    return top
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: The arguments after the program's name; those of the process by default.
-
-    Returns:
-        The exit status: 0, or 1 where the command says on stderr why it can't be done.
-    """
-    args = parser().parse_args(argv)
+    _crosscheck_command.add_to(commands)
+    args = top.parse_args(argv)
     return int(args.run(args))
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from dataclasses import replace
+    packages = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"}
+    missing = [pip for module, pip in packages.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(
+            f"functx demo: needs {', '.join(missing)}: pip install 'functx[demo]'", file=sys.stderr
+        )
+        return 1
+    from functx._demo.run import DemoError, run
 
-    from functx._demo.run import DemoError, DemoSettings, run
-
-    settings = DemoSettings(out=args.out, device=args.device)
-    settings = settings.quick() if args.quick else settings
-    if args.epochs is not None:
-        settings = replace(settings, epochs=args.epochs)
     try:
-        run(settings)
+        run(args.out, args.device, args.epochs, args.quick)
     except DemoError as error:
         print(f"functx demo: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 if __name__ == "__main__":

@@ -17,35 +17,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 
 from functx._errors import LoweringError
-from functx.compat._bridge.dtypes import check_fits, to_jax_dtype
+from functx.compat._bridge.dtypes import check_fits, has_torch_dtype, to_jax_dtype, torch_dtype_of
 from functx.compat._torch import FakeTensor, is_functorch_wrapped, is_zero_tensor
-
-_NAMES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e5m2"),
-)
-_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 
 # numpy has no such types of its own: their bits travel as integers of the same width.
 _AS_BITS = {
-    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
-    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
-    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+    torch.bfloat16: (torch.int16, np.int16),
+    torch.float8_e4m3fn: (torch.uint8, np.uint8),
+    torch.float8_e5m2: (torch.uint8, np.uint8),
 }
-_FROM_BITS = {np.dtype(np_dtype): (dtype, bits) for dtype, (bits, np_dtype) in _AS_BITS.items()}
-
 
 # XLA reads memory that starts at a multiple of this many bytes.
 ALIGNMENT = 64
 
 
-def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
+def array_from_torch(x: Tensor, what: str = "a tensor") -> jax.Array:
     """Copy a torch tensor into a JAX array.
 
     Args:
@@ -72,17 +63,16 @@ def array_from_torch(x: torch.Tensor, what: str = "a tensor") -> jax.Array:
         return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
 
 
-def _values(x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
+def _values(x: Tensor, what: str) -> np.ndarray[Any, Any]:
     """The values of a tensor, over its memory where possible."""
     _has_plain_data(x, what)
     x = x.detach().resolve_conj().resolve_neg().contiguous().cpu()
     if x.dtype not in _AS_BITS:
         return x.numpy(force=True)
-    bits, np_dtype = _AS_BITS[x.dtype]
-    return x.view(bits).numpy().view(np_dtype)
+    return x.view(_AS_BITS[x.dtype][0]).numpy().view(to_jax_dtype(x.dtype))
 
 
-def borrow(x: torch.Tensor, what: str) -> jax.Array:
+def borrow(x: Tensor, what: str) -> jax.Array:
     """A JAX array of a tensor's values, over the tensor's own memory where JAX can read that.
 
     The array is only right until torch writes to the tensor: wait for JAX before anyone can.
@@ -123,7 +113,7 @@ def borrow(x: torch.Tensor, what: str) -> jax.Array:
         ) from err
 
 
-def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
+def give(x: jax.Array, device: torch.device | None) -> Tensor:
     """A tensor over the memory of a JAX array that nobody else holds or will hold.
 
     Args:
@@ -142,7 +132,7 @@ def give(x: jax.Array, device: torch.device | None) -> torch.Tensor:
     return torch.from_dlpack(x).to(device)
 
 
-def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.Tensor:
+def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> Tensor:
     """Copy a JAX array into a torch tensor.
 
     Args:
@@ -169,17 +159,16 @@ def tensor_from_jax(x: Any, device: torch.device | str | None = None) -> torch.T
         values = np.array(x, copy=True, order="C")
     except TypeError as err:
         raise LoweringError(f"can't be converted to a torch tensor: {err}") from err
-    if values.dtype in _FROM_BITS:
-        dtype, bits = _FROM_BITS[values.dtype]
-        width = np.int16 if bits is torch.int16 else np.uint8
-        return torch.from_numpy(values.view(width)).view(dtype).to(device)
+    dtype = torch_dtype_of(values.dtype) if has_torch_dtype(values.dtype) else None
+    if dtype in _AS_BITS:
+        return torch.from_numpy(values.view(_AS_BITS[dtype][1])).view(dtype).to(device)
     try:
         return torch.from_numpy(values).to(device)
     except TypeError as err:
         raise LoweringError(f"torch has no counterpart of the dtype {values.dtype}") from err
 
 
-def _has_plain_data(x: torch.Tensor, what: str) -> None:
+def _has_plain_data(x: Tensor, what: str) -> None:
     problem = None
     if isinstance(x, FakeTensor) or x.is_meta:
         problem = "has a shape but no data"
@@ -191,16 +180,6 @@ def _has_plain_data(x: torch.Tensor, what: str) -> None:
         problem = "is quantized; call .dequantize() first"
     if problem:
         raise LoweringError(f"{what} can't be converted to a JAX array: it {problem}")
-
-
-def has_torch_dtype(dtype: Any) -> bool:
-    """Whether torch has this JAX dtype."""
-    return not jnp.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype).name in _TORCH
-
-
-def torch_dtype_of(dtype: Any) -> torch.dtype:
-    """The torch dtype of the same name."""
-    return _TORCH[np.dtype(dtype).name]
 
 
 def is_key(x: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -18,12 +19,11 @@ from functx._errors import LoweringError
 from functx.compat._jax import x64_enabled
 
 _NAMES = """
-uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64
+bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64
 complex128 float8_e4m3fn float8_e5m2
 """
-_TO_JAX: dict[torch.dtype, Any] = {getattr(torch, n): getattr(jnp, n) for n in _NAMES.split()}
-_TO_JAX[torch.bool] = jnp.bool_
-_TO_TORCH = {np.dtype(v): k for k, v in _TO_JAX.items()}
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+_JAX = {dtype: np.dtype(getattr(jnp, name)) for name, dtype in _TORCH.items()}
 _NARROW = {
     torch.int64: torch.int32,
     torch.uint64: torch.uint32,
@@ -44,21 +44,30 @@ def to_jax_dtype(dtype: torch.dtype) -> Any:
     if not x64_enabled():
         dtype = _NARROW.get(dtype, dtype)
     try:
-        return np.dtype(_TO_JAX[dtype])
+        return _JAX[dtype]
     except KeyError:
         raise LoweringError(f"JAX has no counterpart of {dtype}") from None
+
+
+def has_torch_dtype(dtype: Any) -> bool:
+    """Whether torch has this JAX dtype: not so typed random keys, and 4-bit integers."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype).name in _TORCH
+
+
+def torch_dtype_of(dtype: Any) -> torch.dtype:
+    """The torch dtype of the same name."""
+    return _TORCH[np.dtype(dtype).name]
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
     """The torch dtype as which a JAX array is traced.
 
     Raises:
-        LoweringError: if torch has no such dtype (typed PRNG keys, 4-bit integers).
+        LoweringError: if torch has no such dtype.
     """
-    try:
-        out = _TO_TORCH[np.dtype(dtype)]
-    except (KeyError, TypeError):
-        raise LoweringError(f"torch has no counterpart of the JAX dtype {dtype}") from None
+    if not has_torch_dtype(dtype):
+        raise LoweringError(f"torch has no counterpart of the JAX dtype {dtype}")
+    out = torch_dtype_of(dtype)
     return torch.int64 if out is torch.int32 and not x64_enabled() else out
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from functx.compat._bridge.dlpack import array_from_torch
 
 Arrays = dict[str, jax.Array]
+Tensors = dict[str, Tensor]
 
 
 def state_of(module: torch.nn.Module) -> tuple[Arrays, Arrays]:
@@ -32,7 +34,7 @@ def as_module(f: Any) -> torch.nn.Module | None:
 def function_of(module: torch.nn.Module) -> Callable[..., Any]:
     """``fn(params, *args, **kwargs)``; buffers that are not among ``params`` are the module's."""
 
-    def call(params: dict[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
+    def call(params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(module, params, args, kwargs)
 
     call.__name__ = call.__qualname__ = type(module).__name__
@@ -42,13 +44,7 @@ def function_of(module: torch.nn.Module) -> Callable[..., Any]:
 def function_with_buffers(module: torch.nn.Module) -> Callable[..., Any]:
     """``fn(params, buffers, *args, **kwargs)``, which returns the result and the new buffers."""
 
-    def call(
-        params: dict[str, torch.Tensor],
-        buffers: dict[str, torch.Tensor],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any) -> Any:
         state = {**params, **{name: b.clone() for name, b in buffers.items()}}
         result = torch.func.functional_call(module, state, args, kwargs)
         return result, {name: state[name].detach() for name in buffers}

@@ -1,4 +1,4 @@
 """``crosscheck``: one function, two frameworks, the same answers at the same memory?"""
 
-from functx.compat._crosscheck.crosschecks import crosscheck as crosscheck
-from functx.compat._crosscheck.findings import Crosscheck as Crosscheck
+from functx.compat._crosscheck.comparison import crosscheck as crosscheck
+from functx.compat._crosscheck.report import Crosscheck as Crosscheck

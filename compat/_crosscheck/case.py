@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functx import _tree
 from functx.compat._bridge import function_of
@@ -38,8 +39,8 @@ class Case:
 
     name: str
     function: Flat
-    primals: list[torch.Tensor]
-    rest: list[torch.Tensor]
+    primals: list[Tensor]
+    rest: list[Tensor]
     paths: list[str]
     primal_dims: list[int | None]
     rest_dims: list[int | None]
@@ -99,24 +100,35 @@ def case_of(
             f"crosscheck needs the arguments of {name}, at least one by position: derivatives are"
             " taken in the first"
         )
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    for number in numbers:
-        if not -len(args) <= number < len(args):
-            raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments")
-    numbers = [number % len(args) for number in numbers]
+    try:
+        numbers = [
+            range(len(args))[n] for n in ([argnums] if isinstance(argnums, int) else argnums)
+        ]
+    except IndexError:
+        raise ValueError(f"crosscheck {name}: argnums={argnums} of {len(args)} arguments") from None
 
     call = (args, dict(kwargs))
     leaves, spec = _tree.flatten(call)
     paths = [path[3:] for path in _tree.paths(call)]  # within args or kwargs
-    leaf_dims = [d for arg, d in zip(args, dims) for d in _spread(d, arg, name)]
+    try:
+        leaf_dims = [d for arg, dim in zip(args, dims) for d in _tree.spread(dim, arg)]
+    except ValueError as error:
+        raise ValueError(
+            f"crosscheck {name}: in_dims={in_dims!r} has another structure than the arguments"
+        ) from error
     leaf_dims += [None] * (len(leaves) - len(leaf_dims))
-    chosen = [n in numbers for n, arg in enumerate(args) for _ in _tree.leaves(arg)]
-    chosen += [False] * (len(leaves) - len(chosen))
     for leaf, path in zip(leaves, paths):
-        _refuse_arrays(leaf, name, path)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        package = type(leaf).__module__.partition(".")[0]
+        if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
+                f" {package}'s {type(leaf).__name__} at {path}"
+            )
+    of_argument = [n for n, arg in enumerate(args) for _ in _tree.leaves(arg)]  # keywords follow
+    chosen = [i for i, n in enumerate(of_argument) if n in numbers]
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inexact = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
-    primals = [i for i in inexact if chosen[i]]
+    primals = [i for i in inexact if i in chosen]
     rest = [i for i in tensors if i not in primals]
     result_paths: list[str] = []
 
@@ -140,32 +152,12 @@ def case_of(
     )
 
 
-def _refuse_arrays(leaf: Any, name: str, path: str) -> None:
-    package = type(leaf).__module__.partition(".")[0]
-    if package in ("jax", "jaxlib", "numpy") and hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        raise TypeError(
-            f"crosscheck converts arguments itself: pass torch tensors to {name}, not"
-            f" {package}'s {type(leaf).__name__} at {path}"
-        )
-
-
-def _tensors(result: Any, paths: list[str], name: str) -> list[torch.Tensor]:
+def _tensors(result: Any, paths: list[str], name: str) -> list[Tensor]:
     every = zip(_tree.paths(result), _tree.leaves(result))
-    found = [(path, x) for path, x in every if isinstance(x, torch.Tensor)]
+    found = [(path, x) for path, x in every if isinstance(x, Tensor)]
     if not found:
         raise TypeError(
             f"crosscheck compares tensors, but {name} returned {type(result).__name__} without any"
         )
     paths[:] = [path or "result" for path, _ in found]
     return [x for _, x in found]
-
-
-def _spread(dims: Any, tree: Any, name: str) -> list[int | None]:
-    """``dims``, a prefix of the structure of ``tree``, for each of its leaves."""
-    try:
-        return _tree.spread(dims, tree)
-    except ValueError as error:
-        raise ValueError(
-            f"crosscheck {name}: in_dims has {dims!r} for an argument of type"
-            f" {type(tree).__name__}, which has another structure"
-        ) from error

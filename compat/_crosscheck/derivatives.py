@@ -97,17 +97,10 @@ def _numbers(shape: Sequence[int], number: int) -> Numbers:
     return np.asarray(np.round(np.clip(found, -3, 3) * 16) / 16)
 
 
-def _hvp(of: Library) -> Function:
-    def run(primals: Any, rest: Any) -> Any:
-        gradient = lambda p: of.module.grad(of.loss)(p, rest)  # noqa: E731
-        return of.module.jvp(gradient, (primals,), (of.tangents(primals),))[1]
-
-    return run
-
-
-def _jvp(of: Library) -> Function:
+def _along(of: Library, f: Function) -> Function:
+    """The derivative of a function of (primals, rest) along a direction."""
     return lambda primals, rest: of.module.jvp(
-        lambda p: of.inexact_results(p, rest), (primals,), (of.tangents(primals),)
+        lambda p: f(p, rest), (primals,), (of.tangents(primals),)
     )[1]
 
 
@@ -121,8 +114,8 @@ TRANSFORMS: dict[str, Callable[[Library], Function]] = {
     "value": lambda of: of.value,
     "grad": lambda of: of.module.grad(of.loss),
     "vmap(grad)": lambda of: of.over_examples(of.module.grad(of.scalar)),
-    "jvp": _jvp,
-    "hvp": _hvp,
+    "jvp": lambda of: _along(of, of.inexact_results),
+    "hvp": lambda of: _along(of, of.module.grad(of.loss)),
     "jacrev": _jacobian("jacrev"),
     "jacfwd": _jacobian("jacfwd"),
     "hessian": lambda of: lambda p, rest: of.module.hessian(lambda q: of.loss(q, rest))(p),

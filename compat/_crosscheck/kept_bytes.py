@@ -21,13 +21,13 @@ as neither.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functx
@@ -73,32 +73,24 @@ class Kept:
 
 
 Buffer = tuple[int, int, int, Any]  # address or storage, offset, bytes, and their order
+View = tuple[int, int, Any]  # the same without the offset
 
 
-def _kept(
-    entered: Sequence[tuple[str, dict[Buffer, int]]],
-    ours: Callable[[Buffer], bool],
-    outside: Callable[[Buffer], bool],
-) -> Kept:
+def _kept(entered: Sequence[tuple[str, set[Buffer]]], ours: set[View], outside: set[View]) -> Kept:
     """Sum up what each region keeps.
 
     Args:
-        entered: names of the regions, and bytes of the buffers that each took and that live.
-        ours: whether a buffer is that of an argument.
-        outside: whether it is that of something that the function closes over.
+        entered: names of the regions, and the buffers that each took and that live.
+        ours: those of arguments.
+        outside: those of what the function closes over.
     """
     seen: set[Buffer] = set()
     regions = []
-    for name, live in entered:
-        fresh = {k: size for k, size in live.items() if k not in seen}
-        seen |= fresh.keys()
-        regions.append(
-            Region(
-                name,
-                sum(size for k, size in fresh.items() if not (ours(k) or outside(k))),
-                sum(size for k, size in fresh.items() if ours(k)),
-            )
-        )
+    for name, buffers in entered:
+        views = [_view(buffer) for buffer in buffers - seen]
+        activations = sum(view[1] for view in views if view not in ours | outside)
+        regions.append(Region(name, activations, sum(v[1] for v in views if v in ours)))
+        seen |= buffers
     return Kept(
         sum(r.activations for r in regions),
         sum(r.arguments for r in regions),
@@ -108,9 +100,7 @@ def _kept(
 
 
 def kept_by_torch(
-    f: Callable[..., Any],
-    args: Sequence[Sequence[torch.Tensor]],
-    closed_over: Sequence[torch.Tensor],
+    f: Callable[..., Any], args: Sequence[Sequence[Tensor]], closed_over: Sequence[Tensor]
 ) -> Kept:
     """Bytes that ``functx.vjp`` keeps, from storages that are still alive.
 
@@ -125,19 +115,15 @@ def kept_by_torch(
     entered: list[tuple[str, dict[Buffer, tuple[StorageWeakRef, int]]]] = []
     outer = 0  # the level at which f is differentiated
 
-    def record(inputs: list[torch.Tensor], name: str, level: int) -> None:
+    def record(inputs: list[Tensor], name: str, level: int) -> None:
         if level != outer:  # a derivative that f takes itself
             return
-        buffers = {}
-        for x in inputs:
-            x = base_of(x)
-            storage = x.untyped_storage()
-            buffer = (storage_key(x), int(x.storage_offset()), x.nbytes, _order(x))
-            buffers[buffer] = (StorageWeakRef(storage), storage.nbytes())
-        entered.append((name, buffers))
+        storages = [(_buffer(x), x.untyped_storage()) for x in map(base_of, inputs)]
+        entered.append((name, {k: (StorageWeakRef(s), s.nbytes()) for k, s in storages}))
 
     clones = [[x.detach().clone() for x in tensors] for tensors in args]
-    ours, outside = _views([x for tensors in clones for x in tensors]), _views(closed_over)
+    ours = {_view(_buffer(x)) for xs in clones for x in xs}
+    outside = {_view(_buffer(x)) for x in closed_over}
     first, *rest = clones
 
     def entered_with(p: Any) -> Any:
@@ -155,27 +141,19 @@ def kept_by_torch(
         for name, buffers in entered
     ]
     del pullback
-    kept = _kept(
-        [(name, {k: k[2] for k in buffers}) for name, buffers in live],
-        lambda k: k[2:] in ours.get(k[0], ()),
-        lambda k: k[2:] in outside.get(k[0], ()),
-    )
     whole = {k[0]: size for _, buffers in live for k, size in buffers.items()}
-    held = sum(size for k, size in whole.items() if k not in ours.keys() | outside.keys())
-    return replace(kept, storages=held)
+    known = {storage for storage, *_ in ours | outside}
+    held = sum(size for storage, size in whole.items() if storage not in known)
+    return replace(_kept([(name, {*found}) for name, found in live], ours, outside), storages=held)
 
 
-def _views(tensors: Iterable[torch.Tensor]) -> dict[int, set[tuple[int, Any]]]:
-    """Of each storage, the bytes that tensors show of it, and their order."""
-    found: dict[int, set[tuple[int, Any]]] = {}
-    for x in tensors:
-        found.setdefault(storage_key(x), set()).add((x.nbytes, _order(x)))
-    return found
+def _buffer(x: Tensor) -> Buffer:
+    order = () if x.is_contiguous() else (*x.shape, *x.stride())  # none: as they are stored
+    return storage_key(x), int(x.storage_offset()), x.nbytes, order
 
 
-def _order(x: torch.Tensor) -> Any:
-    """In which order bytes are shown; nothing, if that is the order in which they are stored."""
-    return () if x.is_contiguous() else (*x.shape, *x.stride())
+def _view(buffer: Buffer) -> View:
+    return buffer[0], *buffer[2:]
 
 
 def _passing(x: Any, arrays: list[Any]) -> Any:
@@ -226,14 +204,14 @@ def kept_by_jax(
     leaves = [x for x in jax.tree_util.tree_leaves(pullback) if isinstance(x, jax.Array)]
     sizes = {buffer_pointer(x): x.nbytes for x in leaves}
     live = [
-        (name, {(k, 0, sizes[k], ()): sizes[k] for k in map(buffer_pointer, arrays) if k in sizes})
+        (name, {(k, 0, sizes[k], ()) for k in map(buffer_pointer, arrays) if k in sizes})
         for name, arrays in regions
     ]
     given = [x for arrays in args for x in arrays]
     entered = [x for _, arrays in regions for x in arrays if _is_reshaped(x, given)]
-    ours = {buffer_pointer(x) for x in (*given, *entered)}
-    outside = {buffer_pointer(x) for x in closed_over}
-    kept = _kept(live, lambda k: k[0] in ours, lambda k: k[0] in outside)
+    ours = {(buffer_pointer(x), x.nbytes, ()) for x in (*given, *entered)}
+    outside = {(buffer_pointer(x), x.nbytes, ()) for x in closed_over}
+    kept = _kept(live, ours, outside)
     return replace(kept, storages=kept.activations)
 
 

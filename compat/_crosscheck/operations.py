@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from functx.compat import random
 from functx.compat._bridge import array_from_torch
@@ -34,6 +36,7 @@ from functx.compat._to_jax import (
 )
 from functx.compat._torch import map_tensors, tree_map
 
+# What has no values yet.
 _UNSET = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
@@ -95,40 +98,32 @@ class _Walk:
     atol: float
     derivatives: bool
     drifting: bool
-    number: int = field(default=0)
+    number: int = 0
 
     def run(
         self, module: GraphModule, ours: Sequence[Any], theirs: Sequence[Any], path: tuple[str, ...]
-    ) -> Iterator[Operation | tuple[list[Any], list[Any]]]:
-        """Yield the operations that differ, and at the end the outputs on both sides."""
+    ) -> Generator[Operation, None, tuple[list[Any], list[Any]]]:
+        """Yield the operations that differ; the outputs on both sides are returned."""
         env: dict[Node, Any] = {}
         env_jax: dict[Node, Any] = {}
         feed = iter(zip(ours, theirs))
-        for node in module.graph.nodes:
+        *nodes, output = module.graph.nodes
+        for node in nodes:
             if node.op == "placeholder":
                 env[node], env_jax[node] = next(feed)
             elif node.op == "get_attr":
                 continue
-            elif node.op == "output":
-                pick = lambda e: list(torch.fx.map_arg(node.args[0], e.__getitem__))  # noqa: B023, E731
-                yield pick(env), pick(env_jax)
             elif is_region(node):
-                operands = [
-                    (env[n], env_jax[n]) if isinstance(n, Node) else (n, n) for n in node.args[1:]
-                ]
                 name = str(getattr(node.meta.get("functx_region"), "name", "region"))
-                sides = [side for side, _ in operands], [side for _, side in operands]
-                inside = self.run(body_of(node), *sides, (*path, name))
-                for found in inside:
-                    if isinstance(found, Operation):
-                        yield found
-                    else:
-                        env[node], env_jax[node] = found
+                a, b = ([*map_arg(node.args[1:], side.__getitem__)] for side in (env, env_jax))
+                env[node], env_jax[node] = yield from self.run(body_of(node), a, b, (*path, name))
             elif node.target is operator.getitem:
                 of, at = node.args
                 env[node], env_jax[node] = env[of][at], env_jax[of][at]
             else:
                 yield from self._operation(node, env, env_jax, path)
+        results = (list(map_arg(output.args[0], side.__getitem__)) for side in (env, env_jax))
+        return next(results), next(results)
 
     def _operation(
         self, node: Node, env: dict[Node, Any], env_jax: dict[Node, Any], path: tuple[str, ...]
@@ -137,19 +132,20 @@ class _Walk:
         self.number += 1
         function = custom_function_of(node)
         given = (node.args if function is None else node.args[1:], node.kwargs)
-        args, kwargs = torch.fx.map_arg(given, env.__getitem__)
+        args, kwargs = map_arg(given, env.__getitem__)
         call: Any = node.target if function is None else function.results
         env[node] = call(*args, **kwargs)
-        theirs = Interpreter()._call(node, env_jax if self.drifting else _Converted(env))
+        converted = {n: _arrays(env[n]) for n in node.all_input_nodes if n in env}
+        theirs = Interpreter()._call(node, env_jax if self.drifting else converted)
         env_jax[node] = theirs
-        if not _has_values(node):
+        if str(node.target).split(".")[-2:][0] in _UNSET:
             return
         found, what = self._compare(_tensors(env[node]), _tensors(theirs)), "value"
         if found is None and self.derivatives and function is None:
             found, what = self._compare_pullbacks(node, args, kwargs), "derivative"
         if found is not None:
             what = "rounding" if self.drifting else what
-            tensors = [x for x in _tensors(args) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in _tensors(args) if isinstance(x, Tensor)]
             operands = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape)}" for x in tensors)
             name = str(node.target) if function is None else function.name
             yield Operation(name, what, source_of(node), self.number, operands, path, found)
@@ -193,13 +189,6 @@ class _Walk:
         return self._compare(ours, theirs)
 
 
-class _Converted(dict[Node, Any]):
-    """An environment of torch's values, given to JAX as arrays."""
-
-    def __getitem__(self, node: Node) -> Any:
-        return _arrays(super().__getitem__(node))
-
-
 def _used(node: Node) -> Callable[[Any], list[Any]]:
     """Picks the tensors that the graph uses from the results of an operation.
 
@@ -212,19 +201,14 @@ def _used(node: Node) -> Callable[[Any], list[Any]]:
     return lambda results: [x for n in numbers for x in _tensors(results[n])]
 
 
-def _has_values(node: Node) -> bool:
-    """Whether the results of an operation are defined at all."""
-    return str(node.target).split(".")[-2:][0] not in _UNSET
-
-
 def _real(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _tensors(tree: Any) -> list[Any]:
     """Tensors and arrays in nested tuples, lists and dictionaries."""
     found: list[Any] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor | jax.Array) else None, tree)
+    tree_map(lambda x: found.append(x) if isinstance(x, Tensor | jax.Array) else None, tree)
     return found
 
 
@@ -239,7 +223,7 @@ def _arrays(tree: Any) -> Any:
 
 def first_difference(
     program: FunctionalGraph,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Tensor],
     derivatives: bool,
     rtol: float | None,
     atol: float,
@@ -263,6 +247,5 @@ def first_difference(
         theirs = [array_from_torch(x) for x in ours]
         with torch.no_grad() if not derivatives else torch.enable_grad():
             for found in walk.run(program.module, ours, theirs, ()):
-                if isinstance(found, Operation):
-                    return found
+                return found
     return None

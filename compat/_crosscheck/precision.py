@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functx import _tree
@@ -81,14 +82,10 @@ class Difference:
     agrees: bool
 
 
-class Mismatch(AssertionError):
-    """The frameworks give results of different structure, shape or dtype."""
-
-
 def difference(
-    ours: Sequence[torch.Tensor],
+    ours: Sequence[Tensor],
     theirs: Sequence[Any],
-    reference: Sequence[torch.Tensor] | None,
+    reference: Sequence[Tensor] | None,
     paths: Sequence[str],
     rtol: float | None,
     atol: float,
@@ -111,18 +108,20 @@ def difference(
         The largest differences.
 
     Raises:
-        Mismatch: if numbers of results, shapes or dtypes differ.
+        AssertionError: if numbers of results, shapes or dtypes differ.
     """
     if len(ours) != len(theirs):
-        raise Mismatch(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
+        raise AssertionError(f"torch gives {len(ours)} tensors and JAX {len(theirs)}")
     found = []
     top = max((_magnitude(numbers(x)) for x in ours if x.dtype in RTOL), default=0.0)
     for n, (x, y) in enumerate(zip(ours, theirs)):
         path = paths[n] if len(paths) == len(ours) else f"[{n}]"
         if tuple(x.shape) != tuple(y.shape):
-            raise Mismatch(f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}")
+            raise AssertionError(
+                f"shapes at {path}: torch {tuple(x.shape)} and JAX {tuple(y.shape)}"
+            )
         if dtypes and str(x.dtype).removeprefix("torch.") != str(y.dtype):
-            raise Mismatch(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
+            raise AssertionError(f"dtypes at {path}: torch {x.dtype} and JAX {y.dtype}")
         if not dtypes and x.dtype.is_floating_point and str(y.dtype) in _NARROWER:
             x = x.to(_NARROWER[str(y.dtype)])
         r = None if reference is None else reference[n]
@@ -149,9 +148,9 @@ def _most_known(values: Any) -> float | None:
 
 
 def _of_leaf(
-    ours: torch.Tensor,
+    ours: Tensor,
     theirs: Any,
-    reference: torch.Tensor | None,
+    reference: Tensor | None,
     path: str,
     rtol: float | None,
     atol: float,
@@ -160,9 +159,9 @@ def _of_leaf(
     inexact = ours.dtype in RTOL
     a = numbers(ours)
     b = np.asarray(theirs).astype(a.dtype)
-    r = numbers(reference) if reference is not None and inexact else None
-    if r is not None and r.shape != a.shape:
-        r = None
+    if not inexact or (reference is not None and reference.shape != ours.shape):
+        reference = None
+    r = None if reference is None else numbers(reference)
     scale = _magnitude(a if r is None else r)
     if scale <= _ZERO * top and (r is not None or ours.dtype in (torch.float64, torch.complex128)):
         scale = _OF_ZEROS * top
@@ -170,7 +169,9 @@ def _of_leaf(
     eps = torch.finfo(ours.dtype).eps if inexact else 1.0
     absolute = _largest(a, b)
     errors = [None if r is None else _largest(x, r) / scale for x in (a, b)]
-    allowed = (_usual(ours.dtype, errors[0]) if rtol is None else rtol) if inexact else 0.0
+    allowed = (RTOL[ours.dtype] if rtol is None else rtol) if inexact else 0.0
+    if rtol is None and errors[0] is not None and np.isfinite(errors[0]):  # torch has some itself
+        allowed = max(allowed, min(_OWN_ERRORS * errors[0], _MOST_ALLOWED))
     return Difference(
         absolute=absolute,
         relative=absolute / scale,
@@ -189,15 +190,7 @@ def _magnitude(x: np.ndarray[Any, Any]) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
-def _usual(dtype: torch.dtype, error: float | None) -> float:
-    """The relative difference allowed where torch's numbers have some error themselves."""
-    usual = RTOL[dtype]
-    if error is None or not np.isfinite(error):
-        return usual
-    return max(usual, min(_OWN_ERRORS * error, _MOST_ALLOWED))
-
-
-def numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def numbers(x: Tensor) -> np.ndarray[Any, Any]:
     """A tensor's values as NumPy's widest of their kind."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
     kinds = {torch.bool: torch.int64, **_WIDE}
@@ -232,12 +225,12 @@ class Widened(TorchFunctionMode):
 
 
 def _wide(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         return x.to(_WIDE[x.dtype]) if x.dtype in _WIDE else x
     return _WIDE.get(x, x) if isinstance(x, torch.dtype) else x
 
 
-def in_float64(f: Callable[..., Any], *args: list[torch.Tensor]) -> list[torch.Tensor] | None:
+def in_float64(f: Callable[..., Any], *args: list[Tensor]) -> list[Tensor] | None:
     """Run a function of lists of tensors in float64.
 
     Returns:
@@ -249,7 +242,7 @@ def in_float64(f: Callable[..., Any], *args: list[torch.Tensor]) -> list[torch.T
         torch.set_default_dtype(torch.float64)
         # A region knows its tensors by sight, which a conversion at each use makes others of.
         with no_regions(), Widened():
-            out: list[torch.Tensor] = list(f(*wide))
+            out: list[Tensor] = list(f(*wide))
     except Exception:  # the function may insist on its dtype in any way
         return None
     finally:

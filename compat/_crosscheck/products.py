@@ -17,19 +17,9 @@ from functx._storages import operation_name
 from functx.compat._jax import RECOMPUTED
 from functx.compat._torch import HigherOrderOperator, TorchDispatchMode
 
-# Attention's kernels hold several.
-_PRODUCTS = {
-    **dict.fromkeys(
-        ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"), 1
-    ),
-    **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), 1),
-    "convolution_backward": 2,
-    "_scaled_dot_product_flash_attention_for_cpu": 2,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
-    "_scaled_dot_product_flash_attention": 2,
-    "_scaled_dot_product_flash_attention_backward": 5,
-    "_scaled_dot_product_efficient_attention": 2,
-    "_scaled_dot_product_efficient_attention_backward": 5,
+_ONE = {
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"),
+    *("convolution", "_convolution", "mkldnn_convolution"),
 }
 # A product of which nothing is summed (an outer one) is a multiplication that was a dot.
 _PRODUCT_OF_XLA = re.compile(
@@ -58,6 +48,13 @@ class Products:
     replays: int
 
 
+def _products(operation: str) -> int:
+    """How many an operation computes; kernels of attention hold several."""
+    if operation.startswith("_scaled_dot_product"):
+        return 5 if "backward" in operation else 2
+    return 2 if operation == "convolution_backward" else int(operation in _ONE)
+
+
 class _Counter(TorchDispatchMode):
     supports_higher_order_operators = True
     only_observes = True  # a replay need not run under it
@@ -70,7 +67,7 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not isinstance(func, HigherOrderOperator):
-            number = _PRODUCTS.get(operation_name(func), 0)
+            number = _products(operation_name(func))
             self.all += number
             self.recomputed += number if self._depth else 0
         return func(*args, **(kwargs or {}))

@@ -55,10 +55,7 @@ def module_from_jax(
         Array([0., 0.], dtype=float32)
     """
     function = from_jax(
-        fn,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        enable_x64=enable_x64,
+        fn, static_argnums=static_argnums, static_argnames=static_argnames, enable_x64=enable_x64
     )
     return JaxModule(function, params)
 

@@ -33,10 +33,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functx.compat._bridge import Settings, decoder, encode, jit_is_off
+from functx.compat._bridge import Settings, decoder, encode
 from functx.compat._jax import batch_dim_of
 
 Arrays = Sequence[Any]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Residuals:
 
     results: tuple[jax.ShapeDtypeStruct, ...]
     sources: tuple[tuple[str, int], ...]
-    rebuild: Callable[[Arrays], Callable[..., Any]]
+    rebuild: Callable[[Arrays], Function]
 
 
 class Program:
@@ -60,30 +61,22 @@ class Program:
 
     Attributes:
         handle: names the program in operators and graphs; no other process has the same.
-        fn: the function of a sequence of arrays.
         settings: JAX's, under which it is traced and run.
         info: what tracing found out; each kind of program has its own. ``None`` before.
+        irreversible: whether there is no forward half.
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        settings: Settings,
-        tracing: threading.RLock | None = None,
+        self, fn: Function, name: str, settings: Settings, tracing: threading.RLock | None = None
     ) -> None:
-        self.fn = fn
         self.name = name
         self.handle = f"{name} {secrets.token_hex(8)}"
         self.settings = settings
         self.info: Any = None
-        self.jit_is_off = jit_is_off(settings)
         # Held while this program, or one it was derived from, is traced.
         self._tracing = threading.RLock() if tracing is None else tracing
-        self._traced = self.jit_is_off
-        # Whether there is no forward half.
-        self.irreversible = self.jit_is_off
-
+        # Without jit nothing is traced, and residuals can't be told from constants.
+        self._traced = self.irreversible = bool(settings.disable_jit)
         # What derived programs call: JAX traces it once.
         self.inner = inner = jax.jit(fn)
 
@@ -110,82 +103,70 @@ class Program:
         with self._tracing:
             return jax.eval_shape(self._run, *arrays)
 
-    def _derive(self, key: Hashable, make: Callable[[], Program]) -> Program:
-        program = self._derived.get(key)
+    def _derive(
+        self, kind: str, key: tuple[Hashable, ...], fn: Callable[..., list[Any]]
+    ) -> Program:
+        """The program of ``fn(program, *arrays)``, which may say there what it found out."""
+        program = self._derived.get((kind, *key))
         if program is None:
-            program = self._derived.setdefault(key, make())
-        return program
+            made: Program
 
-    def _make(self, fn: Callable[..., Any], kind: str) -> Program:
-        return Program(fn, f"{kind}({self.name})", self.settings, self._tracing)
+            def derived(*arrays: Any) -> list[Any]:
+                return fn(made, *arrays)
+
+            made = Program(derived, f"{kind}({self.name})", self.settings, self._tracing)
+            program = self._derived.setdefault((kind, *key), made)
+        return program
 
     def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> Program:
         """The batched function. Its ``info`` tells for each result whether it is batched, by 0."""
 
-        def make() -> Program:
-            program: Program
+        def fn(program: Program, *arrays: Any) -> list[Any]:
+            shared: dict[int, Any] = {}
+            dims: list[int | None] = []
 
-            def fn(*arrays: Any) -> list[Any]:
-                shared: dict[int, Any] = {}
-                dims: list[int | None] = []
+            def one(*arrays: Any) -> list[Any]:
+                batched = []
+                for i, out in enumerate(self.inner(*arrays)):
+                    if batch_dim_of(out) is None:
+                        shared[i] = out
+                    else:
+                        batched.append(out)
+                    dims.append(None if i in shared else 0)
+                return batched
 
-                def one(*arrays: Any) -> list[Any]:
-                    batched = []
-                    for i, out in enumerate(self.inner(*arrays)):
-                        if batch_dim_of(out) is None:
-                            shared[i] = out
-                        else:
-                            batched.append(out)
-                        dims.append(None if i in shared else 0)
-                    return batched
+            batched = iter(jax.vmap(one, in_axes=in_dims, axis_size=size)(*arrays))
+            program.info = tuple(dims)
+            return [shared[i] if i in shared else next(batched) for i in range(len(dims))]
 
-                batched = iter(jax.vmap(one, in_axes=in_dims, axis_size=size)(*arrays))
-                program.info = tuple(dims)
-                return [shared[i] if i in shared else next(batched) for i in range(len(dims))]
-
-            program = self._make(fn, "vmap")
-            return program
-
-        return self._derive(("vmap", in_dims, size), make)
+        return self._derive("vmap", (in_dims, size), fn)
 
     def jvp(self, has_tangent: tuple[bool, ...]) -> Program:
         """Results, then the tangents of those that can have one, which ``info`` tells."""
 
-        def make() -> Program:
-            program: Program
+        def fn(program: Program, *arrays: Any) -> list[Any]:
+            primals, tangents = arrays[: len(has_tangent)], arrays[len(has_tangent) :]
+            moving, f = _of_some(self.inner, primals, has_tangent)
+            outs, out_tangents = jax.jvp(f, moving, tangents)
+            program.info = tuple(map(_is_inexact, outs))
+            return [*outs, *(t for t, has in zip(out_tangents, program.info) if has)]
 
-            def fn(*arrays: Any) -> list[Any]:
-                primals, tangents = arrays[: len(has_tangent)], arrays[len(has_tangent) :]
-                moving, f = _of_some(self.inner, primals, has_tangent)
-                outs, out_tangents = jax.jvp(f, moving, tangents)
-                program.info = tuple(map(_is_inexact, outs))
-                return [*outs, *(t for t, has in zip(out_tangents, program.info) if has)]
-
-            program = self._make(fn, "jvp")
-            return program
-
-        return self._derive(("jvp", has_tangent), make)
+        return self._derive("jvp", (has_tangent,), fn)
 
     def forward(self, needs: tuple[bool, ...]) -> Program:
         """Results, then residuals of reverse mode; ``info`` is `Residuals`."""
 
-        def make() -> Program:
-            program: Program
+        def fn(program: Program, *arrays: Any) -> list[Any]:
+            primals, f = _of_some(self.inner, arrays, needs)
+            outs, pullback = jax.vjp(f, *primals)
+            sources, rest, rebuild = _take_apart(pullback, arrays, outs)
+            if program.info is None:
+                program.info = Residuals(_avals(outs), sources, rebuild)
+            elif program.info.sources != sources:
+                raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
+            return [*outs, *rest]
 
-            def fn(*arrays: Any) -> list[Any]:
-                primals, f = _of_some(self.inner, arrays, needs)
-                outs, pullback = jax.vjp(f, *primals)
-                sources, rest, rebuild = _take_apart(pullback, arrays, outs)
-                if program.info is None:
-                    program.info = Residuals(_avals(outs), sources, rebuild)
-                elif program.info.sources != sources:
-                    raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
-                return [*outs, *rest]
-
-            program = self._make(fn, "forward")
-            return program
-
-        return self._derive(("forward", needs), make)
+        return self._derive("forward", (needs,), fn)
 
     def pullback(
         self, residuals: Residuals, needs: tuple[bool, ...], wanted: tuple[int, ...]
@@ -198,24 +179,22 @@ class Program:
             wanted: the results that have a cotangent.
         """
 
-        def fn(*arrays: Any) -> list[Any]:
+        def fn(_: Program, *arrays: Any) -> list[Any]:
             n = len(residuals.sources)
             pull = residuals.rebuild(arrays[:n])
             return _pull(pull, residuals.results, arrays[n:], wanted, needs)
 
-        key = ("pullback", residuals, needs, wanted)
-        return self._derive(key, lambda: self._make(fn, "pullback"))
+        return self._derive("pullback", (residuals, needs, wanted), fn)
 
     def vjp(self, needs: tuple[bool, ...], wanted: tuple[int, ...]) -> Program:
         """The pullback of inputs and cotangents of the wanted results, by running forward again."""
 
-        def fn(*arrays: Any) -> list[Any]:
+        def fn(_: Program, *arrays: Any) -> list[Any]:
             primals, f = _of_some(self.inner, arrays[: len(needs)], needs)
             outs, pull = jax.vjp(f, *primals)
-            everything = [True for _ in primals]
-            return _pull(pull, _avals(outs), arrays[len(needs) :], wanted, everything)
+            return _pull(pull, _avals(outs), arrays[len(needs) :], wanted, [True] * len(primals))
 
-        return self._derive(("vjp", needs, wanted), lambda: self._make(fn, "vjp"))
+        return self._derive("vjp", (needs, wanted), fn)
 
 
 PROGRAMS: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
@@ -228,8 +207,8 @@ def own(x: Any) -> Any:
 
 
 def _of_some(
-    f: Callable[..., Any], arrays: Arrays, which: Sequence[bool]
-) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    f: Function, arrays: Arrays, which: Sequence[bool]
+) -> tuple[tuple[Any, ...], Function]:
     """Some of the inputs of ``f``, and ``f`` as a function of these."""
 
     def of_some(*some: Any) -> Any:
@@ -241,7 +220,7 @@ def _of_some(
 
 def _take_apart(
     pullback: Any, inputs: Arrays, results: Arrays
-) -> tuple[tuple[tuple[str, int], ...], list[Any], Callable[[Arrays], Callable[..., Any]]]:
+) -> tuple[tuple[tuple[str, int], ...], list[Any], Callable[[Arrays], Function]]:
     """The arrays in a pullback: where each is, those that are new, and how to put it together."""
     leaves, treedef = jax.tree_util.tree_flatten(pullback)
     places = {id(a): ("result", i) for i, a in enumerate(results)}
@@ -262,7 +241,7 @@ def _take_apart(
 
     n = len(leaves)
 
-    def rebuild(arrays: Arrays) -> Callable[..., Any]:
+    def rebuild(arrays: Arrays) -> Function:
         given = iter(
             a if decode is None else decode(a) for a, decode in zip(arrays, decoders, strict=True)
         )
@@ -273,7 +252,7 @@ def _take_apart(
 
 
 def _pull(
-    pull: Callable[..., Any],
+    pull: Function,
     results: Sequence[jax.ShapeDtypeStruct],
     cotangents: Arrays,
     wanted: Sequence[int],

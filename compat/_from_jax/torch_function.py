@@ -21,17 +21,11 @@ from torch import Tensor
 
 from functx._torch.compiler import uncompiled
 from functx.compat._bridge import Settings, array_from_torch, current_settings, decoder, encode
-from functx.compat._from_jax import inline as inline  # to_jax learns the operator
 from functx.compat._from_jax.leaves import Leaf, mark_static, read_leaf
 from functx.compat._from_jax.programs import Program
 from functx.compat._from_jax.torch_operator import call
 from functx.compat._jax import static_arguments
-from functx.compat._torch import (
-    is_plain,
-    nonstrict_trace,
-    runs_while_tracing,
-    tree_map,
-)
+from functx.compat._torch import is_plain, nonstrict_trace, runs_while_tracing, tree_map
 
 
 def from_jax(
@@ -108,12 +102,7 @@ class _Signature:
     """
 
     def __init__(
-        self,
-        g: Callable[..., Any],
-        name: str,
-        leaves: Sequence[Leaf],
-        in_tree: Any,
-        settings: Settings,
+        self, g: Any, name: str, leaves: Sequence[Leaf], in_tree: Any, settings: Settings
     ) -> None:
         self.out_tree: Any = None
         self.decoders: list[Callable[[Any], Any] | None] = []
@@ -145,18 +134,12 @@ _functions: weakref.WeakValueDictionary[str, TorchFunction] = weakref.WeakValueD
 class TorchFunction:
     """A JAX function as a torch function; see :func:`from_jax`."""
 
-    def __init__(
-        self,
-        g: Callable[..., Any],
-        static_argnums: int | Sequence[int] | None,
-        static_argnames: str | Sequence[str] | None,
-        enable_x64: bool,
-    ) -> None:
+    def __init__(self, g: Callable[..., Any], argnums: Any, argnames: Any, x64: bool) -> None:
         functools.update_wrapper(self, g, updated=())
         self.__wrapped__ = g
         self._name = getattr(g, "__name__", type(g).__name__)
-        self._options = (static_argnums, static_argnames, enable_x64)
-        self._static = static_arguments(g, static_argnums, static_argnames)
+        self._options = (argnums, argnames, x64)
+        self._static = static_arguments(g, argnums, argnames)
         self._signatures: dict[Hashable, _Signature] = {}
         # What Dynamo calls without looking inside, made when it first comes by; it finds this
         # function by its handle, since all of its versions take a string for a constant.
@@ -180,7 +163,7 @@ class TorchFunction:
         """Call the function on pytrees of tensors."""
         if torch.compiler.is_dynamo_compiling():
             _make_opaque(self._handle)
-            return self._opaque(*_without_none((args, kwargs)))
+            return self._opaque(*tree_map(lambda x: _NONE if x is None else x, (args, kwargs)))
         return self._call(args, kwargs)
 
     @uncompiled
@@ -190,7 +173,7 @@ class TorchFunction:
         device = next((x.device for x in flat if isinstance(x, Tensor)), None)
         if device is None and any(isinstance(x, jax.core.Tracer) for x in flat):
             return self.__wrapped__(*args, **kwargs)  # called by another JAX function
-        read = [read_leaf(x, device, self._name, settings[0]) for x in flat]
+        read = [read_leaf(x, device, self._name, settings.enable_x64) for x in flat]
         leaves = [leaf for leaf, _ in read]
         key = (tree, settings, tuple([leaf.key for leaf in leaves]))
         signature = self._signatures.get(key)
@@ -201,16 +184,7 @@ class TorchFunction:
         return signature.result(call(signature.program, tensors))
 
 
-# Dynamo can't hand None to what it does not look inside.
-_NONE = "functx: None"
-
-
-def _without_none(tree: Any) -> Any:
-    return tree_map(lambda x: _NONE if x is None else x, tree)
-
-
-def _with_none(tree: Any) -> Any:
-    return tree_map(lambda x: None if isinstance(x, str) and x == _NONE else x, tree)
+_NONE = "functx: None"  # Dynamo can't hand None to what it does not look inside
 
 
 @runs_while_tracing
@@ -221,7 +195,8 @@ def _make_opaque(handle: str) -> bool:
 
         @uncompiled
         def opaque(args: Any, kwargs: Any) -> Any:
-            return f._call(*_with_none((args, kwargs)))
+            said = lambda x: None if isinstance(x, str) and x == _NONE else x  # noqa: E731
+            return f._call(*tree_map(said, (args, kwargs)))
 
         f._opaque = nonstrict_trace(opaque)
     return True

@@ -12,6 +12,7 @@ reverse mode       call ``program.forward``, attach a node that keeps inputs and
 vmap               call ``program.vmapped``
 no data            shapes by ``jax.eval_shape``
 below all          hand the memory to JAX, and JAX's to torch
+inside `to_jax`    the program itself
 =================  ============================================================================
 
 Forward and reverse mode share a kernel: that of the autograd key, which every level of
@@ -32,8 +33,16 @@ from torch.autograd import forward_ad
 from functx import _torch
 from functx._errors import LoweringError
 from functx._torch.compiler import uncompiled
-from functx.compat._bridge import borrow, give, restored, to_jax_dtype, torch_dtype_of
+from functx.compat._bridge import (
+    borrow,
+    current_settings,
+    give,
+    restored,
+    to_jax_dtype,
+    torch_dtype_of,
+)
 from functx.compat._from_jax.programs import PROGRAMS, Program
+from functx.compat._to_jax import rule
 from functx.compat._torch import (
     SingleLevelFunction,
     apply_function,
@@ -168,8 +177,8 @@ def _record(
         outs = _below(keyset, tensors, program)
     if not any(map(_is_differentiable, outs)):
         return outs
-    node = _Node(program, needs, residuals, outs, rest, primals)
-    return list(apply_function(JaxCall, node, *tensors))
+    node = _Node(program, needs, residuals, primals)
+    return list(apply_function(JaxCall, node, outs, rest, *tensors))
 
 
 @dataclass
@@ -180,20 +189,13 @@ class _Node:
         program: that ran.
         needs: which of its inputs are differentiated.
         residuals: of the forward half, if there is one.
-        outs: the results, until the node is attached.
-        rest: what was returned in addition, until then.
         primals: those of the inputs, if they are duals at the level of the node.
     """
 
     program: Program
     needs: tuple[bool, ...]
     residuals: Any
-    outs: Sequence[Tensor]
-    rest: Sequence[Tensor]
     primals: Sequence[Tensor]
-
-    def __post_init__(self) -> None:
-        self.n_outs = len(self.outs)
 
 
 class JaxCall(SingleLevelFunction):
@@ -201,34 +203,34 @@ class JaxCall(SingleLevelFunction):
 
     @staticmethod
     @uncompiled
-    def forward(ctx: Any, node: _Node, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, node: _Node, outs: list[Tensor], rest: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Put the results behind the node."""
-        outs, rest = tuple(node.outs), node.rest
-        node.outs = node.rest = ()
         ctx.node = node
         ctx.set_materialize_grads(False)
         kept = outs if node.residuals is not None else ()
         ctx.save_for_backward(*tensors, *kept, *rest)
         ctx.mark_non_differentiable(*(o for o in outs if not _is_differentiable(o)))
-        return outs
+        return tuple(outs)
 
     @staticmethod
     @uncompiled
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         """Tangents of the results: inputs are duals at the level at which they are recorded."""
         node: _Node = ctx.node
         primals, node.primals = node.primals, ()
-        return tuple(_jvp(node.program, primals, tangents)[1])
+        return tuple(_jvp(node.program, primals, given[3:])[1])
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The pullback, as a call at whatever level the engine runs. NOTE [residuals]."""
         node: _Node = ctx.node
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[3:]
         wanted = tuple(i for i, c in enumerate(cotangents) if c is not None)
         if not wanted or not any(needs):
-            return (None, *(None for _ in needs))
+            return (None,) * (3 + len(needs))
         kept = ctx.saved_tensors
         saved = [_torch.alive(t) for t in kept]
         given = [_torch.alive(c) for c in cotangents if c is not None]
@@ -239,9 +241,13 @@ class JaxCall(SingleLevelFunction):
         if again:
             gradients = call(node.program.vjp(needs, wanted), [*inputs, *given])
         else:
-            gradients = _pull_back(node, needs, wanted, saved, given)
+            starts = {"input": 0, "result": len(needs), "rest": len(needs) + len(cotangents)}
+            arrays = [saved[starts[kind] + i] for kind, i in node.residuals.sources]
+            still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
+            pullback = node.program.pullback(node.residuals, still, wanted)
+            gradients = call(pullback, [*arrays, *given])
         results = iter(gradients)
-        return (None, *(next(results) if need else None for need in needs))
+        return (None, None, None, *(next(results) if need else None for need in needs))
 
 
 def _is_recorded(tensors: Sequence[Tensor]) -> bool:
@@ -249,21 +255,6 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return True
     return bool(_duals(tensors))
-
-
-def _pull_back(
-    node: _Node,
-    needs: tuple[bool, ...],
-    wanted: tuple[int, ...],
-    saved: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-) -> list[Tensor]:
-    residuals = node.residuals
-    n = len(needs)
-    starts = {"input": 0, "result": n, "rest": n + node.n_outs}
-    arrays = [saved[starts[kind] + i] for kind, i in residuals.sources]
-    still = tuple(need for need, had in zip(needs, node.needs, strict=True) if had)
-    return call(node.program.pullback(residuals, still, wanted), [*arrays, *cotangents])
 
 
 @uncompiled
@@ -305,6 +296,18 @@ def _batch_old_levels(program: Program, tensors: Sequence[Tensor], level: int) -
         out if dim is None else with_old_batch_in_front(out, level)
         for out, dim in zip(outs, batched.info, strict=True)
     ]
+
+
+@rule("functx::jax_call")
+def _inline(arrays: Sequence[Any], handle: str) -> list[Any]:
+    """Inside a function that goes to JAX: the program itself."""
+    program = program_of(handle)
+    if program.settings != current_settings():
+        raise LoweringError(
+            f"to_jax: {program.name}, made by from_jax, runs under other settings of JAX (64-bit"
+            " types, precision) than the function around it; call both under the same"
+        )
+    return list(program.inner(*arrays))
 
 
 def _is_differentiable(t: Tensor) -> bool:

@@ -35,7 +35,8 @@ from functx.compat._bridge import is_key
 from functx.compat._jax import is_tracing
 from functx.compat._jax_arrays import jax_loops as _jax_loops
 
-JaxPolicy = Callable[..., Any]
+Function = Callable[..., Any]
+JaxPolicy = Function
 
 _TORCH, _JAX = "torch tensor", "JAX array"
 
@@ -52,7 +53,7 @@ def find(api: str, args: Any, kwargs: Any) -> ModuleType | None:
         leaves = jax.tree_util.tree_leaves((args, kwargs), lambda x: isinstance(x, Iterator))
     except (TypeError, ValueError):  # a dict whose keys can't be sorted is no pytree of JAX
         leaves = _tree.leaves((args, kwargs))
-    found = set(map(_kind, set(map(type, leaves))))
+    found = {_kind(cls) for cls in set(map(type, leaves))}
     if _TORCH in found and _JAX in found:
         if all(is_key(x) for x in leaves if isinstance(x, jax.Array)):
             return None
@@ -92,9 +93,7 @@ def _refuse(api: str, option: str, value: Any, default: Any, instead: str) -> No
         )
 
 
-def _without(
-    transform: Callable[..., Any], option: str, default: Any, instead: str
-) -> Callable[..., Any]:
+def _without(transform: Function, option: str, default: Any, instead: str) -> Function:
     """A transform of JAX, called with an option that JAX does not have."""
 
     def chosen(*args: Any, **options: Any) -> Any:
@@ -115,13 +114,13 @@ remat_scan, remat_loop = _jax_loops.scan, _jax_loops.loop
 
 
 def vmap(
-    func: Callable[..., Any],
+    func: Function,
     in_dims: Any = 0,
     out_dims: Any = 0,
     randomness: str = "error",
     *,
     chunk_size: int | None = None,
-) -> Callable[..., Any]:
+) -> Function:
     """``jax.vmap``, with keyword arguments that are not mapped over, as in torch."""
     _refuse("vmap", "randomness", randomness, "error", _KEYS)
     _refuse("vmap", "chunk_size", chunk_size, None, _MAP)
@@ -133,13 +132,13 @@ def vmap(
     return batched
 
 
-def grad_and_value(func: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Any:
+def grad_and_value(func: Function, argnums: Any = 0, has_aux: bool = False) -> Any:
     """``jax.value_and_grad``, the other way round."""
     transformed = jax.value_and_grad(func, argnums, has_aux)
     return lambda *args, **kwargs: transformed(*args, **kwargs)[::-1]
 
 
-def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+def vjp(func: Function, *primals: Any, has_aux: bool = False) -> Any:
     """``jax.vjp``; its pullback can always be called again, and differentiated."""
     transform: Any = jax.vjp
     output, pullback, *aux = transform(func, *primals, has_aux=has_aux)
@@ -160,7 +159,7 @@ def checkpoint_name(x: Any, name: str) -> Any:
     return jax.tree.map(lambda a: name_of_jax(a, name) if _is_array(a) else a, x)
 
 
-def remat(f: Callable[..., Any], policy: Any = None) -> Callable[..., Any]:
+def remat(f: Function, policy: Any = None) -> Function:
     """``jax.checkpoint``. Leaves that are no arrays just pass, as in torch."""
     translated = _jax_policy(policy)
 
@@ -193,24 +192,24 @@ def _parted(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [x for x in leaves if _is_array(x)], joined
 
 
-def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+def saved_residuals(f: Function, *args: Any, **kwargs: Any) -> list[Any]:
     """What ``jax.ad_checkpoint.print_saved_residuals`` prints, as values."""
-    return [_residual(value, text) for value, text in _jax.saved_residuals(f, *args, **kwargs)]
-
-
-def _residual(value: Any, text: str) -> Residual:
-    source = text.removeprefix("from ").removeprefix("the ")
-    named = re.match(r"named '(.*?)' from", source)
-    made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
-    kind = "argument" if source.startswith("argument") else "constant"
-    return Residual(
-        Value(tuple(value.shape), value.dtype),
-        source,
-        nbytes=math.prod(value.shape) * value.dtype.itemsize,
-        kind="named" if named else "output" if made else kind,
-        names=(named[1],) if named else (),
-        operation="name" if named else made[1] if made else "",
-    )
+    found = []
+    for value, text in _jax.saved_residuals(f, *args, **kwargs):
+        source = text.removeprefix("from ").removeprefix("the ")
+        named = re.match(r"named '(.*?)' from", source)
+        made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
+        kind = "argument" if source.startswith("argument") else "constant"
+        residual = Residual(
+            Value(tuple(value.shape), value.dtype),
+            source,
+            nbytes=math.prod(value.shape) * value.dtype.itemsize,
+            kind="named" if named else "output" if made else kind,
+            names=(named[1],) if named else (),
+            operation="name" if named else made[1] if made else "",
+        )
+        found.append(residual)
+    return found
 
 
 def _is_array(x: Any) -> bool:
@@ -262,10 +261,9 @@ def _translate(policy: Any) -> JaxPolicy | None:
             return _combined(_translate(first), _translate(second), lambda a, b: a or b)
         case Combined("&", (first, second)) if not policy.reads_names:
             both = _combined(_translate(first), _translate(second), lambda a, b: a and b)
-            return _of_operations(both)
+            return _combined(_not_a_name, both, lambda a, b: a and b)
         case Combined("~", (inner,)) if not policy.reads_names:  # NOTE [names in JAX]
-            translated = _translate(inner)
-            return _of_operations(_combined(translated, translated, lambda a, _: not a))
+            return _combined(_not_a_name, _translate(inner), lambda a, b: a and not b)
     return None
 
 
@@ -283,9 +281,5 @@ def _combined(
     return policy
 
 
-def _of_operations(policy: JaxPolicy | None) -> JaxPolicy | None:
-    if policy is None:
-        return None
-    return lambda primitive, *avals, **params: (
-        primitive.name != "name" and policy(primitive, *avals, **params)
-    )
+def _not_a_name(primitive: Any, *avals: Any, **params: Any) -> bool:
+    return bool(primitive.name != "name")

@@ -10,9 +10,8 @@ level.  So the depth is the least that the slots allow.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,21 +49,20 @@ def loop(
 
     Without a bound a loop with a condition is ``lax.while_loop``, which JAX can't pull back.
     """
+
+    def goes_on(state: Any) -> Any:
+        return True if cond is None else jnp.asarray(cond(state), bool).reshape(())
+
     if steps is None:
-        assert cond is not None
-        return lax.while_loop(lambda s: _verdict(cond, s), body, state)
+        return lax.while_loop(goes_on, body, state)
 
     def step(state: Any, _: Any) -> tuple[Any, None]:
         if cond is None:
             return body(state), None
-        return lax.cond(_verdict(cond, state), body, lambda s: s, state), None
+        return lax.cond(goes_on(state), body, lambda s: s, state), None
 
     depth = _depth("remat_loop", steps, slots)
     return _advance(step, state, None, steps, False, depth, _branches(steps, depth))[0]
-
-
-def _verdict(cond: Callable[[Any], Any], state: Any) -> Any:
-    return jnp.asarray(cond(state), bool).reshape(())
 
 
 def _branches(steps: int, depth: int) -> int:
@@ -84,14 +82,13 @@ def _depth(api: str, steps: int, slots: int | None) -> int:
     if slots is None:
         return min(2, max(1, steps - 1))
     most = max(1, (steps - 1).bit_length())
-    depths: Iterator[int] = (d for d in itertools.count(1) if _kept(steps, d) <= slots or d > most)
-    depth = next(depths)
-    if depth > most:
-        raise ValueError(
-            f"{api}: {steps} steps over JAX arrays need {_kept(steps, most)} slots or more, got"
-            f" {slots}; torch tensors can do with fewer"
-        )
-    return depth
+    for depth in range(1, most + 1):
+        if _kept(steps, depth) <= slots:
+            return depth
+    raise ValueError(
+        f"{api}: {steps} steps over JAX arrays need {_kept(steps, most)} slots or more, got"
+        f" {slots}; torch tensors can do with fewer"
+    )
 
 
 def _advance(

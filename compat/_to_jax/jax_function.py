@@ -35,7 +35,7 @@ from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
 from functx.compat._torch import original_of
-from functx.compat.random._rounding import lowering
+from functx.compat.random._draws import lowering
 
 _STATIC = (bool, int, float, complex, str, bytes, type(None))
 _MOST_PROGRAMS = 128

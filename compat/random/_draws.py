@@ -4,14 +4,21 @@ Invariant: each takes as many bits as ``jax.random`` does, from the same counter
 
 A uniform number has as many random bits as its dtype has mantissa bits.  JAX sets them into the
 mantissa of a number in [1, 2) and subtracts 1; an integer times a power of two is the same number.
+
+Where the last bit is to agree (`uniform` between bounds, `dropout`), arithmetic is rounded as XLA's
+compiler rounds it: a product and a sum of float32 or float64 are one fused multiply-add, where
+torch rounds twice, and a division by a constant is a product with its reciprocal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 from functx.compat.random._keys import (
     check_broadcast,
@@ -20,17 +27,25 @@ from functx.compat.random._keys import (
     random_long,
     random_word,
 )
-from functx.compat.random._rounding import divide, multiply_add
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 # Of how many random bits the mantissa's are the upper ones.
 _DRAWN = {torch.float16: 16, torch.bfloat16: 8, torch.float32: 32, torch.float64: 64}
+_lowering = ContextVar("lowering", default=False)
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def bits(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+@contextmanager
+def lowering() -> Iterator[None]:
+    """While a function is traced to be lowered to JAX: XLA will do the contraction itself."""
+    token = _lowering.set(True)
+    try:
+        yield
+    finally:
+        _lowering.reset(token)
+
+
+def bits(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Random bits, as ``jax.random.bits``.
 
     Args:
@@ -63,12 +78,12 @@ def bits(
 
 
 def uniform(
-    key: torch.Tensor,
+    key: Tensor,
     shape: Sequence[int] = (),
     dtype: torch.dtype | None = None,
-    minval: float | torch.Tensor = 0.0,
-    maxval: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+    minval: float | Tensor = 0.0,
+    maxval: float | Tensor = 1.0,
+) -> Tensor:
     """Uniform numbers in ``[minval, maxval)``, as ``jax.random.uniform``.
 
     Args:
@@ -92,15 +107,15 @@ def uniform(
     """
     shape, dtype = _checked("uniform", key, shape, dtype)
     unit = _unit(key, shape, dtype)
-    numbers = not isinstance(minval, torch.Tensor) and not isinstance(maxval, torch.Tensor)
+    numbers = not isinstance(minval, Tensor) and not isinstance(maxval, Tensor)
     if numbers and (minval, maxval) == (0, 1):
         return unit
     low, high = _bound(minval, key.device, dtype), _bound(maxval, key.device, dtype)
     check_broadcast("uniform", shape, low.shape, high.shape)
-    return torch.maximum(low, multiply_add(unit, high - low, low))
+    return torch.maximum(low, _multiply_add(unit, high - low, low))
 
 
-def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _unit(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uniform numbers in [0, 1)."""
     digits = _MANTISSA[dtype]
     word = (random_long if dtype == torch.float64 else random_word)(key, shape)
@@ -109,11 +124,8 @@ def _unit(key: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 
 def bernoulli(
-    key: torch.Tensor,
-    p: float | torch.Tensor = 0.5,
-    shape: Sequence[int] | None = None,
-    mode: str = "low",
-) -> torch.Tensor:
+    key: Tensor, p: float | Tensor = 0.5, shape: Sequence[int] | None = None, mode: str = "low"
+) -> Tensor:
     """True with probability ``p``, as ``jax.random.bernoulli``.
 
     Args:
@@ -137,11 +149,11 @@ def bernoulli(
     check_key("bernoulli", key)
     if mode not in ("low", "high"):
         raise ValueError(f"random.bernoulli: mode is 'low' or 'high', not {mode!r}")
-    if not isinstance(p, float) and not (isinstance(p, torch.Tensor) and p.dtype in _MANTISSA):
-        kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__
+    if not isinstance(p, float) and not (isinstance(p, Tensor) and p.dtype in _MANTISSA):
+        kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
         raise TypeError(f"random.bernoulli takes a probability of a real dtype, not {kind}")
-    dtype = p.dtype if isinstance(p, torch.Tensor) else torch.get_default_dtype()
-    own = tuple(p.shape) if isinstance(p, torch.Tensor) else ()
+    dtype = p.dtype if isinstance(p, Tensor) else torch.get_default_dtype()
+    own = tuple(p.shape) if isinstance(p, Tensor) else ()
     shape = own if shape is None else check_shape("bernoulli", shape)
     check_broadcast("bernoulli", shape, own)
     if mode == "low":
@@ -150,9 +162,7 @@ def bernoulli(
     return low * 2.0 ** -_MANTISSA[dtype] < p - high
 
 
-def rademacher(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def rademacher(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Signs, -1 or 1 with equal probability, as ``jax.random.rademacher``.
 
     The dtype is ``int32`` if none is given, as in JAX with 64-bit types off.
@@ -162,13 +172,13 @@ def rademacher(
 
 
 def dropout(
-    key: torch.Tensor,
-    x: torch.Tensor,
+    key: Tensor,
+    x: Tensor,
     p: float = 0.5,
     training: bool = True,
     *,
     broadcast_dims: Sequence[int] = (),
-) -> torch.Tensor:
+) -> Tensor:
     """Set elements to zero with probability ``p`` and divide the others by ``1 - p``.
 
     The same numbers as Flax's and Equinox's ``Dropout`` give for the key.
@@ -204,12 +214,10 @@ def dropout(
         shape[axis] = 1
     keep = 1.0 - p
     mask = bernoulli(key.to(x.device), keep, shape)
-    return torch.where(mask, divide(x, keep), 0.0)
+    return torch.where(mask, _divide(x, keep), 0.0)
 
 
-def normal(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Standard normal numbers, as ``jax.random.normal``, but for torch's inverse error function.
 
     Arguments and errors are those of `uniform`.
@@ -227,12 +235,12 @@ def normal(
 
 
 def truncated_normal(
-    key: torch.Tensor,
-    lower: float | torch.Tensor,
-    upper: float | torch.Tensor,
+    key: Tensor,
+    lower: float | Tensor,
+    upper: float | Tensor,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Standard normal numbers between bounds, as ``jax.random.truncated_normal``.
 
     Args:
@@ -260,9 +268,7 @@ def truncated_normal(
     return torch.minimum(inside, torch.nextafter(high.detach(), -infinity))
 
 
-def exponential(
-    key: torch.Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Exponentially distributed numbers of mean 1, in ``[0, inf)``, as ``jax.random.exponential``.
 
     Arguments and errors are those of `uniform`.
@@ -271,11 +277,11 @@ def exponential(
 
 
 def gumbel(
-    key: torch.Tensor,
+    key: Tensor,
     shape: Sequence[int] = (),
     dtype: torch.dtype | None = None,
     mode: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Gumbel distributed numbers, as ``jax.random.gumbel``.
 
     Arguments and errors are those of `uniform`, and ``mode`` as in `bernoulli`.
@@ -292,7 +298,7 @@ def gumbel(
 
 
 def _checked(
-    name: str, key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None
+    name: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype | None
 ) -> tuple[tuple[int, ...], torch.dtype]:
     check_key(name, key)
     dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -301,7 +307,36 @@ def _checked(
     return check_shape(name, shape), dtype
 
 
-def _bound(x: float | torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(x, torch.Tensor):
+def _bound(x: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, Tensor):
         return x.to(device, dtype)
     return torch.full((), x, dtype=dtype, device=device)
+
+
+def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c``, in float32 and float64 with one rounding."""
+    product = a * b
+    if _lowering.get() or a.dtype not in (torch.float32, torch.float64):
+        return product + c
+    if a.dtype == torch.float32:  # a product of two is exact in float64
+        return (a.double() * b.double() + c.double()).float()
+    # What rounding took from the product (Dekker, Numerische Mathematik 18, 1971) and the sum.
+    a_high, b_high = _high(a), _high(b)
+    a_low, b_low = a - a_high, b - b_high
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    total = product + c
+    other = total - product
+    return total + ((product - (total - other)) + (c - other) + error)
+
+
+def _high(x: Tensor) -> Tensor:
+    scaled = x * (2.0**27 + 1)
+    return scaled - (scaled - x)
+
+
+def _divide(x: Tensor, by: float) -> Tensor:
+    """``x / by`` by a product with the reciprocal; in bfloat16 that of float32."""
+    divisor = torch.full((), by, dtype=x.dtype, device=x.device)
+    if x.dtype == torch.bfloat16:
+        return (x.float() * divisor.float().reciprocal()).to(x.dtype)
+    return x * divisor.reciprocal()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functx.compat.random._draws import gumbel
 from functx.compat.random._keys import (
@@ -23,16 +24,16 @@ from functx.compat.random._keys import (
 )
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-Bound = int | torch.Tensor
+Bound = int | Tensor
 
 
 def randint(
-    key: torch.Tensor,
+    key: Tensor,
     shape: Sequence[int],
     minval: Bound,
     maxval: Bound,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Uniform integers in ``[minval, maxval)``, as ``jax.random.randint``.
 
     Args:
@@ -61,7 +62,7 @@ def randint(
     if dtype not in _INTEGERS:
         raise TypeError(f"random.randint gives int8, int16, int32, int64 or uint8, not {dtype}")
     for bound in (minval, maxval):
-        kind = bound.dtype if isinstance(bound, torch.Tensor) else type(bound)
+        kind = bound.dtype if isinstance(bound, Tensor) else type(bound)
         if kind not in (*_INTEGERS, int):
             raise TypeError(
                 f"random.randint: a bound is a {getattr(kind, '__name__', kind)}, no integer"
@@ -73,7 +74,7 @@ def randint(
     high = _clipped(maxval, limits.min, min(limits.max + 1, most), wide, key.device)
     # An upper bound may be one more than the dtype holds: its own last value counts too.
     beyond: Any = False
-    if not isinstance(maxval, torch.Tensor) or torch.iinfo(maxval.dtype).max > most:
+    if not isinstance(maxval, Tensor) or torch.iinfo(maxval.dtype).max > most:
         beyond = torch.as_tensor(maxval > most, device=key.device)
     span = torch.where(high <= low, 1, high - low + beyond)
     first, second = split(key).unbind(0)
@@ -87,13 +88,13 @@ def randint(
 
 def _clipped(
     bound: Bound, least: int, most: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    if isinstance(bound, torch.Tensor):
+) -> Tensor:
+    if isinstance(bound, Tensor):
         return bound.to(device).clamp(least, most).to(dtype)
     return torch.full((), min(max(bound, least), most), dtype=dtype, device=device)
 
 
-def _remainder(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def _remainder(x: Tensor, by: Tensor) -> Tensor:
     """``x % by`` of words taken as unsigned; ``x`` where ``by`` is zero, as XLA says."""
     bits = torch.iinfo(x.dtype).bits
     divisor = torch.where(by == 0, 1, by)
@@ -106,9 +107,7 @@ def _remainder(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return torch.where(by == 0, x, torch.where(by < 0, large, rest))
 
 
-def permutation(
-    key: torch.Tensor, x: int | torch.Tensor, axis: int = 0, independent: bool = False
-) -> torch.Tensor:
+def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool = False) -> Tensor:
     """A random order of a tensor, as ``jax.random.permutation``.
 
     Args:
@@ -132,7 +131,7 @@ def permutation(
     check_key("permutation", key)
     if isinstance(x, int) and not isinstance(x, bool):
         return _shuffle(key, torch.arange(x, device=key.device), 0)
-    if not isinstance(x, torch.Tensor) or not x.ndim:
+    if not isinstance(x, Tensor) or not x.ndim:
         raise TypeError("random.permutation takes an integer or a tensor with at least one axis")
     key = key.to(x.device)
     if independent or x.ndim == 1:
@@ -141,7 +140,7 @@ def permutation(
     return torch.index_select(x, axis, order)
 
 
-def _shuffle(key: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+def _shuffle(key: Tensor, x: Tensor, axis: int) -> Tensor:
     # Sorted by random words as often as it takes for two elements with equal words to be unlikely.
     rounds = math.ceil(3 * math.log(max(1, x.numel())) / math.log(0xFFFFFFFF))
     for _ in range(rounds):
@@ -153,13 +152,13 @@ def _shuffle(key: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def categorical(
-    key: torch.Tensor,
-    logits: torch.Tensor,
+    key: Tensor,
+    logits: Tensor,
     axis: int = -1,
     shape: Sequence[int] | None = None,
     replace: bool = True,
     mode: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Categories with the probabilities ``softmax(logits)``, as ``jax.random.categorical``.
 
     Args:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _DTYPES = (torch.int64, torch.int32, torch.uint32)
 _WORD = 0xFFFFFFFF
@@ -27,18 +28,16 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
-def _shift_right(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(x: Tensor, by: int) -> Tensor:
     """Shift ``int32`` words right, filling with zeros."""
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _rotate_left(x: torch.Tensor, by: int) -> torch.Tensor:
+def _rotate_left(x: Tensor, by: int) -> Tensor:
     return (x << by) | _shift_right(x, 32 - by)
 
 
-def threefry2x32(
-    key: tuple[torch.Tensor, torch.Tensor], high: torch.Tensor, low: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def threefry2x32(key: tuple[Tensor, Tensor], high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Hash pairs of words under a pair of key words; all ``int32``, broadcast together."""
     ks = (*key, key[0] ^ key[1] ^ _PARITY)
     a, b = high + ks[0], low + ks[1]
@@ -51,20 +50,20 @@ def threefry2x32(
     return a, b
 
 
-def words(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def words(key: Tensor) -> tuple[Tensor, Tensor]:
     """The two words of a key as ``int32``."""
     first, second = key.to(torch.int32).unbind(-1)
     return first, second
 
 
-def key_of(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def key_of(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys from their ``int32`` words, in the dtype that keys are held in."""
     pair = torch.stack([first, second], -1)
     # A mask would do for int64, but not where JAX has no int64 for it.
     return pair.to(torch.uint32).to(dtype) if dtype == torch.int64 else pair.to(dtype)
 
 
-def random_words(key: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def random_words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Two independent random words for each position of ``shape``, as ``int32``.
 
     Args:
@@ -85,19 +84,19 @@ def random_words(key: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor,
     return a.reshape(shape), b.reshape(shape)
 
 
-def random_word(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def random_word(key: Tensor, shape: Sequence[int]) -> Tensor:
     """One random word for each position of ``shape``, as ``int32``."""
     a, b = random_words(key, shape)
     return a ^ b
 
 
-def random_long(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def random_long(key: Tensor, shape: Sequence[int]) -> Tensor:
     """64 random bits for each position of ``shape``, as ``int64``."""
     high, low = random_words(key, shape)
     return (high.to(torch.int64) << 32) | (low.to(torch.int64) & _WORD)
 
 
-def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -> torch.Tensor:
+def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tensor:
     """A key from a seed, as ``jax.random.key``.
 
     JAX takes a seed outside ``[0, 2**31)`` differently with and without 64-bit types; this function
@@ -120,7 +119,7 @@ def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -
         >>> random.key(42)
         tensor([ 0, 42])
     """
-    if isinstance(seed, torch.Tensor):
+    if isinstance(seed, Tensor):
         _check_scalar("key", seed, "seeds")
         low = seed.to(torch.int64) if device is None else seed.to(device, torch.int64)
         high = low >> 32 if seed.dtype.itemsize == 8 else torch.zeros_like(low)
@@ -135,7 +134,7 @@ def key(seed: int | torch.Tensor, *, device: torch.device | str | None = None) -
 PRNGKey = key
 
 
-def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
+def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
     """New keys from one, as ``jax.random.split``.
 
     Args:
@@ -159,7 +158,7 @@ def split(key: torch.Tensor, num: int | Sequence[int] = 2) -> torch.Tensor:
     return key_of(*random_words(key, check_shape("split", shape)), key.dtype)
 
 
-def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and an integer, as ``jax.random.fold_in``.
 
     Args:
@@ -183,7 +182,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         torch.Size([4, 2])
     """
     check_key("fold_in", key)
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, Tensor):
         _check_scalar("fold_in", data, "integers")
         low = data.to(key.device, torch.int32)
     elif not isinstance(data, int | torch.SymInt):
@@ -196,7 +195,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     return key_of(*threefry2x32(words(key), torch.zeros_like(low), low), key.dtype)
 
 
-def key_data(key: torch.Tensor) -> torch.Tensor:
+def key_data(key: Tensor) -> Tensor:
     """The words of keys as ``uint32``, as ``jax.random.key_data`` gives them.
 
     Args:
@@ -212,7 +211,7 @@ def key_data(key: torch.Tensor) -> torch.Tensor:
     return key.to(torch.uint32)
 
 
-def wrap_key_data(data: Any) -> torch.Tensor:
+def wrap_key_data(data: Any) -> Tensor:
     """Keys from their words, as ``jax.random.wrap_key_data``.
 
     Args:
@@ -231,12 +230,12 @@ def wrap_key_data(data: Any) -> torch.Tensor:
         >>> random.wrap_key_data(words)
         tensor([         7, 4294967295])
     """
-    keys = data if isinstance(data, torch.Tensor) else torch.tensor(data)
+    keys = data if isinstance(data, Tensor) else torch.tensor(data)
     check_key("wrap_key_data", keys, batched=True)
     return keys.to(torch.int64) & _WORD
 
 
-def from_jax(key: Any) -> torch.Tensor:
+def from_jax(key: Any) -> Tensor:
     """Keys of JAX as keys of this module.
 
     Args:
@@ -266,7 +265,7 @@ def from_jax(key: Any) -> torch.Tensor:
     return wrap_key_data(np.asarray(jax.random.key_data(key)))
 
 
-def to_jax(key: torch.Tensor) -> Any:
+def to_jax(key: Tensor) -> Any:
     """Keys of this module as typed keys of JAX.
 
     Args:
@@ -295,7 +294,7 @@ def to_jax(key: torch.Tensor) -> Any:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def _check_scalar(name: str, x: torch.Tensor, what: str) -> None:
+def _check_scalar(name: str, x: Tensor, what: str) -> None:
     if x.ndim or x.is_floating_point() or x.is_complex():
         raise TypeError(
             f"random.{name} takes one integer, got a tensor of shape {tuple(x.shape)} and dtype"
@@ -305,7 +304,7 @@ def _check_scalar(name: str, x: torch.Tensor, what: str) -> None:
 
 def check_key(name: str, key: Any, batched: bool = False) -> None:
     """Refuse what is no key, or is several."""
-    if not isinstance(key, torch.Tensor):
+    if not isinstance(key, Tensor):
         raise TypeError(
             f"random.{name} takes a key first, not a {type(key).__name__}: make one with"
             " functx.compat.random.key(seed), or of JAX's key with functx.compat.random.from_jax"

@@ -3,231 +3,115 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 import functx
-from functx._demo import data, measure, model, training
-from functx._demo.model import Size
+from functx import memory
+from functx._demo import measurement, training
+
+FULL = {"depth": 6, "width": 32, "hidden": 64}
+TOY = {"depth": 2, "width": 8, "hidden": 16}
+CLIP = 1.0
 
 
 class DemoError(Exception):
     """The demo can't run as asked; the message says why, and what to do."""
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """What a run of the demo does.
-
-    Attributes:
-        out: Folder for the picture, the JSON and the printout.
-        device: Where torch computes.
-        size: The network.
-        epochs: Passes over the training images.
-        batch: Images a step, and in every measurement.
-        rate: The highest learning rate.
-        clip: The largest norm of one image's gradient.
-        limit: How many images to use; None for all.
-        repeats: Timed calls of each way in the comparison.
-        seed: Of the parameters, the split and the order.
-    """
-
-    out: Path = Path("functx-demo")
-    device: str = "cpu"
-    size: Size = field(default_factory=Size)
-    epochs: int = 15
-    batch: int = 48
-    rate: float = 4e-3
-    clip: float = 1.0
-    limit: int | None = None
-    repeats: int = 5
-    seed: int = 0
-
-    def quick(self) -> DemoSettings:
-        """The same at toy size, for trying the program out."""
-        size = Size(depth=2, width=8, heads=2, hidden=16)
-        return replace(self, size=size, epochs=1, batch=16, limit=160, repeats=1)
-
-
-def run(settings: DemoSettings) -> dict[str, Any]:
+def run(out: Path, device: str = "cpu", epochs: int | None = None, quick: bool = False) -> None:
     """Run the demo, printing as it goes.
 
     Args:
-        settings: What to do.
-
-    Returns:
-        All figures, as written to ``figures.json``.
+        out: Folder for the picture, the JSON and the printout.
+        device: Where torch computes.
+        epochs: Passes over the training images; 15 by default, 1 if ``quick``.
+        quick: Whether to take a toy size, to see it run.
 
     Raises:
-        DemoError: A package or the device is missing, or the folder can't be made.
+        DemoError: The device is missing, or the folder can't be made.
     """
-    _require_packages()
-    device = _device(settings.device)
+    epochs = (1 if quick else 15) if epochs is None else epochs
+    size, batch, repeats = (TOY, 16, 1) if quick else (FULL, 48, 5)
+    if epochs < 1:
+        raise DemoError(f"--epochs {epochs} is not a positive number")
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        torch.zeros(1, device=device).item()
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoError(f"--out {settings.out}: {error.strerror}") from error
-    from rich.console import Console
-
-    from functx._demo import report
-
+        raise DemoError(f"--out {out}: {error.strerror}") from error
+    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without CUDA
+        said = str(error).partition("\n")[0]
+        raise DemoError(f"--device {device}: {said}; the demo runs on cpu and cuda") from error
     console = Console(record=True, highlight=False, width=110)
     started = time.perf_counter()
-    digits = data.load(device, settings.limit, settings.seed)
-    params = {k: v.to(device) for k, v in model.init(settings.size, settings.seed).items()}
-    figures: dict[str, Any] = {"environment": _environment(device)}
-    figures["training"] = _train(settings, params, digits, console)
+    images, labels = (x.to(device) for x in training.load(160 if quick else None))
+    params = {name: param.to(device) for name, param in training.init(**size).items()}
+    on_cuda = torch.device(device).type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else platform.machine()
+    versions = {"functx": functx.__version__, "torch": torch.__version__}
+    figures: dict[str, Any] = {"environment": versions | {"device": f"{device} ({name})"}}
+    figures["training"] = {"size": size} | _train((params, images, labels), epochs, batch, console)
 
-    batch = (params, digits.train_images[: settings.batch], digits.train_labels[: settings.batch])
-    rows = measure.torch_rows(settings.size, batch, settings.repeats)
+    one = (params, images[:batch], labels[:batch])
+    rows = measurement.torch_rows(one, repeats)
+    profiles = {
+        f"{row['library']}, {'no remat' if row['remat'] == 'no' else 'remat'}": row.pop("profile")
+        for row in rows
+        if row["error"] is None
+    }
+    ratio = rows[0]["peak_bytes"] / rows[-1]["peak_bytes"]
+    figures["crosscheck"] = None
     if importlib.util.find_spec("jax") is None:
-        figures["crosscheck"] = None
-        console.print(
-            "\nJAX is not installed, so nothing is checked against it. To have it: "
-            "pip install 'functx[jax]' (on CUDA: pip install 'functx[cuda]')",
-            markup=False,
-        )
+        install = "pip install 'functx[jax]' (on CUDA: pip install 'functx[cuda]')"
+        console.print(f"\nJAX is not installed; to check against it: {install}", markup=False)
     else:
-        figures["crosscheck"] = _crosscheck(settings.size, batch, console)
-        rows += measure.jax_rows(settings.size, batch, settings.repeats)
-
-    console.print()
-    console.print(report.memory_table(rows))
+        found = measurement.crosscheck(one)
+        console.print(f"\n{found}", markup=False)
+        figures["crosscheck"] = asdict(found) | {"kept_equal": found.kept_equal}
+        rows += measurement.jax_rows(one, repeats)
+    console.print("", measurement.table(rows), sep="\n")
     for row in rows:
-        if row.error is not None:
-            console.print(f"error, {row.library} with {row.remat}: {row.error}", markup=False)
-    figures["rows"] = [report.row_figures(row) for row in rows]
-    ratio = _peak(rows, "torch.func", "no") / _peak(rows, "functx", "functx.remat")
-    figures["peak_ratio"] = ratio
+        if row["error"] is not None:
+            console.print(
+                f"error, {row['library']} with {row['remat']}: {row['error']}", markup=False
+            )
     console.print(f"\nvmap(grad(remat)) peaks at 1/{ratio:.1f} of torch.func's vmap(grad)")
-
-    report.picture(rows, settings.out / "memory.png")
-    figures["seconds"] = time.perf_counter() - started
-    console.print(f"{figures['seconds']:.0f} s; picture, figures and printout: {settings.out}/")
-    report.write_json(figures, settings.out / "figures.json")
-    (settings.out / "printout.txt").write_text(console.export_text())
-    return figures
+    memory.plot(profiles, out / "memory.png")
+    figures |= {"rows": rows, "peak_ratio": ratio, "seconds": time.perf_counter() - started}
+    console.print(f"{figures['seconds']:.0f} s; picture, figures and printout: {out}/")
+    (out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (out / "printout.txt").write_text(console.export_text())
 
 
-def _train(
-    settings: DemoSettings, params: model.Params, digits: data.Digits, console: Any
-) -> dict[str, Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    size = settings.size
-    numbers = sum(p.numel() for p in params.values())
+def _train(data: Any, epochs: int, batch: int, console: Console) -> dict[str, Any]:
+    """Train on four fifths of the images; the others tell how well it goes."""
+    params, images, labels = data
+    known = len(images) * 4 // 5
+    numbers = sum(param.numel() for param in params.values())
+    depth, (tokens, width) = sum("qkv" in name for name in params), params["position"].shape
     console.print(
-        f"{len(digits.train_images)} digits to train on, {len(digits.test_images)} held out\n"
-        f"vision transformer: {size.depth} blocks, {model.TOKENS} tokens of width {size.width}, "
-        f"{numbers:,} parameters, on {settings.device}"
-    )
-    console.print(
+        f"{known} digits to train on, {len(images) - known} held out\n"
+        f"vision transformer: {depth} blocks, {tokens} tokens of width {width}, "
+        f"{numbers:,} parameters, on {images.device}\n"
         "gradients: vmap(grad(loss)), every block a remat region, each image's clipped to norm "
-        f"{settings.clip:g}"
+        f"{CLIP:g}"
     )
-    per_example = training.per_example_gradients(size, functx.remat(model.block))
-    total = training.steps(digits, settings.epochs, settings.batch)
-    started = time.perf_counter()
-    with Progress(
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-    ) as progress:
-        task = progress.add_task("training", total=total, note="")
-        for done in training.train(
-            params,
-            digits,
-            per_example,
-            epochs=settings.epochs,
-            batch=settings.batch,
-            rate=settings.rate,
-            clip=settings.clip,
-            seed=settings.seed,
-        ):
-            note = ""
-            if done % (total // settings.epochs) == 0:
-                held_out = training.accuracy(params, size, digits.test_images, digits.test_labels)
-                note = f"held out: {held_out:.1%} right"
-                progress.update(task, note=note)
-            progress.advance(task)
-    return {
-        "accuracy": held_out,
-        "seconds": time.perf_counter() - started,
-        "steps": total,
-        "batch": settings.batch,
-        "epochs": settings.epochs,
-        "parameters": numbers,
-        "size": vars(size) | {"tokens": model.TOKENS},
-    }
-
-
-def _crosscheck(size: Size, batch: measure.Batch, console: Any) -> dict[str, Any]:
-    """Compare one batch with JAX, on the CPU, and print the table."""
-    from functx.compat import crosscheck
-
-    params, images, labels = batch
-    block = functx.remat(model.block)
-
-    def loss(p: model.Params, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return model.loss(p, image, label, size, block)
-
-    found = crosscheck(
-        loss,
-        {name: param.detach().cpu() for name, param in params.items()},
-        images.cpu(),
-        labels.cpu(),
-        in_dims=(None, 0, 0),
-        name="the loss of the digits' transformer",
-    )
-    console.print()
-    console.print(str(found), markup=False)
-    return asdict(found) | {"kept_equal": found.kept_equal}
-
-
-def _peak(rows: list[measure.Row], library: str, remat: str) -> int:
-    (peak,) = [row.peak for row in rows if (row.library, row.remat) == (library, remat)]
-    assert peak is not None
-    return peak
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "functx": functx.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"{device} ({name})",
-        "threads": str(torch.get_num_threads()),
-    }
-
-
-def _require_packages() -> None:
-    packages = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"}
-    missing = [pip for module, pip in packages.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise DemoError(f"needs {', '.join(missing)}: pip install 'functx[demo]'")
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise DemoError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise DemoError(f"--device {name}: the demo runs on cpu and cuda")
-    if device.type == "cuda":
-        if torch.version.cuda is None:
-            raise DemoError(f"--device {name}: this torch ({torch.__version__}) has no CUDA in it")
-        if not torch.cuda.is_available():
-            raise DemoError(f"--device {name}: torch finds no CUDA device")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise DemoError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
-    return device
+    started, total = time.perf_counter(), epochs * (known // batch)
+    steps = training.train(params, images[:known], labels[:known], epochs, batch, CLIP)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.description}"
+    with Progress("training", *columns, console=console) as progress:
+        for _ in progress.track(steps, total, description=""):
+            pass
+        held_out = training.accuracy(params, images[known:], labels[known:])
+        progress.update(progress.task_ids[0], description=f"held out: {held_out:.1%} right")
+    counts = {"steps": total, "batch": batch, "epochs": epochs, "parameters": numbers}
+    return {"accuracy": held_out, "seconds": time.perf_counter() - started, **counts}

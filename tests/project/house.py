@@ -123,8 +123,8 @@ WINGS = {
     "per_sample": (("functx.per_sample",), 2_740),
     "jit, graph": (("functx._jit", "functx.graph"), 1_290),
     "private torch": (("functx._torch",), 790),
-    "command line, demo": (("functx.__main__", "functx._demo"), 850),
-    "compat": (("functx.compat",), 11_550),
+    "command line, demo": (("functx.__main__", "functx._demo"), 450),
+    "compat": (("functx.compat",), 11_310),
 }
 
 

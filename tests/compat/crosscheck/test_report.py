@@ -255,7 +255,7 @@ def test_assert_agrees_raises_with_a_message_and_sees_kept_bytes(monkeypatch):
     with pytest.raises(AssertionError, match="the batch\ntorch and JAX disagree about <lambda>:"):
         assert_agrees(loss, *args, rtol=-1.0, msg="the batch")
     assert_agrees(loss, *args, rtol=0.0, atol=1e-3)
-    monkeypatch.setattr("functx.compat._crosscheck.findings.Crosscheck.kept_equal", False)
+    monkeypatch.setattr("functx.compat._crosscheck.report.Crosscheck.kept_equal", False)
     with pytest.raises(AssertionError, match="bytes kept at region boundaries differ"):
         assert_agrees(loss, *args)
     assert_agrees(loss, *args, kept=False)

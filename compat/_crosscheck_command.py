@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
+import importlib
 import inspect
 import operator
 import re
@@ -35,8 +35,16 @@ class CommandError(Exception):
     """What was asked for can't be done; the message says why, and what to do."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def add_to(commands: Any) -> None:
+    """Add the command and its options to those of a parser."""
+    parser = commands.add_parser(
+        "crosscheck",
+        help="compare a torch function with itself in JAX: values, derivatives, memory",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "function",
         metavar="MODULE:NAME",
@@ -94,9 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page with all figures")
 
 
-_OF_JAX = "JAX_TRACEBACK_FILTERING"  # a note about tracebacks, of which there are none here
-
-
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
@@ -112,18 +117,16 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         report = _report(options)
+        print(report)
+        for path, write in ((options.json, report.to_json), (options.html, report.to_html)):
+            if path is not None:
+                print(f"written: {write(path)}")
     except CommandError as error:
         print(f"functx crosscheck: {error}", file=sys.stderr)
         return FAILED
-    print(report)
-    for path, write in ((options.json, report.to_json), (options.html, report.to_html)):
-        if path is None:
-            continue
-        try:
-            print(f"written: {write(path)}")
-        except OSError as error:
-            print(f"functx crosscheck: can't write {path}: {error.strerror}", file=sys.stderr)
-            return FAILED
+    except OSError as error:
+        print(f"functx crosscheck: can't write {error.filename}: {error.strerror}", file=sys.stderr)
+        return FAILED
     problems = report.problems()
     for problem in problems:
         print(f"functx crosscheck: {problem}", file=sys.stderr)
@@ -133,10 +136,6 @@ def run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> Any:
     if options.inputs is not None and options.args is not None:
         raise CommandError("--inputs and --args both say what the arguments are; give one of them")
-    try:
-        from functx.compat import crosscheck
-    except ImportError as error:
-        raise CommandError(str(error)) from None
     torch.manual_seed(options.seed)
     module, f = _named(options.function, None)
     if isinstance(f, type) and issubclass(f, torch.nn.Module):
@@ -151,22 +150,17 @@ def _report(options: argparse.Namespace) -> Any:
     if not args:
         bound = inspect.signature(f).bind(**kwargs)
         args, kwargs = bound.args, bound.kwargs
+    names = ("transforms", "argnums", "in_dims", "rtol", "atol", "repeats")
     try:
-        return crosscheck(
-            f,
-            *args,
-            kwargs=kwargs,
-            transforms=options.transforms,
-            argnums=options.argnums,
-            in_dims=options.in_dims,
-            rtol=options.rtol,
-            atol=options.atol,
-            repeats=options.repeats,
-        )
+        from functx.compat import crosscheck
+
+        return crosscheck(f, *args, kwargs=kwargs, **{n: getattr(options, n) for n in names})
+    except ImportError as error:
+        raise CommandError(str(error)) from None
     except Exception as error:
-        told = (note for note in getattr(error, "__notes__", ()) if _OF_JAX not in note)
-        notes = "".join(f"\n{note}" for note in told)
-        raise CommandError(f"{type(error).__name__}: {error}{notes}") from error
+        # One note is about tracebacks, of which there are none here.
+        notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
+        raise CommandError("\n".join([f"{type(error).__name__}: {error}", *notes])) from error
 
 
 def _named(text: str, module: Any) -> tuple[Any, Any]:
@@ -189,18 +183,12 @@ def _named(text: str, module: Any) -> tuple[Any, Any]:
 
 def _module(where: str) -> Any:
     path = Path(where)
-    if path.suffix == ".py" and not path.is_file():
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
         raise CommandError(f"there is no file {where}")
+    sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     try:
-        if path.suffix == ".py":
-            sys.path.insert(0, str(path.parent.resolve()))
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None and spec.loader is not None  # noqa: PT018
-            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-        sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(where)
+        return importlib.import_module(path.stem if is_file else where)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == where
         hint = "; is it another folder, or a file (file.py:name)?" if missing else ""

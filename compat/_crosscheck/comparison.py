@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import platform
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch import Tensor
 
 import functx
 from functx import _tree
@@ -24,15 +26,31 @@ from functx._errors import LoweringError
 from functx.compat._bridge import array_from_torch
 from functx.compat._crosscheck.case import Case, case_of
 from functx.compat._crosscheck.derivatives import TRANSFORMS, Library, as_torch_says, chosen
-from functx.compat._crosscheck.findings import Crosscheck, Run
 from functx.compat._crosscheck.kept_bytes import Kept, kept_by_jax, kept_by_torch
-from functx.compat._crosscheck.operations import Operation, first_difference
+from functx.compat._crosscheck.operations import first_difference
 from functx.compat._crosscheck.precision import Difference, difference, in_float64
 from functx.compat._crosscheck.products import count
+from functx.compat._crosscheck.report import Crosscheck, Run
 from functx.compat._jax import KEEP_RECOMPUTE
 from functx.compat._to_jax import Lowered, to_jax
 
 
+@contextmanager
+def _wide_types() -> Iterator[None]:
+    """Run JAX with 64-bit types; an error about random numbers says where to have them from."""
+    with jax.enable_x64(True):
+        try:
+            yield
+        except LoweringError as error:
+            if "random" in str(error):
+                error.add_note(
+                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
+                    " instead, with functx.compat.random, and pass the key as an argument"
+                )
+            raise
+
+
+@_wide_types()
 def crosscheck(
     f: Callable[..., Any] | torch.nn.Module,
     *args: Any,
@@ -107,27 +125,6 @@ def crosscheck(
         >>> report.assert_agrees()
     """
     case = case_of(f, args, kwargs or {}, argnums, in_dims, name)
-    with jax.enable_x64(True):
-        try:
-            return _compare(case, transforms, rtol, atol, peak, repeats, locate)
-        except LoweringError as error:
-            if "random" in str(error):
-                error.add_note(
-                    "crosscheck: torch's generator has no counterpart in JAX; draw from keys"
-                    " instead, with functx.compat.random, and pass the key as an argument"
-                )
-            raise
-
-
-def _compare(
-    case: Case,
-    transforms: Sequence[str] | None,
-    rtol: float | None,
-    atol: float,
-    peak: bool,
-    repeats: int,
-    locate: bool,
-) -> Crosscheck:
     lowered = to_jax(case.function)
     ours, theirs = Library(case, case.function, functx), Library(case, lowered, jax)
     torch_args = (case.primals, case.rest)
@@ -137,8 +134,7 @@ def _compare(
         x.is_floating_point() or x.is_complex() for x in results
     )
     options: Any = KEEP_RECOMPUTE if jax.default_backend() == "cpu" else None
-    differences: dict[str, Difference] = {}
-    runs: dict[str, Run] = {}
+    differences, runs = dict[str, Difference](), dict[str, Run]()
     names = chosen(transforms, case, differentiable)
     kept: tuple[Kept | None, Kept | None] = (None, None)
     if any(what != "value" for what in names):
@@ -167,22 +163,24 @@ def _compare(
             products=None if what == "value" else count(run_torch, program),
         )
     differ = [what for what, d in differences.items() if not d.agrees]
+    searched = locate and bool(differ)
     first = None
-    if locate and differ:
-        first = _first(case, jax_args, differ != ["value"], rtol, atol)
-    return Crosscheck(
-        name=case.name,
-        differences=differences,
-        runs=runs,
-        kept_torch=kept[0],
-        kept_jax=kept[1],
-        first=first,
-        searched=locate and bool(differ),
-        environment=_environment(),
-    )
+    if searched:
+        program = to_jax(case.function).program(*_first_example(case, jax_args))
+        primals, rest = _first_example(case, torch_args)
+        inputs = [*primals, *rest]
+        first = first_difference(program, inputs, differ != ["value"], rtol, atol)
+    environment = {
+        "functx": functx.__version__,
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+        "jax device": str(jnp.zeros(()).device),
+        "machine": platform.machine(),
+    }
+    return Crosscheck(case.name, differences, runs, *kept, first, searched, environment)
 
 
-def _arrays(xs: Sequence[torch.Tensor]) -> list[Any]:
+def _arrays(xs: Sequence[Tensor]) -> list[Any]:
     return [array_from_torch(x) for x in xs]
 
 
@@ -212,26 +210,7 @@ def _first_example(case: Case, args: Sequence[Sequence[Any]]) -> tuple[list[Any]
     return first[0], first[1]
 
 
-def _first(
-    case: Case, jax_args: Sequence[Any], derivatives: bool, rtol: float | None, atol: float
-) -> Operation | None:
-    """The first operation that differs, for the first example."""
-    program = to_jax(case.function).program(*_first_example(case, jax_args))
-    primals, rest = _first_example(case, (case.primals, case.rest))
-    return first_difference(program, [*primals, *rest], derivatives, rtol, atol)
-
-
 def _seconds(run: Callable[[], Any], repeats: int) -> float | None:
     if not repeats:
         return None
     return min(timeit.repeat(run, number=1, repeat=repeats + 1)[1:])  # the first warms up
-
-
-def _environment() -> dict[str, str]:
-    return {
-        "functx": functx.__version__,
-        "torch": torch.__version__,
-        "jax": jax.__version__,
-        "jax device": str(jnp.zeros(()).device),
-        "machine": platform.machine(),
-    }

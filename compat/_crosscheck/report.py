@@ -16,10 +16,8 @@ from functx.compat._crosscheck.precision import Difference
 from functx.compat._crosscheck.products import Products
 
 _PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>crosscheck {title}</title></head>
-<body><pre>{text}</pre></body>
-</html>
+<html lang="en"><head><meta charset="utf-8"><title>crosscheck {title}</title></head>
+<body><pre>{text}</pre></body></html>
 """
 
 
@@ -111,15 +109,10 @@ class Crosscheck:
             )
         a, b = self.kept_torch, self.kept_jax
         if kept and a is not None and b is not None and not self.kept_equal:
-            regions = enumerate(zip(a.by_region, b.by_region), 1)
-            differ = [
-                f" (first at region {n}, {r.name}: {r.activations:,} and {s.activations:,})"
-                for n, (r, s) in regions
-                if r.activations != s.activations
-            ]
+            where = [f" (first at {name}: {x} and {y})" for name, x, y in _differing(a, b)]
             found.append(
                 f"bytes kept at region boundaries differ: torch {_say(a)}, JAX {_say(b)}"
-                f"{''.join(differ[:1])}; the cuts are not at the same places"
+                f"{''.join(where[:1])}; the cuts are not at the same places"
             )
         return found
 
@@ -193,8 +186,8 @@ class Crosscheck:
             yield from self._kept_rows(self.kept_torch, self.kept_jax)
         for what, run in self.runs.items():
             if run.torch_peak is not None:
-                names = f"{what}: peak / XLA temporary bytes"
-                yield names, _count(run.torch_peak), _count(run.xla_temp), ""
+                name = f"{what}: peak / XLA temporary bytes"
+                yield name, f"{run.torch_peak:,}", f"{run.xla_temp:,}", ""
             if run.torch_seconds is not None:
                 yield f"{what}: seconds", f"{run.torch_seconds:.4f}", f"{run.jax_seconds:.4f}", ""
             p = run.products
@@ -213,10 +206,8 @@ class Crosscheck:
             what = attribute if attribute == "regions" else f"bytes kept at regions, {attribute}"
             differs = "DIFFERENT" if attribute != "arguments" else f"{x - y:,} not read"
             yield what, f"{x:,}", f"{y:,}", "equal" if x == y else differs
-        for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
-            if r.activations != s.activations and not self.kept_equal:
-                sizes = f"{r.activations:,}", f"{s.activations:,}"
-                yield f"region {n}, {r.name}", *sizes, "DIFFERENT"
+        if not self.kept_equal:
+            yield from ((*row, "DIFFERENT") for row in _differing(a, b))
         if a.storages != a.activations:
             yield "bytes of the storages they view", f"{a.storages:,}", "", ""
 
@@ -249,6 +240,13 @@ def _how_far(d: Difference, allowed: float) -> str:
     return f"{said}: it is torch that has lost precision" if lost else said
 
 
+def _differing(a: Kept, b: Kept) -> Iterator[tuple[str, str, str]]:
+    """Regions that keep other bytes of activations: names, and how many in torch and in JAX."""
+    for n, (r, s) in enumerate(zip(a.by_region, b.by_region), 1):
+        if r.activations != s.activations:
+            yield f"region {n}, {r.name}", f"{r.activations:,}", f"{s.activations:,}"
+
+
 def _say(kept: Kept) -> str:
     return (
         f"{kept.activations:,} of activations and {kept.arguments:,} of arguments in"
@@ -260,7 +258,3 @@ def _ulps(x: float | None) -> str:
     if x is None:
         return "no reference"
     return f"{x:.3g}" if x < 1e4 else f"{x:.1e}"
-
-
-def _count(x: int | None) -> str:
-    return "" if x is None else f"{x:,}"
