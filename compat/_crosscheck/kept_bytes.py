@@ -38,7 +38,7 @@ from functx.compat._torch import base_of, storage_key
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionResiduals:
     """What a pullback keeps of the arrays that one region was the first to take.
 
     Attributes:
@@ -68,7 +68,7 @@ class Kept:
     activations: int
     arguments: int
     regions: int
-    by_region: tuple[Region, ...] = ()
+    by_region: tuple[RegionResiduals, ...] = ()
     storages: int = 0
 
 
@@ -89,7 +89,7 @@ def _kept(entered: Sequence[tuple[str, set[Buffer]]], ours: set[View], outside: 
     for name, buffers in entered:
         views = [_view(buffer) for buffer in buffers - seen]
         activations = sum(view[1] for view in views if view not in ours | outside)
-        regions.append(Region(name, activations, sum(v[1] for v in views if v in ours)))
+        regions.append(RegionResiduals(name, activations, sum(v[1] for v in views if v in ours)))
         seen |= buffers
     return Kept(
         sum(r.activations for r in regions),

@@ -10,7 +10,7 @@ write to it.
 
 NOTE [residuals]
 The forward half of reverse mode (`Program.forward`) returns, after the results, what the pullback
-needs. Those residuals that are inputs or results are not returned again; `Residuals.sources` says
+needs. Those residuals that are inputs or results are not returned again; `ForwardResiduals.sources` says
 which. The pullback is a function of the residuals alone: right wherever the forward half is what an
 outer transform differentiates. Where the inputs themselves are differentiated a second time, the
 pullback as a function of inputs and cotangents (`Program.vjp`) is what can be differentiated.
@@ -41,7 +41,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Residuals:
+class ForwardResiduals:
     """What the forward half of reverse mode returned after its results.
 
     Attributes:
@@ -154,14 +154,14 @@ class Program:
         return self._derive("jvp", (has_tangent,), fn)
 
     def forward(self, needs: tuple[bool, ...]) -> Program:
-        """Results, then residuals of reverse mode; ``info`` is `Residuals`."""
+        """Results, then residuals of reverse mode; ``info`` is `ForwardResiduals`."""
 
         def fn(program: Program, *arrays: Any) -> list[Any]:
             primals, f = _of_some(self.inner, arrays, needs)
             outs, pullback = jax.vjp(f, *primals)
             sources, rest, rebuild = _take_apart(pullback, arrays, outs)
             if program.info is None:
-                program.info = Residuals(_avals(outs), sources, rebuild)
+                program.info = ForwardResiduals(_avals(outs), sources, rebuild)
             elif program.info.sources != sources:
                 raise RuntimeError(f"{self.name}: JAX traced it twice, and not alike")
             return [*outs, *rest]
@@ -169,7 +169,7 @@ class Program:
         return self._derive("forward", (needs,), fn)
 
     def pullback(
-        self, residuals: Residuals, needs: tuple[bool, ...], wanted: tuple[int, ...]
+        self, residuals: ForwardResiduals, needs: tuple[bool, ...], wanted: tuple[int, ...]
     ) -> Program:
         """The pullback of residuals and cotangents of the wanted results.
 

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name as name_of_jax
 
 from functx import _torch, _tree
 from functx import checkpoint_policies as ours
-from functx._residuals import Residual, Value
+from functx._residuals import Residual, ShapeAndDtype
 from functx._save_policies import Combined, Everything, Names
 from functx.compat import _jax
 from functx.compat._bridge import is_key
@@ -201,7 +201,7 @@ def saved_residuals(f: Function, *args: Any, **kwargs: Any) -> list[Any]:
         made = re.match(r"output of (jitted function '.*?'|\S+) from", source)
         kind = "argument" if source.startswith("argument") else "constant"
         residual = Residual(
-            Value(tuple(value.shape), value.dtype),
+            ShapeAndDtype(tuple(value.shape), value.dtype),
             source,
             nbytes=math.prod(value.shape) * value.dtype.itemsize,
             kind="named" if named else "output" if made else kind,

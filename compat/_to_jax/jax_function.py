@@ -126,7 +126,7 @@ def to_jax(
 
 
 @dataclass(frozen=True)
-class Traced:
+class Signature:
     """One traced signature of a function.
 
     Attributes:
@@ -155,7 +155,7 @@ class Lowered:
         self._rng = rng
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = getattr(f, "__doc__", None)
-        self._programs: dict[tuple[Hashable, Hashable], Traced] = {}
+        self._programs: dict[tuple[Hashable, Hashable], Signature] = {}
 
     def __repr__(self) -> str:
         return f"to_jax({self.__name__})"
@@ -189,7 +189,7 @@ class Lowered:
         """The traced program for these arguments."""
         return self._prepare(args, kwargs)[0].program
 
-    def _prepare(self, args: Any, kwargs: dict[str, Any]) -> tuple[Traced, list[Any]]:
+    def _prepare(self, args: Any, kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
         while teach_jax((args, kwargs)):
             pass
         paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
@@ -273,7 +273,7 @@ def _trace(
     tree: Any,
     rng: bool,
     device: str,
-) -> Traced:
+) -> Signature:
     out_leaves: list[tuple[bool, Any]] = []
     out_tree: Any = None
 
@@ -313,4 +313,4 @@ def _trace(
     def run(inputs: Sequence[Any], captures: Sequence[Any], key: Any) -> list[Any]:
         return Interpreter(rng=key).run(program.module, [*inputs, *captures])
 
-    return Traced(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))
+    return Signature(program, tuple(out_leaves), out_tree, jax.jit(run, inline=True))

@@ -50,7 +50,7 @@ from functx.compat._to_jax.trace.nodes import (
     nodes_from_now,
     placeholders,
 )
-from functx.compat._to_jax.trace.traced_draws import Draws
+from functx.compat._to_jax.trace.traced_draws import TracedDraws
 from functx.compat._torch import (
     BackwardHookFunction,
     FakeTensorMode,
@@ -100,7 +100,7 @@ class Interceptor:
         mode: the fake mode of the trace.
     """
 
-    def __init__(self, draws: Draws, mode: FakeTensorMode) -> None:
+    def __init__(self, draws: TracedDraws, mode: FakeTensorMode) -> None:
         self._draws = draws
         self._mode = mode
 

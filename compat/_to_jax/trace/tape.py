@@ -40,7 +40,7 @@ from functx.compat._to_jax.trace.distribution_checks import is_check
 from functx.compat._to_jax.trace.functions import within
 from functx.compat._to_jax.trace.nodes import is_differentiable, nodes_from_now
 from functx.compat._to_jax.trace.policies import with_examples
-from functx.compat._to_jax.trace.traced_draws import Draws
+from functx.compat._to_jax.trace.traced_draws import TracedDraws
 from functx.compat._torch import (
     LOCAL_SCALAR,
     DataDependentOutputException,
@@ -261,7 +261,7 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, random_draws: Draws, tape: Tape) -> None:
+    def __init__(self, random_draws: TracedDraws, tape: Tape) -> None:
         super().__init__()
         self._draws = random_draws
         self._tape = tape

@@ -29,7 +29,7 @@ from functx.compat._to_jax.trace.functions import Interceptor, isolate
 from functx.compat._to_jax.trace.hand_over import hand_over
 from functx.compat._to_jax.trace.nodes import placeholders
 from functx.compat._to_jax.trace.tape import WITHOUT_TAPE, Asked, Observer, Tape, UserCalls
-from functx.compat._to_jax.trace.traced_draws import Draws, only_torch_draws
+from functx.compat._to_jax.trace.traced_draws import TracedDraws, only_torch_draws
 from functx.compat._torch import FakeTensorMode, applying, make_fx
 
 _NO_DATA = "data is not allocated yet"
@@ -109,7 +109,7 @@ def _run(
     tape: bool,
 ) -> tuple[GraphModule, list[bool]]:
     """Pass (1), and which inputs the function used; ``NOTE [asked]`` in ``tape.py``."""
-    random_draws = Draws()
+    random_draws = TracedDraws()
     kept = Tape(tape)
     observer = Observer(random_draws, kept)
     with mode:

@@ -25,7 +25,7 @@ from functx._errors import LoweringError
 Mark = tuple[bytes, int]
 
 
-class Draws:
+class TracedDraws:
     """The draws of one trace."""
 
     def __init__(self) -> None:
