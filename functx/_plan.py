@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functx import _schedules, _torch, _tree
+from functx import _torch, _tree
 from functx._chain import Tree, frontier, numbers_in, work_again
-from functx._costs import Blocks, measured, peak_of, walk, work
+from functx._costs import Blocks, measured, peak_of, walk
 from functx._errors import RematError
 from functx._recording import Recording, record
 from functx._remat import Options, is_tracked, listening, on_budget, remat, unseen
@@ -255,32 +255,25 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
 
     tree, again = tuple(range(len(blocks))), 0
     with torch.enable_grad():
-        most = peak(tree)
+        chain = measured(blocks, _tree.joined(own, how), required)
+        peaks[tree] = most = chain.peak
+        costs = chain.costs()
+        flops = sum(cost.work for cost in costs.blocks)
         allowed = int(budget * most) if isinstance(budget, float) else budget
-        x = _tree.joined(own, how)
-        flops = work(lambda: walk(range(len(blocks)), blocks, x))
         if most > allowed:
-            costs, leaving = measured(blocks, x, required)
-            trees = [point.tree for point in frontier(costs, leaving)]
+            trees = [point.tree for point in frontier(costs)]
             # The model of memory only orders the trees; what counts is what they are measured to
             # take: of those that are allowed, the one with the least work done again.
-            last = max(bisect.bisect_right(trees, allowed, key=peak) - 1, 0)
-            near, rest = reversed(trees[last : last + NEAR]), reversed(trees)
-            candidates = [*near, *_segmentations(len(blocks)), *rest]
+            near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
+            candidates = [*reversed(near), *reversed(trees)]
             found = next((tree for tree in candidates if peak(tree) <= allowed), None)
             if found is None:
                 raise ValueError(
                     f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
                     f"{min(peaks.values()):,} bytes"
                 )
-            tree, again = found, work_again(found, [cost.work for cost in costs])
+            tree, again = found, work_again(found, [cost.work for cost in costs.blocks])
     return Plan(len(blocks), tree, allowed, peaks[tree], most, flops, again, _names_of(blocks))
-
-
-def _segmentations(n: int) -> list[tuple[Any, ...]]:
-    """Trees of equal segments, for where the model is wrong."""
-    cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
-    return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
 
 
 def _names_of(blocks: Blocks) -> tuple[str, ...]:
