@@ -37,11 +37,11 @@ Workloads and other frameworks:
 
 from functx import checkpoint_policies, graph, memory, per_sample
 from functx._apply import apply_remat, remove_remat
-from functx._checkpoint import checkpoint, checkpoint_sequential, remat_sequential
+from functx._checkpoint import checkpoint, checkpoint_sequential
 from functx._errors import RematError, ReplayError, TracingError
 from functx._jit import jit
 from functx._linearize import linearize
-from functx._loops import remat_loop, remat_scan
+from functx._loops import remat_loop, remat_scan, remat_sequential
 from functx._names import checkpoint_name
 from functx._patch import patch_checkpoint
 from functx._plan import Plan, plan
