@@ -11,7 +11,7 @@ import bisect
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,87 +87,81 @@ def peak_of(body: Callable[..., Any], tensors: Sequence[Tensor], wanted: Sequenc
     return storages.peak
 
 
-@dataclass
-class _Boundary:
-    """Between two blocks; sizes in bytes."""
-
-    first_node: int  # the number of the first node that autograd makes after it
-    live: int  # when the forward is here
-    state: list[tuple[weakref.ref[Any], int, int]]  # storages, their sizes, which block made them
-    back: int = 0  # live when the backward is here
-
-
 class MeasuredChain(LiveStorages):
-    """Follows a chain through its blocks, forward and back."""
+    """Follows some blocks forward and back, called on a pytree of tensors off all tapes.
 
-    def __init__(self, blocks: Blocks) -> None:
+    ``required`` says which of the tensors are differentiated.
+    """
+
+    def __init__(self, blocks: Blocks, x: Any, required: Sequence[bool]) -> None:
         super().__init__()
-        self.blocks = blocks
-        self._cuts: list[_Boundary] = []
         n = len(blocks)
-        self._given, self._unsaved = ([[0] * (n + 1) for _ in range(n + 1)] for _ in range(2))
         self._forward, self._backward, self._work = ([0] * n for _ in range(3))
         self._pulled = n  # the number of the block that is pulled back, or was last
+        # Of each cut between blocks: the number of the first node that autograd makes after it,
+        # bytes live in the forward and in the backward, and of what goes from one block to the
+        # next the storages, their sizes, and which block made them.
+        self._first_nodes: list[int] = []
+        self._live: list[int] = []
+        self._back = [0] * (n + 1)
+        self._states: list[list[tuple[weakref.ref[Any], int, int]]] = []
+        self._given, self._unsaved = ([[0] * (n + 1) for _ in range(n + 1)] for _ in range(2))
+        tensors, how = _tree.parted(x)
 
-    def run(self, state: Any) -> Any:
-        """The chain, on a tape."""
-        for block in self.blocks:
+        def chain(*leaves: Tensor) -> Any:
+            state = _tree.joined(leaves, how)
+            for block in blocks:
+                self._cross(state)
+                state = block(state)
             self._cross(state)
-            state = block(state)
-        self._cross(state)
-        return state
+            return state
+
+        with no_collection(), self:
+            there_and_back(chain, tensors, required)
 
     def _cross(self, state: Any) -> None:
-        at = len(self._cuts)
-        known = {id(s()): made for s, _, made in self._cuts[-1].state} if at else {}
+        """The forward goes from one block to the next."""
+        at = len(self._states)
+        known = {id(s()): made for s, _, made in self._states[-1]} if at else {}
         storages = {id(s): s for t in _tree.parted(state)[0] for s in storages_of(t)}
         refs = [(weakref.ref(s), s.nbytes(), known.get(k, at)) for k, s in storages.items()]
-        self._cuts.append(_Boundary(_torch.next_sequence_number(), self.live, refs))
+        self._states.append(refs)
+        self._first_nodes.append(_torch.next_sequence_number())
+        self._live.append(self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count it for its block."""
-        at, node = len(self._cuts) - 1, _torch.current_node()
-        is_backward = node is not None and at == len(self.blocks)
+        n, at, node = len(self._work), len(self._states) - 1, _torch.current_node()
+        is_backward = node is not None and at == n
         if is_backward:
-            numbers = [cut.first_node for cut in self._cuts]
-            self._pull_back(bisect.bisect_right(numbers, _torch.sequence_number(node)) - 1)
+            number = _torch.sequence_number(node)
+            self._pull_back(bisect.bisect_right(self._first_nodes, number) - 1)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         peaks, block = (self._backward, self._pulled) if is_backward else (self._forward, at)
-        if block < len(self.blocks):
+        if block < n:
             peaks[block] = max(peaks[block], self.live)
-            if not is_backward and not func.is_view:
+            if not (is_backward or func.is_view or out is NotImplemented):
                 self._work[block] += flops_of(func, args, kwargs or {}, out)
         return out
 
     def _pull_back(self, block: int) -> None:
         """A block is pulled back: of later ones nothing is, from now on."""
         for j in range(block + 1, self._pulled + 1):
-            self._cuts[j].back = self.live
-            given = [(made, nbytes) for s, nbytes, made in self._cuts[j].state if s() is not None]
-            for i, cut in enumerate(self._cuts[: j + 1]):
+            self._back[j] = self.live
+            given = [(made, nbytes) for s, nbytes, made in self._states[j] if s() is not None]
+            for i, state in enumerate(self._states[: j + 1]):
                 self._given[i][j] = sum(nbytes for made, nbytes in given if made > i)
-                self._unsaved[i][j] = sum(nbytes for s, nbytes, _ in cut.state if s() is None)
+                self._unsaved[i][j] = sum(nbytes for s, nbytes, _ in state if s() is None)
         self._pulled = min(self._pulled, block)
 
     def costs(self) -> ChainCosts:
         """What each block costs."""
         self._pull_back(0)
-        saved = [cut.live - self._unsaved[i][i] for i, cut in enumerate(self._cuts)]
-        later = [*(cut.back - s for cut, s in zip(self._cuts[1:-1], saved[1:])), 0]
+        saved = [live - self._unsaved[i][i] for i, live in enumerate(self._live)]
+        later = [*(back - s for back, s in zip(self._back[1:-1], saved[1:])), 0]
         tapes = [after - s for s, after in itertools.pairwise(saved)]
         forward, backward = (
             [most - s for most, s in zip(peaks, saved)] for peaks in (self._forward, self._backward)
         )
         blocks = [*map(BlockCosts, forward, tapes, backward, later, self._work)]
         return ChainCosts(blocks, self._given, self._unsaved)
-
-
-def measured(blocks: Blocks, x: Any, required: Sequence[bool]) -> MeasuredChain:
-    """What some blocks called on ``x`` cost.
-
-    Tensors in ``x`` are off all tapes; ``required`` says which are differentiated.
-    """
-    tensors, how = _tree.parted(x)
-    with no_collection(), MeasuredChain(blocks) as chain:
-        there_and_back(lambda *leaves: chain.run(_tree.joined(leaves, how)), tensors, required)
-    return chain
