@@ -41,7 +41,9 @@ class ChainCosts(NamedTuple):
     """What a chain costs; sizes in bytes."""
 
     blocks: list[BlockCosts]
-    # [i][j]: of what block j is given, what blocks i to j - 1 make, and have on their tapes;
+    # [i][j]: of what block j is given, what blocks i to j - 1 make (nothing for the results);
+    leaving: list[list[int]]
+    # of that, what they have on their tapes;
     given: list[list[int]]
     # and of what block i is given, what no block before j has on its tape.
     unsaved: list[list[int]]
@@ -64,7 +66,9 @@ def frontier(chain: ChainCosts) -> list[Point]:
     for length in range(1, n + 1):
         for start in range(n - length + 1):
             end, block = start + length, blocks[start]
-            least = max(block.forward + blocks[end - 1].later, block.backward)
+            # A region's pullback holds the cotangents that it is given until it has ended.
+            backward = block.backward + chain.leaving[start + 1][end]
+            least = max(block.forward + blocks[end - 1].later, backward)
             found = [
                 Point(max(least, block.saved + p.memory), p.work, (start, *p.tree))
                 for p in solved[start + 1, end]
@@ -72,7 +76,7 @@ def frontier(chain: ChainCosts) -> list[Point]:
             # All of it in one region would be pulled back at once: as much memory, and more work.
             for cut in range(start + 1, end):
                 # Beside its inside a region has what it is given; the rest, what the region gives.
-                beside = unsaved[start][cut]
+                beside = unsaved[start][cut] + chain.leaving[cut][end]
                 leaves = unsaved[start][start] + chain.given[start][cut]
                 inside = [(beside + p.memory, 0, p) for p in solved[start, cut]]
                 rest = [(leaves + p.memory, 1, p) for p in solved[cut, end]]

@@ -164,4 +164,8 @@ class MeasuredChain(LiveStorages):
             [most - s for most, s in zip(peaks, saved)] for peaks in (self._forward, self._backward)
         )
         blocks = [*map(BlockCosts, forward, tapes, backward, later, self._work)]
-        return ChainCosts(blocks, self._given, self._unsaved)
+        leaving = [
+            [*(sum(nbytes for _, nbytes, made in s if made > i) for s in self._states[:-1]), 0]
+            for i in range(len(self._states))
+        ]
+        return ChainCosts(blocks, leaving, self._given, self._unsaved)
