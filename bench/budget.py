@@ -56,7 +56,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     blocks, x = NETWORKS[name]()
     n, state, work = len(blocks), x, []
     for block in blocks:
-        work.append(_costs.work(block, state))
+        work.append(functx.plan([block], state, budget=1.0).work)
         state = block(state)
     plain = peak_of(list(range(n)), blocks, x)
     rows = []

@@ -49,7 +49,6 @@ from functx._apply import apply_remat as apply_remat
 from functx._apply import remove_remat as remove_remat
 from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential
-from functx._checkpoint import remat_sequential as remat_sequential
 from functx._errors import RematError as RematError
 from functx._errors import ReplayError as ReplayError
 from functx._errors import TracingError as TracingError
@@ -59,6 +58,7 @@ from functx._jacobians import jacrev as jacrev
 from functx._jit import jit as jit
 from functx._loops import remat_loop as remat_loop
 from functx._loops import remat_scan as remat_scan
+from functx._loops import remat_sequential as remat_sequential
 from functx._names import checkpoint_name as checkpoint_name
 from functx._patch import patch_checkpoint as patch_checkpoint
 from functx._plan import Plan as Plan

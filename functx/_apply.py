@@ -12,17 +12,29 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from functx import _submodules
 from functx._remat import Options, RematModule, checked_options, run
+from functx._validate import integer
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class RegionOptions(TypedDict, total=False):
+    """What a user can say about the regions."""
+
+    policy: Any
+    preserve_rng_state: bool | str
+    determinism_check: str
+    debug: bool
+    budget: Any
 
 
 class RegionForward:
@@ -50,9 +62,7 @@ class RegionForward:
         """The original ``forward``, as a region."""
         module = self.__self__
         if not torch.compiler.is_compiling():
-            frame = getattr(inspect.currentframe(), "f_back", None)
-            caller = None if frame is None else frame.f_locals.get("self")
-            del frame  # it refers to all that its function does
+            caller = sys._getframe(1).f_locals.get("self")
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller  # perhaps a shallow copy
         forward = self._forward_of(module)
@@ -79,11 +89,7 @@ def apply_remat(
     where: _submodules.Where,
     *,
     every: int = 1,
-    policy: Any = None,
-    preserve_rng_state: bool | str = True,
-    determinism_check: str = "default",
-    debug: bool = False,
-    budget: Any = None,
+    **options: Unpack[RegionOptions],
 ) -> M:
     """Make submodules of a model into regions, in place.
 
@@ -110,11 +116,8 @@ def apply_remat(
             Each has to match something. The model itself is not its own submodule. What matches
             inside of another match is a region in a region.
         every: of the modules found, in their order, take the first of each ``every``.
-        policy: as for `functx.remat`.
-        preserve_rng_state: as for `functx.remat`.
-        determinism_check: as for `functx.remat`.
-        debug: as for `functx.remat`.
-        budget: as for `functx.remat`.
+        **options: ``policy``, ``preserve_rng_state``, ``determinism_check``, ``debug`` and
+            ``budget``, as for `functx.remat`.
 
     Returns:
         ``model``, the same object. A module that was a region already has the new options.
@@ -132,17 +135,9 @@ def apply_remat(
         >>> _ = functx.remove_remat(net)
     """
     _check_model(model, "apply_remat")
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"apply_remat: every is {every!r}, expected a positive integer.")
-    if every < 1:
+    if integer(every, "apply_remat: every must be an int") < 1:
         raise ValueError(f"apply_remat: every is {every}, expected a positive integer.")
-    options = checked_options(
-        policy=policy,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        debug=debug,
-        budget=budget,
-    )
+    checked = checked_options(**options)
     found = list(_submodules.find(model, where, "apply_remat").items())[::every]
     for name, module in found:
         if isinstance(module, RematModule):
@@ -161,7 +156,7 @@ def apply_remat(
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
         own = vars(module).get("forward")
         own = own.own if isinstance(own, RegionForward) else own
-        module.forward = RegionForward(module, replace(options, name=title), own)
+        module.forward = RegionForward(module, replace(checked, name=title), own)
     return model
 
 
@@ -181,12 +176,8 @@ def remove_remat(model: M, where: _submodules.Where | None = None) -> M:
         ValueError: ``where`` matches nothing.
     """
     _check_model(model, "remove_remat")
-    modules = (
-        model.modules()
-        if where is None
-        else _submodules.find(model, where, "remove_remat").values()
-    )
-    for module in modules:
+    names = None if where is None else _submodules.find(model, where, "remove_remat")
+    for module in [*model.modules()] if names is None else names.values():
         region = vars(module).get("forward")
         if isinstance(region, RegionForward):
             del module.forward

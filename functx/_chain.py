@@ -17,7 +17,6 @@ Source:
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,71 +30,66 @@ FINEST = 120
 class BlockCosts(NamedTuple):
     """What one block costs; sizes in bytes."""
 
-    kept: int  # of what it makes, live when it has run forward on a tape
-    saved: int  # of that, all but results that its own tape does not hold
-    passing: int  # most live beside, while it runs forward or is pulled back
-    gradients: int  # of its parameters, live from then on
+    forward: int  # most live while it runs forward, what it is given included
+    saved: int  # on its tape
+    backward: int  # most live while it is pulled back, its tape and all gradients included
+    later: int  # cotangents of what it gives, and all gradients, when later blocks are pulled back
     work: int  # of its forward, in FLOPs; an element of anything but a product counts as one
+
+
+class ChainCosts(NamedTuple):
+    """What a chain costs; sizes in bytes."""
+
+    blocks: list[BlockCosts]
+    # [i][j]: of what block j is given, what blocks i to j - 1 make (nothing for the results);
+    leaving: list[list[int]]
+    # of that, what they have on their tapes;
+    given: list[list[int]]
+    # and of what block i is given, what no block before j has on its tape.
+    unsaved: list[list[int]]
 
 
 class Point(NamedTuple):
     """A way to run a stretch."""
 
-    memory: int  # that it needs, in bytes, beside what went into it
+    memory: int  # that it needs, in bytes, beside what blocks before it have saved
     work: int  # done again, in FLOPs
     tree: tuple[Any, ...]  # how
 
 
-def frontier(blocks: Sequence[BlockCosts], leaving: Sequence[Sequence[int]]) -> list[Point]:
-    """Ways to run a chain, by memory, each with less work than the one before.
-
-    ``leaving[i][j]`` is the bytes of the values made by blocks ``i`` to ``j - 1`` that later blocks
-    read, or that are results.
-    """
+def frontier(chain: ChainCosts) -> list[Point]:
+    """Ways to run a chain, by memory, each with less work than the one before."""
+    blocks, unsaved = chain.blocks, chain.unsaved
     n = len(blocks)
     work_before = [0, *itertools.accumulate(block.work for block in blocks)]
-    # Gradients of later blocks, and the cotangents of the results, which the caller holds.
-    later = [sum(b.gradients for b in blocks[i:]) + leaving[0][n] for i in range(n)] + [0]
     solved = {(i, i): [Point(0, 0, ())] for i in range(n + 1)}
     for length in range(1, n + 1):
         for start in range(n - length + 1):
-            end = start + length
-            block = blocks[start]
-            # What leaves a region is counted where the region is, and so are its cotangents.
-            alone = end == start + 1 < n
-            kept = block.saved if alone else block.kept
-            passing = block.passing - (leaving[start][end] if alone else 0)
-            least = block.saved + passing + later[start + 1]
+            end, block = start + length, blocks[start]
+            # A region's pullback holds the cotangents that it is given until it has ended.
+            backward = block.backward + chain.leaving[start + 1][end]
+            least = max(block.forward + blocks[end - 1].later, backward)
             found = [
-                Point(max(least, kept + p.memory), p.work, (start, *p.tree))
+                Point(max(least, block.saved + p.memory), p.work, (start, *p.tree))
                 for p in solved[start + 1, end]
             ]
             # All of it in one region would be pulled back at once: as much memory, and more work.
             for cut in range(start + 1, end):
+                # Beside its inside a region has what it is given; the rest, what the region gives.
+                beside = unsaved[start][cut] + chain.leaving[cut][end]
+                leaves = unsaved[start][start] + chain.given[start][cut]
+                inside = [(beside + p.memory, 0, p) for p in solved[start, cut]]
+                rest = [(leaves + p.memory, 1, p) for p in solved[cut, end]]
                 again = work_before[cut] - work_before[start]
-                inside, rest = solved[start, cut], solved[cut, end]
-                found += _region_first(inside, rest, leaving[start][cut], again)
+                best: list[Any] = [None, None]  # of each, what needs no more than this memory
+                for memory, which, point in sorted(inside + rest):
+                    best[which] = point
+                    if None not in best:
+                        first, then = best
+                        work = again + first.work + then.work
+                        found.append(Point(memory, work, (first.tree, *then.tree)))
             solved[start, end] = _useful(found)
     return solved[0, n]
-
-
-def _region_first(inside: list[Point], rest: list[Point], out: int, again: int) -> list[Point]:
-    """A region, then the rest: for each amount of memory, the least work of either."""
-    found = []
-    i = j = 0
-    while True:
-        # What leaves the region is there for the rest; its cotangents while it is pulled back.
-        memory = out + max(inside[i].memory, rest[j].memory)
-        work = again + inside[i].work + rest[j].work
-        found.append(Point(memory, work, (inside[i].tree, *rest[j].tree)))
-        next_inside = inside[i + 1].memory if i + 1 < len(inside) else math.inf
-        next_rest = rest[j + 1].memory if j + 1 < len(rest) else math.inf
-        if next_inside == next_rest == math.inf:
-            return found
-        if next_inside <= next_rest:
-            i += 1
-        else:
-            j += 1
 
 
 def _useful(points: list[Point]) -> list[Point]:

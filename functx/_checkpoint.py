@@ -1,4 +1,4 @@
-"""`checkpoint` and chains cut into segments: drop-in for those of ``torch.utils.checkpoint``.
+"""`checkpoint` and `checkpoint_sequential`: drop-in for those of ``torch.utils.checkpoint``.
 
 Same signatures, one implementation: a region of `functx.remat`. Every option is honoured or
 refused; none is ignored.
@@ -17,11 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from functx import _schedules, _torch
+from functx import _torch
 from functx._errors import RematError
-from functx._remat import Options, checked_options, run
+from functx._loops import checked_chain, composed
+from functx._remat import checked_options, run
 from functx._torch import compiler
-from functx._validate import check_callable, integer, name_of, warn_if_later
+from functx._validate import check_callable, name_of, warn_if_later
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -92,10 +93,13 @@ def checkpoint(
             respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         )
     check_callable(function, "checkpoint")
-    _check_flags(debug=debug, early_stop=early_stop)
-    _check_flags(
-        True, use_reentrant=use_reentrant, respect_saved_tensors_hooks=respect_saved_tensors_hooks
-    )
+    optional = {
+        "use_reentrant": use_reentrant,
+        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+    }
+    for name, value in {"debug": debug, "early_stop": early_stop, **optional}.items():
+        if not isinstance(value, bool) and (value is not None or name not in optional):
+            raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
     asked_to_stop, asked_to_debug = compiler.checkpoint_overrules()
     debug = debug if asked_to_debug is None else asked_to_debug
     early_stop = early_stop if asked_to_stop is None else asked_to_stop
@@ -124,7 +128,12 @@ def checkpoint(
     warn_if_later(function)
     policy, body = None, function
     if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
-        forward, replays = _checked_contexts(context_fn())
+        forward, replays = contexts = context_fn() or (None, None)
+        if not all(isinstance(context, AbstractContextManager) for context in contexts):
+            raise TypeError(
+                f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one "
+                "for the forward, one for replays."
+            )
         policy = getattr(forward, "policy_fn", None)  # of torch's selective checkpoint
         if policy is None:
             body = _entered(function, forward, replays)
@@ -142,41 +151,6 @@ def checkpoint(
     )
     options = replace(options, name=name_of(function), early_stop=early_stop)
     return run(body, args, kwargs, options)
-
-
-def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
-    """``x`` through ``functions``, in segments of which each keeps only what goes into it.
-
-    As :func:`torch.utils.checkpoint.checkpoint_sequential`, under every transform: all segments
-    but the last are regions of `functx.remat`. The last is pulled back first, so that it would be
-    run again at once; it is left as it is.
-
-    Args:
-        functions: an ``nn.Sequential``, or callables; each is called with what the last returned.
-        segments: into how many runs of functions to cut; their lengths differ by one at most.
-        x: what the first function is called with, any pytree.
-
-    Returns:
-        What the last function returned.
-
-    Raises:
-        TypeError: ``functions`` are not callable, or ``segments`` is no int.
-        ValueError: ``segments`` is not between 1 and the number of functions.
-
-    Example:
-        >>> import torch, functx
-        >>> layers = [torch.nn.Linear(3, 3) for _ in range(6)]
-        >>> x = torch.ones(2, 3, requires_grad=True)
-        >>> functx.remat_sequential(layers, 3, x).sum().backward()
-        >>> x.grad.shape
-        torch.Size([2, 3])
-    """
-    parts, segments = _checked(functions, segments, "remat_sequential")
-    cuts = _schedules.segments(len(parts), segments)
-    for start, end in cuts[:-1]:
-        o = Options(name=f"functions {start} to {end - 1} of remat_sequential")
-        x = run(functools.partial(_composed, *parts[start:end]), (x,), {}, o)
-    return _composed(*parts[cuts[-1][0] :], x)
 
 
 def checkpoint_sequential(
@@ -219,12 +193,12 @@ def checkpoint_sequential(
             f"Unexpected keyword arguments: {','.join(sorted(unknown))}. checkpoint_sequential "
             f"knows {', '.join(sorted(known))}."
         )
-    parts, segments = _checked(functions, segments, "checkpoint_sequential")
+    parts, segments = checked_chain(functions, segments, "checkpoint_sequential")
     size = len(parts) // segments
     for number in range(segments - 1):
-        piece = functools.partial(_composed, *parts[number * size : (number + 1) * size])
+        piece = functools.partial(composed, *parts[number * size : (number + 1) * size])
         input = checkpoint(piece, input, use_reentrant=use_reentrant, **kwargs)
-    return _composed(*parts[size * (segments - 1) :], input)
+    return composed(*parts[size * (segments - 1) :], input)
 
 
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -235,22 +209,6 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
         return checkpoint(function, *args, **options, **kwargs)
 
     return call
-
-
-def _check_flags(optional: bool = False, **flags: Any) -> None:
-    for name, value in flags.items():
-        if not (isinstance(value, bool) or (optional and value is None)):
-            raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
-
-
-def _checked_contexts(contexts: Any) -> Contexts:
-    is_pair = isinstance(contexts, tuple) and len(contexts) == 2
-    if not is_pair or not all(isinstance(c, AbstractContextManager) for c in contexts):
-        raise TypeError(
-            f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one for "
-            "the forward, one for replays."
-        )
-    return contexts
 
 
 def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
@@ -266,24 +224,3 @@ def _entered(function: Any, forward: Any, replays: Any) -> Callable[..., Any]:
         )
 
     return body
-
-
-def _checked(functions: Any, segments: Any, api: str) -> tuple[list[Callable[[Any], Any]], int]:
-    """The functions in order, and into how many segments to cut them."""
-    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
-    for part in parts:
-        check_callable(part, api)
-    segments = integer(segments, f"{api}: segments must be an int")
-    most = max(len(parts), 1)
-    if not 1 <= segments <= most:
-        raise ValueError(
-            f"{api}: {len(parts)} functions can be cut into 1 to {most} segments, not {segments}"
-        )
-    return parts, segments
-
-
-def _composed(*functions_and_x: Any) -> Any:
-    *functions, x = functions_and_x
-    for function in functions:
-        x = function(x)
-    return x

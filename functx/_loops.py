@@ -7,11 +7,12 @@ its body closes over gets gradients, and random numbers are replayed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functx import _schedules, _tree, _while
 from functx._arrays import backend_of
@@ -324,3 +325,61 @@ def _checked_slots(api: str, steps: int, slots: int | None) -> int:
             "would be nested too deep"
         )
     return slots
+
+
+def remat_sequential(functions: Any, segments: int, x: Any) -> Any:
+    """``x`` through ``functions``, in segments of which each keeps only what goes into it.
+
+    As :func:`torch.utils.checkpoint.checkpoint_sequential`, under every transform: all segments
+    but the last are regions of `functx.remat`. The last is pulled back first, so that it would be
+    run again at once; it is left as it is.
+
+    Args:
+        functions: an ``nn.Sequential``, or callables; each is called with what the last returned.
+        segments: into how many runs of functions to cut; their lengths differ by one at most.
+        x: what the first function is called with, any pytree.
+
+    Returns:
+        What the last function returned.
+
+    Raises:
+        TypeError: ``functions`` are not callable, or ``segments`` is no int.
+        ValueError: ``segments`` is not between 1 and the number of functions.
+
+    Example:
+        >>> import torch, functx
+        >>> layers = [torch.nn.Linear(3, 3) for _ in range(6)]
+        >>> x = torch.ones(2, 3, requires_grad=True)
+        >>> functx.remat_sequential(layers, 3, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([2, 3])
+    """
+    parts, segments = checked_chain(functions, segments, "remat_sequential")
+    cuts = _schedules.segments(len(parts), segments)
+    for start, end in cuts[:-1]:
+        o = Options(name=f"functions {start} to {end - 1} of remat_sequential")
+        x = run(functools.partial(composed, *parts[start:end]), (x,), {}, o)
+    return composed(*parts[cuts[-1][0] :], x)
+
+
+def checked_chain(
+    functions: Any, segments: Any, api: str
+) -> tuple[list[Callable[[Any], Any]], int]:
+    """The functions in order, and into how many segments to cut them."""
+    parts = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    for part in parts:
+        check_callable(part, api)
+    segments = integer(segments, f"{api}: segments must be an int")
+    most = max(len(parts), 1)
+    if not 1 <= segments <= most:
+        raise ValueError(
+            f"{api}: {len(parts)} functions can be cut into 1 to {most} segments, not {segments}"
+        )
+    return parts, segments
+
+
+def composed(*functions_and_x: Any) -> Any:
+    *functions, x = functions_and_x
+    for function in functions:
+        x = function(x)
+    return x

@@ -39,8 +39,6 @@ def checkpoint_name(x: Any, name: str) -> Any:
         raise TypeError(f"checkpoint_name: expected a name, a string, got {name!r}.")
     if torch.compiler.is_dynamo_compiling():
         return x
-    if isinstance(x, Tensor):
-        return named(x, name)
     if (backend := backend_of("checkpoint_name", (x,), {})) is not None:
         return backend.checkpoint_name(x, name)
     return _tree.map_(lambda t: named(t, name) if isinstance(t, Tensor) else t, x)

@@ -39,10 +39,14 @@ class Patch:
         self._put(False)
 
     def _put(self, on: bool) -> None:
+        global _active
         with _lock:
-            if self._on is not on:
-                self._on = on
-                _count(1 if on else -1)
+            was, _active = _active, _active + on - self._on
+            self._on = on
+            if was == 0 < _active:
+                _exchange(torch_checkpoint, patched_checkpoint)
+            elif _active == 0 < was:
+                _exchange(patched_checkpoint, torch_checkpoint)
 
     def __enter__(self) -> Patch:
         self._put(True)
@@ -98,15 +102,6 @@ def patch_checkpoint() -> Patch:
                 [1., 1., 1.]])
     """
     return Patch()
-
-
-def _count(change: int) -> None:
-    global _active
-    was, _active = _active, _active + change
-    if was == 0:
-        _exchange(torch_checkpoint, patched_checkpoint)
-    elif _active == 0:
-        _exchange(patched_checkpoint, torch_checkpoint)
 
 
 def _exchange(old: Any, new: Any) -> None:

@@ -73,8 +73,6 @@ def _picture(path: str | Path) -> Iterator[Any]:
     yield axes
     axes.set(xlabel="operations run", ylabel="live, MiB")
     axes.set_ylim(bottom=0)
-    if len(axes.get_legend_handles_labels()[0]) > 3:
+    if axes.get_legend_handles_labels()[0]:
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=2)
-    elif axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)

@@ -9,6 +9,7 @@ operations (`_recording`).
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functx import _schedules, _torch, _tree
+from functx import _torch, _tree
 from functx._chain import Tree, frontier, numbers_in, work_again
-from functx._costs import Blocks, measured, peak_of, walk, work
+from functx._costs import Blocks, MeasuredChain, peak_of, walk
 from functx._errors import RematError
 from functx._recording import Recording, record
 from functx._remat import Options, is_tracked, listening, on_budget, remat, unseen
@@ -243,44 +244,35 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
     required = tracked if True in tracked else can
     with torch.no_grad():  # off all tapes; what is not differentiated may be written to
         own = [t.detach() if r else t.detach().clone() for t, r in zip(tensors, required)]
-    peaks: dict[Tree, int] = {}
 
+    @functools.cache
     def peak(tree: Tree) -> int:
         def body(*leaves: Tensor) -> Any:
             return walk(tree, blocks, _tree.joined(leaves, how))
 
-        if tree not in peaks:
-            peaks[tree] = peak_of(body, own, required)
-        return peaks[tree]
+        return peak_of(body, own, required)
 
     tree, again = tuple(range(len(blocks))), 0
     with torch.enable_grad():
-        most = peak(tree)
-        allowed = int(budget * most) if isinstance(budget, float) else budget
-        x = _tree.joined(own, how)
-        flops = work(lambda: walk(range(len(blocks)), blocks, x))
-        if most > allowed:
-            costs, leaving = measured(blocks, x, required)
-            trees = [point.tree for point in frontier(costs, leaving)]
+        chain = MeasuredChain(blocks, _tree.joined(own, how), required)
+        costs, taken = chain.costs(), chain.peak
+        work = [cost.work for cost in costs.blocks]
+        allowed = int(budget * chain.peak) if isinstance(budget, float) else budget
+        if chain.peak > allowed:
+            trees = [point.tree for point in frontier(costs)]
             # The model of memory only orders the trees; what counts is what they are measured to
             # take: of those that are allowed, the one with the least work done again.
-            last = max(bisect.bisect_right(trees, allowed, key=peak) - 1, 0)
-            near, rest = reversed(trees[last : last + NEAR]), reversed(trees)
-            candidates = [*near, *_segmentations(len(blocks)), *rest]
+            near = trees[: bisect.bisect_right(trees, allowed, key=peak) + NEAR]
+            candidates = [*reversed(near), *reversed(trees)]
             found = next((tree for tree in candidates if peak(tree) <= allowed), None)
             if found is None:
                 raise ValueError(
                     f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
-                    f"{min(peaks.values()):,} bytes"
+                    f"{min(map(peak, trees)):,} bytes"
                 )
-            tree, again = found, work_again(found, [cost.work for cost in costs])
-    return Plan(len(blocks), tree, allowed, peaks[tree], most, flops, again, _names_of(blocks))
-
-
-def _segmentations(n: int) -> list[tuple[Any, ...]]:
-    """Trees of equal segments, for where the model is wrong."""
-    cuts = [_schedules.segments(n, k) for k in range(2, n + 1)]
-    return [(*(tuple(range(*c)) for c in cut[:-1]), *range(*cut[-1])) for cut in cuts]
+            tree, taken, again = found, peak(found), work_again(found, work)
+    names = _names_of(blocks)
+    return Plan(len(blocks), tree, allowed, taken, chain.peak, sum(work), again, names)
 
 
 def _names_of(blocks: Blocks) -> tuple[str, ...]:

@@ -87,16 +87,22 @@ class OperationBlock:
         return values
 
 
-class Recording:
-    """What a function ran."""
+class Recording(TorchFunctionMode):
+    """Writes down what a function calls, on fake tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__()
         self.values: dict[int, Tensor] = {}  # arguments, and what it reaches otherwise
         self.operations: list[RecordedCall] = []
         self.layouts: list[tuple[Any, ...]] = []  # shape, dtype and device of each value
         self.uncut: set[int] = set()  # where no cut may be, by the number of operations before
         self.results: list[int] = []
         self.how: Any = None  # what else is in the result
+        self.fakes: dict[int, Tensor] = {}  # by number, while it records
+        self._name = name
+        self._numbers: dict[int, int] = {}  # of fakes and of tensors from outside, by id
+        self._first: dict[int, int] = {}  # memory: number of operations before its first use
+        self._modes = _torch.dispatch_depth()
 
     def signature(self) -> str:
         """Equal for recordings that cost the same."""
@@ -123,17 +129,16 @@ class Recording:
             layouts = [self.layouts[n] for n, at in born.items() if at < cut <= last[n]]
             return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in layouts)
 
+        def window(cut: int) -> int:
+            return round(cut * MOST_BLOCKS / end)
+
         inner = [cut for cut in range(1, end) if cut not in self.uncut]
         if len(inner) >= MOST_BLOCKS:  # of about as many operations each, where least is handed on
             near: dict[int, list[int]] = {}
-            for cut in inner:
-                near.setdefault(round(cut * MOST_BLOCKS / end), []).append(cut)
-
-            def off(cut: int) -> tuple[int, float]:
-                middle = round(cut * MOST_BLOCKS / end) * end / MOST_BLOCKS
-                return handed_on(cut), abs(cut - middle)
-
-            inner = [min(cuts, key=off) for i, cuts in near.items() if 0 < i < MOST_BLOCKS]
+            for cut in sorted(inner, key=lambda cut: abs(cut - window(cut) * end / MOST_BLOCKS)):
+                near.setdefault(window(cut), []).append(cut)
+            middle = range(1, MOST_BLOCKS)
+            inner = [min(near[i], key=handed_on) for i in middle if i in near]
         return [
             OperationBlock(self.operations[a:b], dying[a:b])
             for a, b in itertools.pairwise([0, *inner, end])
@@ -143,19 +148,6 @@ class Recording:
         """The result of the function, from the values that the last block gives."""
         values = state | self.values
         return _tree.joined([values[n] for n in self.results], self.how)
-
-
-class _Recorder(TorchFunctionMode):
-    """Writes down what is called, on fake tensors."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.recording = Recording()
-        self.fakes: dict[int, Tensor] = {}  # by number
-        self._name = name
-        self._numbers: dict[int, int] = {}  # of fakes and of tensors from outside, by id
-        self._first: dict[int, int] = {}  # memory: number of operations before its first use
-        self._modes = _torch.dispatch_depth()
 
     def refuse(self, why: str) -> RematError:
         """An error for what can't be planned."""
@@ -176,7 +168,7 @@ class _Recorder(TorchFunctionMode):
             if t.is_floating_point() or t.is_complex():
                 made.requires_grad_(is_tracked(t))
             self._numbers[id(t)] = number = self.number(made)
-            self.recording.values[number] = t
+            self.values[number] = t
         return self.fakes[self._numbers[id(t)]]
 
     def number(self, t: Tensor) -> int:
@@ -184,7 +176,7 @@ class _Recorder(TorchFunctionMode):
         if id(t) not in self._numbers:
             number = self._numbers[id(t)] = len(self.fakes)
             self.fakes[number] = t
-            self.recording.layouts.append((t.shape, t.dtype, t.device))
+            self.layouts.append((t.shape, t.dtype, t.device))
         return self._numbers[id(t)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,18 +198,16 @@ class _Recorder(TorchFunctionMode):
         given = [*map(self.resolved, tensors)]
         versions = [t._version for t in given]
         args, kwargs = _tree.joined(given, how)
-        grad, at = torch.is_grad_enabled(), len(self.recording.operations)
+        grad, at = torch.is_grad_enabled(), len(self.operations)
         out = func(*args, **kwargs)
         made = _tree.parted(out)[0]
         reads, gives = [[*map(self.number, ts)] for ts in (given, made)]
-        self.recording.operations.append(RecordedCall(func, reads, how, gives, grad, Settings()))
+        self.operations.append(RecordedCall(func, reads, how, gives, grad, Settings()))
         for t in (*given, *made):
             self._first.setdefault(_torch.storage_address(t), at)
         for t, version in zip(given, versions):
             if t._version != version:  # see NOTE [cuts]
-                self.recording.uncut.update(
-                    range(self._first[_torch.storage_address(t)] + 1, at + 1)
-                )
+                self.uncut.update(range(self._first[_torch.storage_address(t)] + 1, at + 1))
         return out
 
     def resolved(self, t: Tensor) -> Tensor:
@@ -253,28 +243,27 @@ def record(f: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Recordin
             _torch.without_dispatch_modes(),  # nothing runs that a counter should see
             _torch.FakeTensorMode(),
         ):
-            recorder = _Recorder(name)
+            recording = Recording(name)
             tensors, how = _tree.parted((args, kwargs))
-            fake_args, fake_kwargs = _tree.joined([*map(recorder.stand_in, tensors)], how)
-            with recorder:
+            fake_args, fake_kwargs = _tree.joined([*map(recording.stand_in, tensors)], how)
+            with recording:
                 result = f(*fake_args, **fake_kwargs)
-            recorder.check_seed()
-            recording = recorder.recording
+            recording.check_seed()
             tensors, recording.how = _tree.parted(result)
-            recording.results = [recorder.number(recorder.resolved(t)) for t in tensors]
+            recording.results = [recording.number(recording.resolved(t)) for t in tensors]
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as e:
-        raise recorder.refuse(f"it depends on values ({e})") from e
+        raise recording.refuse(f"it depends on values ({e})") from e
     finally:
         generator.set_state(state)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()  # it keeps casts of leaves
-    made = [weakref.ref(t) for n, t in recorder.fakes.items() if n not in recording.values]
-    recorder.fakes.clear()
+    made = [weakref.ref(t) for n, t in recording.fakes.items() if n not in recording.values]
+    recording.fakes.clear()
     del result, tensors, fake_args, fake_kwargs
     if any(fake() is not None for fake in made):
         gc.collect()
         if any(fake() is not None for fake in made):
-            raise recorder.refuse(
+            raise recording.refuse(
                 "it keeps a tensor otherwise than by return (in a list, an attribute, a cache)"
             )
     return recording

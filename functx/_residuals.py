@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from functx import _offload, _torch, _tree
 from functx._arrays import backend_of
-from functx._remat import on_name
+from functx._remat import on_name, tape_of
 from functx._storages import Held, LiveStorages, cuda_devices, storages_of, tensors_in
 from functx._tensor_names import Label, labels
 from functx._validate import check_callable
@@ -166,7 +166,10 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Resi
     with undisturbed(buffers), torch.inference_mode(False), torch.enable_grad():
         found = _of_one_run(f, args, kwargs)
         if found is None and not any(t.requires_grad for t in tensors_in((args, kwargs))):
-            found = _of_one_run(f, *_tree.map_(_as_leaf, (args, kwargs)))
+            tensors, how = _tree.parted((args, kwargs))
+            can = [t.is_floating_point() or t.is_complex() for t in tensors]
+            leaves = [t.detach().requires_grad_(c) for t, c in zip(tensors, can)]
+            found = _of_one_run(f, *_tree.joined(leaves, how))
     return Residuals(found or ())
 
 
@@ -201,11 +204,6 @@ def print_saved_residuals(f: Any, /, *args: Any, **kwargs: Any) -> None:
     else:
         check_callable(f, "print_saved_residuals")
         print(saved_residuals(f, *args, **kwargs))
-
-
-def _as_leaf(t: Any) -> Any:
-    is_tensor = isinstance(t, Tensor)
-    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) if is_tensor else t
 
 
 @contextmanager
@@ -243,12 +241,11 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     start = _torch.next_sequence_number()
     with on_name(named), _offload.on_offload(offloaded), storages:
         results = tensors_in(f(*args, **kwargs))
-    tape = [t.grad_fn for t in results if t.grad_fn is not None]
-    if not tape:
+    if all(t.grad_fn is None for t in results):
         return None
     returned = {id(storage) for t in results for storage in storages_of(t)}
     rows: dict[int, Residual] = {}
-    for t in held(tape, start):
+    for t in _held(results, start):
         for storage in storages_of(t):
             key, (first, is_new) = id(storage), storages.first_use(storage)
             if first is not None and is_new:
@@ -262,16 +259,10 @@ def _of_one_run(f: Any, args: Any, kwargs: Any) -> list[Residual] | None:
     return [rows[k] for k in sorted(rows, key=lambda k: (rows[k].made, order.get(k, len(order))))]
 
 
-def held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
+def _held(results: list[Tensor], start: int) -> Iterator[Tensor]:
     """What the nodes of a tape hold that are not older than a sequence number, oldest first."""
-    seen = {node for node in tape if node._sequence_nr() >= start}
-    stack = [*seen]
-    while stack:
-        following = {node for node, _ in stack.pop().next_functions if node is not None}
-        new = {n for n in following - seen if n._sequence_nr() >= start}
-        seen |= new
-        stack += new
-    for node in sorted(seen, key=lambda node: node._sequence_nr()):
+    nodes = {node for node in tape_of(results, start) if _torch.sequence_number(node) >= start}
+    for node in sorted(nodes, key=_torch.sequence_number):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             yield from tensors_in([node.saved_tensors, *vars(node).values()])
         elif type(node).__name__ != "AccumulateGrad":  # a leaf, which is there anyway
@@ -281,12 +272,10 @@ def held(tape: Iterable[Any], start: int) -> Iterator[Tensor]:
 
 def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     """What was there before: as much of it as the tape, and the function, have of it."""
-    kind, name = "parameter" if isinstance(t, nn.Parameter) else "constant", ""
-    nbytes = min(nbytes, t.numel() * t.element_size())
-    if known is not None:
-        t, (kind, name) = known
-        nbytes = min(nbytes, t.numel() * t.element_size())
-    value = ShapeAndDtype(tuple(t.shape), t.dtype)
+    label = "parameter" if isinstance(t, nn.Parameter) else "constant", ""
+    shown, (kind, name) = known or (t, label)
+    nbytes = min(nbytes, *(one.numel() * one.element_size() for one in (t, shown)))
+    value = ShapeAndDtype(tuple(shown.shape), shown.dtype)
     if name or first is None:
         return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
     source = f"a {kind} that {os.path.basename(first.file)}:{first.line} in {first.function} reads"

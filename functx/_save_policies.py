@@ -166,11 +166,9 @@ class OfOperation(Policy):
 
     def decide(self, value: Value) -> Decision:
         """Ask, or remember what was said."""
-        if id(self) not in value.memo:
-            if value.func is None:
-                return Decision.RECOMPUTE
+        if id(self) not in value.memo and value.func is not None:
             value.memo[id(self)] = Decision(self.function(value, self.option))
-        return value.memo[id(self)]
+        return value.memo.get(id(self), Decision.RECOMPUTE)
 
     def __repr__(self) -> str:
         return self.name
@@ -188,8 +186,7 @@ def is_of_size(value: Value, bounds: tuple[float, float]) -> bool:
 
 
 def _is_listed(value: Value, names: frozenset[str]) -> bool:
-    packet = getattr(value.func, "overloadpacket", None)
-    return str(value.func) in names or str(packet) in names
+    return not names.isdisjoint((str(value.func), str(getattr(value.func, "overloadpacket", ""))))
 
 
 def _said(value: Value, policy: Callable[..., Any]) -> Decision | bool:
@@ -250,15 +247,13 @@ def as_contexts(policy: Policy | None) -> Any:
 
     ``None`` if it asks for what that does not know: names, before torch 2.13 outputs of operations.
     """
-    if policy is None:
-        return compiler.same_numbers
-    asked = functools.partial(_say, policy)
-    return functools.partial(compiler.same_numbers, asked) if policy.known_to_torch else None
+    if policy is None or not policy.known_to_torch:
+        return compiler.same_numbers if policy is None else None
+    return functools.partial(compiler.same_numbers, functools.partial(_say, policy))
 
 
 def _say(policy: Policy, context: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy as a function that torch's checkpoint asks."""
     said = policy.decide(Value(op, args, kwargs, getattr(context, "op_output", None)))
-    if said is Decision.OFFLOAD:
-        return CheckpointPolicy.MUST_CPU_OFFLOAD
-    return CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE
+    names = {Decision.OFFLOAD: "MUST_CPU_OFFLOAD", Decision.SAVE: "MUST_SAVE"}
+    return CheckpointPolicy[names.get(said, "PREFER_RECOMPUTE")]

@@ -147,14 +147,11 @@ def _nothing(named: Named, where: Any, containers: Named) -> str:
         )
     if isinstance(where, nn.Module):
         return f"the {type(where).__name__} given in where is no part of the model."
-    what, text = f"the predicate {getattr(where, '__name__', where)!r}", ""
-    if isinstance(where, str):
-        what, text = repr(where), where
-    elif isinstance(where, type):
-        what, text = f"the class {where.__name__}", where.__name__
-    elif isinstance(where, re.Pattern):
-        text = where.pattern
-        what = f"the regular expression {text!r} (which has to match a whole name)"
+    text = getattr(where, "__name__", "")
+    what = f"the {'class' if isinstance(where, type) else 'predicate'} {text or repr(where)}"
+    if isinstance(where, (str, re.Pattern)):
+        text = where if isinstance(where, str) else where.pattern
+        what = repr(where) + ("" if text is where else " (which has to match a whole name)")
     hint = _hint(named, text)
     if isinstance(where, type) and isinstance(named[0][1], where):
         hint = f"The model itself is a {text}: functx.remat(model) makes a region of the whole."

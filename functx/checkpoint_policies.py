@@ -34,24 +34,12 @@ from functx._save_policies import Policy, save_these_operators
 from functx._torch.compiler import OUTPUTS_KNOWN_TO_TORCH as _OUTPUTS_KNOWN
 
 __all__ = [
-    "Policy",
-    "checkpoint_dots",
-    "checkpoint_dots_with_no_batch_dims",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "offload",
-    "offload_dot_with_no_batch_dims",
-    "save_and_offload_only_these_names",
-    "save_any_names_but_these",
-    "save_anything_except_these_names",
-    "save_at_least",
-    "save_from_both_policies",
-    "save_only_these_names",
-    "save_smaller_than",
-    "save_these_operators",
-]
+    "Policy", "checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "dots_saveable",
+    "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable", "offload",
+    "offload_dot_with_no_batch_dims", "save_and_offload_only_these_names",
+    "save_any_names_but_these", "save_anything_except_these_names", "save_at_least",
+    "save_from_both_policies", "save_only_these_names", "save_smaller_than", "save_these_operators",
+]  # fmt: skip
 
 everything_saveable: Policy = _policies.Everything(True)
 """Keep every result that the pullback reads, as if there were no `remat`."""

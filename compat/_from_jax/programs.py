@@ -10,7 +10,7 @@ write to it.
 
 NOTE [residuals]
 The forward half of reverse mode (`Program.forward`) returns, after the results, what the pullback
-needs. Those residuals that are inputs or results are not returned again; `ForwardResiduals.sources` says
+needs. Residuals that are inputs or results are not returned again; `ForwardResiduals.sources` says
 which. The pullback is a function of the residuals alone: right wherever the forward half is what an
 outer transform differentiates. Where the inputs themselves are differentiated a second time, the
 pullback as a function of inputs and cotangents (`Program.vjp`) is what can be differentiated.

@@ -312,3 +312,18 @@ def test_an_attribute_that_is_a_tensor_is_an_operation(read):
 
     x = torch.randn(50, 16, dtype=torch.float64)
     assert_same(functx.grad(functx.remat(f, budget=0.95))(x), functx.grad(f)(x), eps=64)
+
+
+def test_blocks_that_need_most_in_their_pullback_are_measured_there():
+    """A mean of a stack hands on one tensor, and its pullback makes three."""
+
+    def f(weights, x):
+        for w in weights:
+            y = torch.tanh(x @ w)
+            x = torch.stack([y, y * 2, x]).mean(0)
+        return x.square().sum()
+
+    most = peak(functx.grad(f), SQUARES, SMALL)
+    plan = functx.plan(f, SQUARES, SMALL, budget=int(0.8 * most))
+    assert plan.peak <= 0.8 * most
+    assert plan.again <= 0.5 * plan.work

@@ -102,14 +102,14 @@ WINGS = {
             *("functx._save_policies", "functx._aten", "functx.checkpoint_policies"),
             *("functx._offload", "functx._names"),
         ),
-        620,
+        600,
     ),
     "insight": (
         (
             *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
             "functx._pictures",
         ),
-        1_050,
+        1_030,
     ),
     "whole models": (
         (
@@ -117,7 +117,7 @@ WINGS = {
             *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
             "functx._distributed",
         ),
-        1_750,
+        1_650,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_740),
