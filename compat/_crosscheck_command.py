@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import importlib.util
 import inspect
 import operator
 import re
@@ -188,7 +189,13 @@ def _module(where: str) -> Any:
         raise CommandError(f"there is no file {where}")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     try:
-        return importlib.import_module(path.stem if is_file else where)
+        if not is_file:
+            return importlib.import_module(where)
+        # By its path: it may be named like a module that is loaded, ``random.py``.
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == where
         hint = "; is it another folder, or a file (file.py:name)?" if missing else ""

@@ -15,7 +15,7 @@ import inspect
 import sys
 import warnings
 from dataclasses import replace
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,16 +25,6 @@ from functx._remat import Options, RematModule, checked_options, run
 from functx._validate import integer
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class RegionOptions(TypedDict, total=False):
-    """What a user can say about the regions."""
-
-    policy: Any
-    preserve_rng_state: bool | str
-    determinism_check: str
-    debug: bool
-    budget: Any
 
 
 class RegionForward:
@@ -89,7 +79,11 @@ def apply_remat(
     where: _submodules.Where,
     *,
     every: int = 1,
-    **options: Unpack[RegionOptions],
+    policy: Any = None,
+    preserve_rng_state: bool | Literal["all"] = True,
+    determinism_check: Literal["default", "none"] = "default",
+    debug: bool = False,
+    budget: Any = None,
 ) -> M:
     """Make submodules of a model into regions, in place.
 
@@ -116,8 +110,11 @@ def apply_remat(
             Each has to match something. The model itself is not its own submodule. What matches
             inside of another match is a region in a region.
         every: of the modules found, in their order, take the first of each ``every``.
-        **options: ``policy``, ``preserve_rng_state``, ``determinism_check``, ``debug`` and
-            ``budget``, as for `functx.remat`.
+        policy: as for `functx.remat`, and so are the other options.
+        preserve_rng_state: whether replays draw as the forward drew.
+        determinism_check: whether shapes, dtypes and numbers are compared.
+        debug: whether a departure shows both sides.
+        budget: bytes for each region.
 
     Returns:
         ``model``, the same object. A module that was a region already has the new options.
@@ -137,7 +134,13 @@ def apply_remat(
     _check_model(model, "apply_remat")
     if integer(every, "apply_remat: every must be an int") < 1:
         raise ValueError(f"apply_remat: every is {every}, expected a positive integer.")
-    checked = checked_options(**options)
+    options = checked_options(
+        policy=policy,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        debug=debug,
+        budget=budget,
+    )
     found = list(_submodules.find(model, where, "apply_remat").items())[::every]
     for name, module in found:
         if isinstance(module, RematModule):
@@ -156,7 +159,7 @@ def apply_remat(
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
         own = vars(module).get("forward")
         own = own.own if isinstance(own, RegionForward) else own
-        module.forward = RegionForward(module, replace(checked, name=title), own)
+        module.forward = RegionForward(module, replace(options, name=title), own)
     return model
 
 

@@ -203,6 +203,11 @@ def test_disagreement_is_status_1_and_says_where(folder, capsys):
     assert "net_to_check.py:5 in <lambda>" in captured.err
 
 
+def test_a_file_is_found_by_its_path_whatever_its_name(folder):
+    (folder / "random.py").write_text(NET)
+    assert run("random.py:loss") == 0
+
+
 def test_files_are_written(folder, capsys):
     written = ["--json", "r.json", "--html", "r.html"]
     assert run("net_to_check.py:loss", *written, "--repeats", "1") == 0
