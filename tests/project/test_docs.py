@@ -156,11 +156,7 @@ def test_the_page_on_insight_quotes_what_it_prints(tmp_path):
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_tutorial_runs(title, tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
     if "transformers" in SECTIONS[title]:
         pytest.importorskip("transformers")
-    matplotlib.use("agg")
     assert pages.blocks(SECTIONS[title])
     pages.run(SECTIONS[title], "tutorial", tmp_path)
-    if "savefig" in SECTIONS[title]:
-        assert (tmp_path / "sweep.png").stat().st_size > 0
