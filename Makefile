@@ -22,7 +22,7 @@ PART    ?= tests benches
 BENCHES := $(filter-out tests,$(PART))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench sweep gpu clean
+.PHONY: help demo test lint bench sweep docs gpu clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -54,6 +54,12 @@ lint: $(VENV)/linters  ## ruff, formatting, and types of the wheel that users in
 	  --cache-dir ../../.mypy_cache --python-executable ../../$(PY) -p functx \
 	  | sed -e 's,^functx/compat/,compat/,'; exit $${PIPESTATUS[0]}
 
+# API pages are made from the docstrings of a wheel's contents, which have functx.compat in its place.
+docs: $(VENV)/docs  ## the documentation as a site, in build/site
+	rm -rf build/docs build/lib
+	$(PIP) install --no-deps --no-build-isolation --target build/docs .
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --config-file .mkdocs.yml
+
 gpu:  ## the tests and benches that need a CUDA device, with the Python at hand (no .venv)
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; \
 	then echo 'no CUDA device: nothing to test or measure'; exit; fi; \
@@ -83,6 +89,10 @@ $(VENV)/privacy: $(VENV)/installed
 
 $(VENV)/linters: $(VENV)/installed
 	$(PIP) install -c constraints.txt -e '.[dev]' 'setuptools>=77'
+	@touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(PIP) install -c constraints.txt -e '.[docs]' 'setuptools>=77'
 	@touch $@
 
 lint: SHELL := bash

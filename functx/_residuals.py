@@ -48,7 +48,7 @@ class Residual(NamedTuple):
             `functx.checkpoint_name`) or ``"output"`` (of an operation, without a name).
         names: that `functx.checkpoint_name` gave it.
         operation: that made it, such as ``"aten.mm"``; ``""`` if it was there before.
-        file, line, function: what called the operation, or first read what was there before.
+        file: of what called the operation, or first read an input; so ``line``, ``function``.
         module: the path of the ``nn.Module`` that was running, from the outermost.
         on_host: whether it was moved to host memory.
         is_result: whether it is (a part of) what the function returned.

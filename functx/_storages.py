@@ -46,7 +46,7 @@ class Held:
 
     Attributes:
         operation: its name, as in ``Profile.timeline``.
-        shape, dtype, device: of the result, below all transforms.
+        shape: of the result, below all transforms; so ``dtype`` and ``device``.
         nbytes: bytes that it held at the peak.
         file: of the line outside of torch and functx that called the operation; in a backward pass
             that of the forward operation whose derivative it is a part of, where that is known.

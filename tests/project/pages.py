@@ -1,7 +1,9 @@
 """Runs the code of a page of ``docs/``: all its python blocks, in order, as one program.
 
-``python tests/project/pages.py docs/dp_sgd.md`` makes the page's pictures anew, next to it; of
-docs/insight.md, the files that it quotes too.
+A ``text`` block right behind a python block shows what that prints.
+
+``python tests/project/pages.py docs/dp_sgd.md`` makes the page's pictures anew, next to it, and
+what its blocks print; of docs/insight.md, the files that it quotes too.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -19,6 +22,26 @@ DOCS = ROOT / "docs"
 def blocks(text):
     """The python blocks of a text."""
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+SHOWN = re.compile(r"(?<=```\n\n)```text\n(.*?)```", re.DOTALL)
+
+
+def shown(text):
+    """What a page says that its blocks print: the text blocks that follow a block."""
+    return SHOWN.findall(text)
+
+
+def showing(text, printed):
+    """The page with what its blocks have printed, in lines of at most 100 characters."""
+    lines = iter([_wrapped(one) for one in printed])
+    return SHOWN.sub(lambda match: f"```text\n{next(lines)}```", text)
+
+
+def _wrapped(printed):
+    wrap = textwrap.TextWrapper(100, break_on_hyphens=False)
+    lines = [wrap.fill(one) if len(one) > 100 else one for one in printed.splitlines()]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def pictures(page):
@@ -60,5 +83,7 @@ if __name__ == "__main__":
         page = Path(argument).resolve()
         is_insight = page.stem == "insight"
         printed = run(page.read_text(), page.stem, DOCS / "pictures" if is_insight else DOCS)
+        if len(shown(page.read_text())) == len(printed):
+            page.write_text(showing(page.read_text(), printed))
         for path, text in zip(quoted(page), printed, strict=False):
             path.write_text(text)

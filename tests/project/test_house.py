@@ -134,7 +134,7 @@ def test_files_are_short(folder):
 
 def test_the_makefile_has_its_targets_and_no_addresses():
     makefile = (house.ROOT / "Makefile").read_text()
-    for target in ("demo", "test", "lint", "bench", "sweep", "gpu", "help"):
+    for target in ("demo", "test", "lint", "bench", "sweep", "docs", "gpu", "help"):
         assert f"\n{target}:" in makefile
     assert "://" not in makefile  # where packages come from is the machine's business
     assert "\nmake test\n" in (house.ROOT / ".ci" / "run").read_text()
