@@ -19,7 +19,8 @@ def name_of(func: Any) -> str:
         return func
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
     owner: Any = getattr(func, "__self__", None)  # the getter of an attribute
-    return f"{owner.__name__}.{name}" if hasattr(owner, "__name__") else name
+    name = f"{owner.__name__}.{name}" if hasattr(owner, "__name__") else name
+    return name.replace("_VariableFunctionsClass.", "torch.").replace("TensorBase.", "Tensor.")
 
 
 def described(call: Call | None) -> str:

@@ -87,5 +87,6 @@ def _left(captures: Captures, t: Tensor, why: str) -> RematError:
     which = f"{makers[0]} made in {title}" if makers else f"{title} is given, or makes of data,"
     return RematError(
         f"remat: a tensor of shape {tuple(t.shape)} that {which} leaves it otherwise than by "
-        f"return, and its gradient would be lost. {why}Return it, or detach() what you keep."
+        f"return, and its gradient would be lost. {why}Return it (in a dataclass of yours: after "
+        "torch.export.register_dataclass), or detach() what you keep."
     )

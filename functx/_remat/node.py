@@ -80,14 +80,16 @@ def _is_asked(node: Any) -> bool:
         return True
 
 
-def _sharing(results: list[tuple[Tensor, bool]], n: int) -> list[tuple[Tensor, bool]]:
-    """Results, and whether each shares its memory with an input, or with another.
+def _sharing(results: list[Tensor], inputs: Inputs, n: int) -> list[bool]:
+    """Whether each result shares its memory with an input, or with another.
 
     The first ``n`` were returned. The others are the program's own tensors, which stay themselves.
     """
-    memory = [_torch.storage_of(levels.base_of(t)) for t, _ in results]
-    shared = [held or (m != -1 and memory.count(m) > 1) for (_, held), m in zip(results, memory)]
-    return [(t, s and i < n) for i, ((t, _), s) in enumerate(zip(results, shared))]
+    if len(results) == 1:
+        return [n == 1 and inputs.holds(results[0])]
+    memory = [_torch.storage_of(levels.base_of(t)) for t in results]
+    shared = [inputs.holds(t) or (m != -1 and memory.count(m) > 1) for t, m in zip(results, memory)]
+    return [s and i < n for i, s in enumerate(shared)]
 
 
 def attach(
@@ -116,11 +118,11 @@ def attach(
     payload.wanted = [i for i, r in enumerate(required) if r]
     saved = [*values, *leaves, *kept]
     payload.versions = [(t.shape, levels.base_of(t)._version) for t in saved] if level else []
-    behind = [(results[i], not level and inputs.holds(results[i])) for i in payload.wanted]
-    if len(behind) > 1 and not level:
-        behind = _sharing(behind, sum(i < len(region.results) for i in payload.wanted))
+    behind = [results[i] for i in payload.wanted]
+    n_returned = sum(i < len(region.results) for i in payload.wanted)
+    shared = [False] * len(behind) if level else _sharing(behind, inputs, n_returned)
     tracked = [values[i] for i in requiring] + leaves
-    got = _torch.apply_at_level(RegionNode.apply, payload, behind, saved, *tracked)
+    got = _torch.apply_at_level(RegionNode.apply, payload, zip(behind, shared), saved, *tracked)
     results = list(results)
     for i, t in zip(payload.wanted, got):
         results[i] = t

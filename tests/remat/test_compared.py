@@ -241,7 +241,7 @@ def test_debug_shows_the_calls_of_both_side_by_side():
     assert "cos" in head
     assert forward.split("  ")[-1] == "the replay"
     assert [line.split() for line in calls[:1]] == [
-        ["TensorBase.sin(input", "0)", "TensorBase.sin(input", "0)"]
+        ["Tensor.sin(input", "0)", "Tensor.sin(input", "0)"]
     ]
     assert "cos(result 2)" in calls[2]
     assert "exp(result 2)" in calls[2]

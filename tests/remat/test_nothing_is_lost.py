@@ -81,6 +81,23 @@ def test_in_plain_autograd_it_is_a_further_result(build):
     same(program)
 
 
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("of", [lambda x: x, torch.sin], ids=["an input", "a result"])
+def test_what_an_object_holds_that_is_all_the_region_returns_has_its_gradient(of, inner):
+    def program(remat):
+        x = X.clone().requires_grad_()
+        h = x.sin() if inner else x
+        out = remat(lambda x: Box(of(x)))(h)
+        return torch.autograd.grad(h.sum() + (out.value**2).sum(), x)
+
+    same(program)
+
+
 @escapes
 def test_under_grad_it_is_an_error(build):
     # which line, the one that made it or the region's call, the contract leaves open
