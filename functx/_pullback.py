@@ -36,8 +36,9 @@ _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved te
 _HOOKS_NOTE = (
     "torch.utils.checkpoint, torch.autograd.graph.save_on_cpu and saved_tensors_hooks work through "
     "saved tensor hooks, which can't follow tensors through functorch levels. functx needs none: "
-    "use functx.remat(f)(*args), or functx.checkpoint(f, *args) in place of "
-    "torch.utils.checkpoint.checkpoint(f, *args)."
+    "call a model that checkpoints itself, of Hugging Face say, under functx.patch_checkpoint(); "
+    "in your own code write functx.remat(f)(*args), or functx.checkpoint(f, *args). In place of "
+    "save_on_cpu: functx.remat(f, policy=checkpoint_policies.offload(policy))."
 )
 
 

@@ -233,6 +233,9 @@ def as_policy(policy: Any) -> Policy:
             f"remat: {policy!r} is a policy of jax.checkpoint. Take the one of the same name from "
             "functx.checkpoint_policies."
         )
+    if getattr(policy, "__module__", "") == "functx.checkpoint_policies":
+        name = policy.__name__
+        raise TypeError(f"remat: policy={name} makes a policy: call it, policy={name}(...).")
     if callable(policy) and not isinstance(policy, type):
         name = getattr(policy, "__qualname__", None) or repr(policy)
         return OfOperation(name, _said, policy)

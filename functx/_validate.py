@@ -221,6 +221,15 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
         raise TypeError("remat: a static argument is a tensor, which can't be static.")
 
 
+def check_has_forward(module: torch.nn.Module) -> None:
+    """Refuse a list of modules."""
+    if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(
+            f"remat: a {type(module).__name__} has no forward of its own. Make a region of each of "
+            "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
+        )
+
+
 def warn_if_later(f: Any) -> None:
     """Warn of a function whose body runs after the call (rule 7)."""
     kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction

@@ -89,6 +89,8 @@ def from_jax(
             f"from_jax takes a JAX function, not {type(g).__name__}; to convert an array use"
             " torch.from_dlpack"
         )
+    if isinstance(g, torch.nn.Module) or str(getattr(g, "__module__", "")).startswith("torch"):
+        raise TypeError(f"from_jax takes a JAX function; {g!r} is one of torch's: call it as it is")
     return TorchFunction(g, static_argnums, static_argnames, enable_x64)
 
 

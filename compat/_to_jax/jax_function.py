@@ -122,6 +122,8 @@ def to_jax(
             f"to_jax takes a torch function, module or exported program, not {type(f).__name__};"
             " to convert an array use jnp.asarray"
         )
+    if str(getattr(f, "__module__", "")).split(".")[0] == "jax":
+        raise TypeError(f"to_jax takes a torch function; {f!r} is one of JAX's: call it as it is")
     return Lowered(f, rng)
 
 

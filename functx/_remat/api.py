@@ -173,6 +173,7 @@ class Rematted(Wrapper):
 def _rematted(f: Any, options: Options) -> Any:
     options = replace(options, name=_validate.name_of(f))
     if isinstance(f, nn.Module):
+        _validate.check_has_forward(f)
         return remat_module(f, options)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(_rematted(f.__func__, options))

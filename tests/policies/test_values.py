@@ -81,6 +81,11 @@ class TestValues:
         with pytest.raises(TypeError, match=r"functx\.checkpoint_policies"):
             functx.remat(torch.sin, policy=jax.checkpoint_policies.dots_saveable)
 
+    @pytest.mark.parametrize("maker", [cp.save_only_these_names, cp.save_from_both_policies])
+    def test_what_makes_a_policy_is_no_policy(self, maker):
+        with pytest.raises(TypeError, match=rf"policy={maker.__name__}\(\.\.\.\)"):
+            functx.remat(torch.sin, policy=maker)
+
     def test_a_name_outside_of_regions_is_nothing(self):
         assert functx.checkpoint_name({"x": X, "n": 3}, "t")["x"] is X
         assert functx.checkpoint_name(X, "x") is X

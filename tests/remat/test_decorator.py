@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import numbers
 from references import assert_same, count
+from torch import nn
 
 import functx
 
@@ -165,6 +166,12 @@ class TestStaticArguments:
     def test_of_a_wrong_type(self, static):
         with pytest.raises(TypeError, match="static_argnums"):
             functx.remat(self.power, static_argnums=static)
+
+
+@pytest.mark.parametrize("modules", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()])
+def test_a_list_of_modules_is_an_error_that_names_apply_remat(modules):
+    with pytest.raises(TypeError, match="apply_remat"):
+        functx.remat(modules)
 
 
 @pytest.mark.parametrize("f", [3, torch.ones(2), [body]])

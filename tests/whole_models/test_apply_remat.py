@@ -311,6 +311,7 @@ NO_MODULES = [
     (lambda: functx.apply_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.remove_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.apply_remat(nn.Linear(2, 2), "weight"), r"functx\.remat\(model\)"),
+    (lambda: torch.jit.script(functx.apply_remat(Model(), "layers.*")), r"remove_remat\(model\)"),
 ]
 
 

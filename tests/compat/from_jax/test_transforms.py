@@ -320,7 +320,7 @@ def test_wrong_use_is_refused():
     ):
         with pytest.raises(TypeError, match=message):
             from_jax(g)(torch.ones(2))
-    for g in (torch.ones(2), jnp.ones(2), 3):
+    for g in (torch.ones(2), jnp.ones(2), 3, torch.sin, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="takes a JAX function"):
             from_jax(g)
     for options in ({"static_argnames": "no_such_argument"}, {"static_argnums": "x"}):
