@@ -1,7 +1,7 @@
 """Where in the user's code each node of a traced graph comes from.
 
-While the function runs, every torch call notes the innermost frame that is neither torch's nor
-functx's, and the tracer copies the note to the nodes it makes.
+While the function runs, every torch call notes the innermost frame that is neither torch's,
+JAX's nor functx's, and the tracer copies the note to the nodes it makes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import linecache
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import torch
 from torch.fx import Node
 from torch.fx.traceback import set_stack_trace
 
 import functx
 
-_FOLDERS = (Path(str(file)).parent for file in (torch.__file__, functx.__file__, __file__))
+_FOLDERS = (
+    Path(str(file)).parent for file in (torch.__file__, jax.__file__, functx.__file__, __file__)
+)
 _INTERNAL = ("<", *(f"{folder}/" for folder in _FOLDERS))
 _MARK = "functx source: "
 

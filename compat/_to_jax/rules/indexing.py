@@ -90,6 +90,7 @@ def _scatter_by(x: Any, dim: int, index: Any, src: Any, how: str) -> Any:
 
 rules(
     {
+        "take": lambda x, index: jnp.ravel(x)[index],
         "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
         "scatter.src scatter.value": partial(_scatter_by, how="set"),
         "scatter_add": partial(_scatter_by, how="add"),

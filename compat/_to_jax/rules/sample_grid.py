@@ -50,17 +50,22 @@ def _grid_sampler_3d(x: Any, grid: Any, mode: int, padding: int, align: bool) ->
 
 
 def _antialiased(x: Any, size: Any, align: bool, *scales: Any, ctx: Any, method: str) -> Any:
-    if align:
+    sizes = list(zip(x.shape[-2:], ctx.shape[-2:], (*scales, None, None)))
+    # Beyond that, centres of torch's windows lie outside the image.
+    if align and any(n - 1 > 2 * (out - 1) for n, out, _ in sizes):
         raise LoweringError(
-            "antialiased resizing with align_corners=True has no counterpart in JAX: use"
-            " align_corners=False"
+            "antialiased resizing to less than half the size with align_corners=True has no"
+            " counterpart in JAX: use align_corners=False"
         )
-    sizes = zip(x.shape[-2:], ctx.shape[-2:], (*scales, None, None))
+    # The kernel of torch aligns nothing: only its scale is another one.
+    factors = [
+        (out - 1) / (n - 1) if align and n > 1 else given or out / n for n, out, given in sizes
+    ]
     return jax.image.scale_and_translate(
         x,
         ctx.shape,
         (x.ndim - 2, x.ndim - 1),
-        jnp.asarray([given or out / n for n, out, given in sizes], x.dtype),
+        jnp.asarray(factors, x.dtype),
         jnp.zeros(2, x.dtype),
         method,
         precision=lax.Precision.HIGHEST,

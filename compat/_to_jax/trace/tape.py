@@ -74,23 +74,12 @@ _SAYS_DETACH = {
 }
 _READS_VALUE = (LOCAL_SCALAR, aten.item.default)
 
-
 _T: Any = torch.Tensor
-_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN = (
-    _T.requires_grad.__get__,
-    _T.is_leaf.__get__,
-    _T.grad_fn.__get__,
-)
+_REQUIRES_GRAD, _IS_LEAF = _T.requires_grad.__get__, _T.is_leaf.__get__
+_GRAD_FN = _T.grad_fn.__get__
 _SETS = (_T.requires_grad_, _T.requires_grad.__set__)
 _HOOKS = (_T.register_hook, _T.register_post_accumulate_grad_hook)
-ASKS = {
-    _REQUIRES_GRAD,
-    _IS_LEAF,
-    _GRAD_FN,
-    *_SETS,
-    *_HOOKS,
-    _T.retain_grad,
-}
+ASKS = {_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN, *_SETS, *_HOOKS, _T.retain_grad}
 WITHOUT_TAPE = ("does not require grad", "doesn't require gradient")
 """What torch says where a derivative is asked for of what is on no tape."""
 _OWN_CALLERS = (

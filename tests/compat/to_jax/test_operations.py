@@ -68,6 +68,11 @@ def assigned(*at, shape):
     return f
 
 
+def resized(*size):
+    options = {"mode": "bicubic", "antialias": True, "align_corners": True}
+    return lambda x: F.interpolate(x, size=size, **options)
+
+
 def nll(x):
     return F.gaussian_nll_loss(x, x.flip(0), x[:, 0] ** 2, reduction="none")
 
@@ -86,6 +91,8 @@ CASES = {
     "one value at a mask after a slice": (assigned(ALL, MASK, shape=(1, 4)), (2, 3, 4)),
     "a mask of two axes after a slice": (assigned(ALL, BLOCK, shape=(4,)), (5, 2, 3)),
     "a mask between slices": (assigned(ALL, MASK, shape=(5, 2, 4)), (5, 3, 4)),
+    "antialiased": (resized(9, 3), (1, 2, 5, 4)),
+    "antialiased, smaller": (resized(3, 2), (1, 2, 5, 2)),
     # They check values in torch, and do without here.
     "weighted cov": (lambda x: x.cov(aweights=WEIGHTS, fweights=COUNTS), (3, 4)),
     "corrcoef": (torch.corrcoef, (3, 4)),
@@ -101,6 +108,8 @@ CASES = {
     "in 3d": (fractional(F.fractional_max_pool3d, (2, 3, 2), (3, 2, 2)), (2, 3, 7, 6, 5)),
 }
 
+# There is no rule for the backward that torch would run inside.
+WITHOUT_BACKWARD = ("bag", "max", "mask", "antialiased")
 NAN, INF = float("nan"), float("inf")
 AT = torch.tensor([-2.0, -0.4, 0.0, -0.0, 1.0, NAN, INF, 3.0], dtype=torch.float64)
 FINITE = torch.tensor([-2.0, -0.4, 0.3, 0.1, 1.0, 2.5], dtype=torch.float64)
@@ -145,7 +154,9 @@ def test_an_operation_has_torch_s_value_and_gradient(name):
     expected = torch.autograd.grad(loss(*leaves), leaves)
     places = tuple(range(len(args)))
     gradients = [jax.grad(to_jax(loss), places)]
-    if not any(word in name for word in ("bag", "max", "mask")):  # whose backward has no rule
+    if not any(
+        word in name for word in ("bag", "max", "mask", "aliased")
+    ):  # whose backward has no rule
         gradients.append(to_jax(functx.grad(loss, places)))
     wide = args[0].dtype == torch.float64
     rtol, atol = (1e-9, 0.0) if wide else (1e-4, 1e-5)

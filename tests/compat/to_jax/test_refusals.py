@@ -34,6 +34,12 @@ REFUSED = [
     (lambda x: torch.tensor_split(x, torch.tensor([1, 2])), "as Python numbers"),
     (lambda x: x.to(torch.float8_e4m3fnuz), "JAX has no counterpart of torch.float8_e4m3fnuz"),
     (torch.nn.Dropout(0.5).forward, "rng=True"),
+    (
+        lambda x: torch.nn.functional.interpolate(
+            x.expand(1, 1, 9, 3), (2, 3), mode="bilinear", antialias=True, align_corners=True
+        ),
+        "use align_corners=False",
+    ),
     (lambda x: STATE["seen"].add_(x), "closes over"),
     (functx.remat(lambda x: x * BUFFER.add_(1.0)), "buffers=True"),
     (lambda x: object(), "returned a object"),
