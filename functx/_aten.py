@@ -13,11 +13,10 @@ _UNBATCHED = "mm mv dot vdot addmm addmv addr linear _addmm_activation _scaled_m
 _BATCHED = {"aten.bmm": (0, 1), "aten.baddbmm": (1, 2)}
 # ... and everything else that consists of products.
 _OTHERS = (
-    "addbmm matmul einsum _trilinear _grouped_mm mkldnn_rnn_layer _cudnn_rnn "
-    "convolution mkldnn_convolution cudnn_convolution "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable"
+    "addbmm matmul einsum _trilinear _grouped_mm mkldnn_rnn_layer _cudnn_rnn convolution "
+    "mkldnn_convolution cudnn_convolution _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable"
 )
 _UNBATCHED_DOTS = frozenset(f"aten.{name}" for name in _UNBATCHED.split())
 _DOTS = _UNBATCHED_DOTS.union(_BATCHED, (f"aten.{name}" for name in _OTHERS.split()))

@@ -36,7 +36,8 @@ def checkpoint_name(x: Any, name: str) -> Any:
         ``jax.ad_checkpoint.checkpoint_name``.
     """
     if not isinstance(name, str):
-        raise TypeError(f"checkpoint_name: expected a name, a string, got {name!r}.")
+        kind = type(name).__name__
+        raise TypeError(f"checkpoint_name(x, name): expected a name, a string, got a {kind}.")
     if torch.compiler.is_dynamo_compiling():
         return x
     if (backend := backend_of("checkpoint_name", (x,), {})) is not None:

@@ -197,9 +197,7 @@ def _said(value: Value, policy: Callable[..., Any]) -> Decision | bool:
         return Decision.OFFLOAD if "OFFLOAD" in said.name else "SAVE" in said.name
     if isinstance(said, bool):
         return said
-    raise TypeError(
-        f"it returned {said!r}; expected a bool or a torch.utils.checkpoint.CheckpointPolicy"
-    )
+    raise TypeError(f"it returned {said!r}; expected a bool or a CheckpointPolicy of torch's")
 
 
 def save_these_operators(*operators: Any) -> Policy:
@@ -228,14 +226,15 @@ def as_policy(policy: Any) -> Policy:
         return policy or Everything(False)
     if isinstance(policy, (list, tuple, set, frozenset)):
         return save_these_operators(*policy)
-    if str(getattr(policy, "__module__", "")).split(".")[0] == "jax":
+    module = str(getattr(policy, "__module__", ""))
+    if module == "functx.checkpoint_policies":
+        name = policy.__name__
+        raise TypeError(f"remat: policy={name} makes a policy: call it, policy={name}(...).")
+    if module.split(".")[0] == "jax":
         raise TypeError(
             f"remat: {policy!r} is a policy of jax.checkpoint. Take the one of the same name from "
             "functx.checkpoint_policies."
         )
-    if getattr(policy, "__module__", "") == "functx.checkpoint_policies":
-        name = policy.__name__
-        raise TypeError(f"remat: policy={name} makes a policy: call it, policy={name}(...).")
     if callable(policy) and not isinstance(policy, type):
         name = getattr(policy, "__qualname__", None) or repr(policy)
         return OfOperation(name, _said, policy)

@@ -60,7 +60,7 @@ class TestValues:
             functx.checkpoint_name(X, 3)
         with pytest.raises(TypeError, match="strings"):
             cp.save_only_these_names(["a"])
-        with pytest.raises(TypeError, match="names are strings, got 3"):
+        with pytest.raises(TypeError, match="names are strings, one by one; got 3"):
             cp.save_only_these_names("a", 3)
         places = {"offload_src": "device", "offload_dst": "pinned_host"}
         for saved, error, message in (

@@ -28,7 +28,6 @@ rules(
         "igamma": special.gammainc,
         "igammac": special.gammaincc,
         "special_entr": special.entr,
-        "special_erfcx": lambda x: jnp.exp(x * x) * special.erfc(x),
         "special_i0e": special.i0e,
         "special_i1 special_modified_bessel_i1": special.i1,
         "special_i1e": special.i1e,
@@ -165,3 +164,17 @@ for _name, _polynomial in _POLYNOMIALS.items():
     rule(f"special_{_name}")(_polynomial)
     if _name.startswith("chebyshev"):
         rule(f"special_shifted_{_name}")(_shifted(_polynomial))
+
+
+@rule("special_erfcx", cast=True)
+def _erfcx(x: Any) -> Any:
+    """``exp(x^2) erfc(x)``, and where that overflows its asymptotic series."""
+    bound = 25.0 if x.dtype == jnp.float64 else 9.0
+    is_far = x > bound
+    near, far = jnp.where(is_far, 0, x), jnp.where(is_far, x, bound)
+    z, term, total = 0.5 / far**2, 1.0, 1.0
+    for k in range(1, 8):
+        term = term * -(2 * k - 1) * z
+        total = total + term
+    series = total / (far * jnp.sqrt(jnp.pi).astype(x.dtype))
+    return jnp.where(is_far, series, jnp.exp(near * near) * special.erfc(near))
