@@ -268,7 +268,7 @@ def _chosen(blocks: Blocks, x: Any, budget: int | float, api: str) -> Plan:
             if found is None:
                 raise ValueError(
                     f"{api}: no plan fits in {allowed:,} bytes; the least possible is "
-                    f"{min(map(peak, trees)):,} bytes"
+                    f"{min(map(peak, trees)):,} bytes, of {chain.peak:,} without regions"
                 )
             tree, taken, again = found, peak(found), work_again(found, work)
     names = _names_of(blocks)

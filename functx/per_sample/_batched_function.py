@@ -34,7 +34,7 @@ class BatchedFunction:
     argnums: Argnums | None  # None where nothing is differentiated
     in_dims: InDims
     chunk_size: int | None
-    memory_budget: int | None
+    budget: int | float | str | None
     randomness: str
     outputs: bool = False  # whether any tensors may be returned, and a module needs no criterion
     has_aux: bool = False
@@ -72,18 +72,19 @@ class BatchedFunction:
             raise RuntimeError(
                 f"{api}: randomness must be 'error', 'different' or 'same', got {self.randomness!r}"
             )
-        if self.chunk_size is not None and self.memory_budget is not None:
+        if self.chunk_size is not None and self.budget is not None:
             raise ValueError(
-                f"{api}: chunk_size and memory_budget exclude each other, got {self.chunk_size} "
-                f"and {self.memory_budget}"
+                f"{api}: chunk_size and budget exclude each other, got {self.chunk_size} "
+                f"and {self.budget}"
             )
-        for name in ("chunk_size", "memory_budget"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{api}: {name} must be an int, got {value!r}")
-            if value is not None and value <= 0:
-                raise ValueError(f"{api}: {name} should be greater than 0, got {value}")
-        self._chunks = Chunks(api, self.chunk_size, self.memory_budget, self.randomness)
+        size = self.chunk_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"{api}: chunk_size must be an int, got {size!r}")
+        if size is not None and size <= 0:
+            raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
+        if self.budget is not None:
+            self.budget = _validate.checked_budget(self.budget, api)
+        self._chunks = Chunks(api, self.chunk_size, self.budget, self.randomness)
 
     def over_batch(
         self, make: MakeReduction, finish: Callable[[Any], Any] = lambda result: result

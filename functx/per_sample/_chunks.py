@@ -108,6 +108,10 @@ class _Line:
         self._fixed = max(0, two - 2 * self._each)
         self._checked = 0  # the largest number that was measured and fits
 
+    def at(self, size: int) -> int:
+        """Bytes at the peak of so many examples."""
+        return self._fixed + size * self._each
+
     def largest(self, least: int, most: int, room: int, measure: Callable[[int], int]) -> int:
         """How many examples fit in ``room`` bytes, ``most`` at most; not exact below ``least``."""
         while True:
@@ -128,7 +132,7 @@ class Chunks:
 
     api: str
     chunk_size: int | None
-    memory_budget: int | None
+    budget: int | float | None
     randomness: str
     _fits: dict[Any, int] = field(default_factory=dict)  # the largest chunk that fits
     # A line for all in one chunk, one for more chunks, and what each example leaves behind.
@@ -156,7 +160,7 @@ class Chunks:
                 self._fits[key] = chunk = max(1, size // 2)
                 warn(
                     f"{self.api}: out of memory with {size} examples at a time, going on with "
-                    f"{chunk}; give chunk_size={chunk} or a memory_budget to avoid this ({failure})"
+                    f"{chunk}; give chunk_size={chunk} or a budget to avoid this ({failure})"
                 )
 
     def _advise(self, error: BaseException, size: int, is_adding: bool) -> None:
@@ -179,14 +183,13 @@ class Chunks:
 
     def _size(self, batch: Batch, key: Any, make: MakeReduction) -> int:
         """Examples in a chunk."""
-        if self.memory_budget is None:
+        if self.budget is None:
             return self.chunk_size or batch.size
         if _torch.tracing():
             raise RuntimeError(
                 f"{self.api}: memory can't be measured while operations are traced; give "
-                "chunk_size instead of memory_budget"
+                "chunk_size instead of budget"
             )
-        budget = self.memory_budget
 
         def of_one(chunk: int) -> int:
             return self._profile(batch, chunk, 1, make).peak
@@ -200,6 +203,9 @@ class Chunks:
             more = _Line(two.peak - 4 * kept, four.peak - 8 * kept)
             self._lines[key] = _Line(of_one(2), of_one(4)), more, kept
         one, more, kept = self._lines[key]
+        budget = self.budget
+        if isinstance(budget, float):
+            budget = int(budget * one.at(batch.size))
         # All in one chunk is only measured where the line says that it fits.
         if one.largest(batch.size, batch.size, budget, of_one) == batch.size:
             return batch.size
@@ -211,7 +217,7 @@ class Chunks:
         alone = of_more(1) + rest if batch.size > 1 else of_one(1)
         if alone > budget:
             raise ValueError(
-                f"{self.api}: memory_budget={budget:,} bytes is too little: with chunks of one "
+                f"{self.api}: budget={budget:,} bytes is too little: with chunks of one "
                 f"example of {batch.size} the peak is {alone:,} bytes; raise it, or recompute "
                 "activations with functx.remat"
             )

@@ -94,10 +94,10 @@ def compiled_by(
             f"{function.api}: compile must be True or a dict of options of functx.jit, got "
             f"{compile!r}"
         )
-    if function.memory_budget is not None and compile is not False:
+    if function.budget is not None and compile is not False:
         raise ValueError(
             f"{function.api}: no size of chunks is chosen for compiled code; give chunk_size with "
-            "compile, instead of memory_budget"
+            "compile, instead of budget"
         )
     return (
         None

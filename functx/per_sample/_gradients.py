@@ -26,7 +26,7 @@ def grads(
     return_values: bool = False,
     return_norms: bool = False,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
+    budget: int | float | str | None = None,
     randomness: str = "error",
     compile: bool | Mapping[str, Any] = False,
 ) -> Callable[..., Any]:
@@ -49,9 +49,10 @@ def grads(
         chunk_size: How many examples to run at a time; by default all. One at a time runs without
             ``vmap``, and is free of its limitations. If memory runs out the chunk is halved, with a
             warning.
-        memory_budget: The largest peak allowed, in bytes, above what is live at the call; the chunk
-            size follows, from measurements at the first call with a shape (of up to eight examples,
-            which may take more than that). The result counts too.
+        budget: The largest peak allowed above what is live at the call: bytes, a text such as
+            ``"2GiB"``, or, up to 1.0, a share of what all at once take; the chunk size follows,
+            from measurements at the first call with a shape (of up to eight examples, which may
+            take more than that). The result counts too.
         randomness: ``"error"``, ``"different"`` or ``"same"``, as for :func:`torch.func.vmap`.
         compile: Compile the gradients of a chunk with :func:`functx.jit`; a dict has its options.
             For chunks of one size, ``chunk_size`` or that of the first call, of more than one
@@ -86,7 +87,7 @@ def grads(
                 [0., 0.]])
     """
     function = BatchedFunction(
-        "per_sample.grads", func, argnums, in_dims, chunk_size, memory_budget, randomness
+        "per_sample.grads", func, argnums, in_dims, chunk_size, budget, randomness
     )
     wanted = {"values": return_values, "norms": return_norms, "aux": has_aux, "gradients": True}
     shows_extras = return_values or return_norms
@@ -103,7 +104,7 @@ def norms(
     return_values: bool = False,
     accumulation_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
+    budget: int | float | str | None = None,
     randomness: str = "error",
     compile: bool | Mapping[str, Any] = False,
 ) -> Callable[..., Any]:
@@ -133,7 +134,7 @@ def norms(
         tensor([5., 1.])
     """
     function = BatchedFunction(
-        "per_sample.norms", func, argnums, in_dims, chunk_size, memory_budget, randomness
+        "per_sample.norms", func, argnums, in_dims, chunk_size, budget, randomness
     )
     make = functools.partial(StackedResults, accumulation_dtype=accumulation_dtype)
     wanted = {"values": return_values, "norms": True, "aux": has_aux}
@@ -154,7 +155,7 @@ def clipped_sum(
     accumulation_dtype: torch.dtype | None = None,
     passes: int | None = None,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
+    budget: int | float | str | None = None,
     randomness: str = "error",
     compile: bool | Mapping[str, Any] = False,
     process_group: Any = None,
@@ -204,7 +205,7 @@ def clipped_sum(
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
     function = BatchedFunction(
-        "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, memory_budget, randomness
+        "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, budget, randomness
     )
     if passes not in (None, 1, 2):
         raise ValueError(

@@ -23,7 +23,7 @@ def gram(
     outputs: str = "full",
     in_dims: InDims = None,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
+    budget: int | float | str | None = None,
     randomness: str = "error",
 ) -> Callable[..., Any]:
     """Inner products of per-example gradients: for a network's outputs its empirical NTK.
@@ -62,7 +62,7 @@ def gram(
     """
     api = "per_sample.gram"
     function = BatchedFunction(
-        api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
+        api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
     )
     if outputs not in ("full", "diagonal", "trace"):
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")

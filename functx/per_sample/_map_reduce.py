@@ -26,7 +26,7 @@ def map_reduce(
     in_dims: InDims = 0,
     accumulation_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
+    budget: int | float | str | None = None,
     randomness: str = "error",
 ) -> Callable[..., Any]:
     """Anything computed for each example, reduced chunk by chunk.
@@ -72,7 +72,7 @@ def map_reduce(
             )
         if combine is not None:
             raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
-    function = BatchedFunction(api, func, None, in_dims, chunk_size, memory_budget, randomness)
+    function = BatchedFunction(api, func, None, in_dims, chunk_size, budget, randomness)
     return function.over_batch(
         lambda batch: _Reduced(function, reduce, combine, accumulation_dtype)
     )
@@ -86,7 +86,7 @@ def jacobian(
     in_dims: InDims = None,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
+    budget: int | float | str | None = None,
     randomness: str = "error",
 ) -> Callable[..., Any]:
     """The Jacobian of a function for each example.
@@ -125,7 +125,7 @@ def jacobian(
     if mode not in ("reverse", "forward"):
         raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
     function = BatchedFunction(
-        api, func, argnums, in_dims, chunk_size, memory_budget, randomness, outputs=True
+        api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
     )
     transform: Any = jacrev if mode == "reverse" else jacfwd
     of_one = transform(function.func, argnums, has_aux=has_aux)

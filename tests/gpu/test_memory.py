@@ -86,7 +86,7 @@ def test_a_budget_is_kept_to(device):
     f(weights, x)
     whole = peak(f, weights, x)
     budget = whole // 3
-    chunked = per_sample.clipped_sum(loss_with(body), max_norm=1.0, memory_budget=budget)
+    chunked = per_sample.clipped_sum(loss_with(body), max_norm=1.0, budget=budget)
     chunked(weights, x)
     assert peak(chunked, weights, x) <= budget
     assert_same(chunked(weights, x), f(weights, x), eps=64)

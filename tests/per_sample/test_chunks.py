@@ -100,28 +100,36 @@ class TestBudget:
         )
         whole, least = (peak(f(chunk_size=size), weights, x) for size in (16, 1))
         for budget in (whole, (whole + 3 * least) // 4):
-            limited = f(memory_budget=budget)
+            limited = f(budget=budget)
             limited(weights, x)  # measures
             used = memory.peak(limited, weights, x)
             assert 0.5 * budget < used <= budget
         assert_same(limited(weights, x), f()(weights, x), eps=64)
 
+    def test_it_may_be_a_text_or_a_share_of_all_at_once(self):
+        weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
+        whole = memory.peak(per_sample.grads(loss), weights, x)
+        for budget, allowed in ((f"{whole / 2048:.3f}KiB", whole / 2), (0.75, 0.75 * whole)):
+            limited = per_sample.norms(loss, budget=budget)
+            limited(weights, x)  # measures
+            assert memory.peak(limited, weights, x) <= allowed
+
     def test_too_small_a_budget_is_an_error(self):
-        message = r"memory_budget=10 bytes is too little.*functx\.remat"
+        message = r"budget=10 bytes is too little.*functx\.remat"
         with pytest.raises(ValueError, match=message):
-            per_sample.grads(loss, memory_budget=10)(W, X)
+            per_sample.grads(loss, budget=10)(W, X)
 
     @pytest.mark.parametrize(
         ("options", "error", "match"),
         [
             ({"chunk_size": 0}, ValueError, "chunk_size should be greater than 0, got 0"),
             ({"chunk_size": 2.0}, TypeError, "chunk_size must be an int, got 2.0"),
-            ({"memory_budget": -1}, ValueError, "memory_budget should be greater than 0"),
-            ({"memory_budget": 1, "chunk_size": 1}, ValueError, "exclude each other"),
+            ({"budget": -1}, ValueError, "budget must be positive"),
+            ({"budget": 1, "chunk_size": 1}, ValueError, "exclude each other"),
             ({"randomness": "some"}, RuntimeError, "randomness must be"),
-            ({"argnums": "w"}, RuntimeError, "argnums must be int"),
+            ({"argnums": "w"}, RuntimeError, "argnums must be"),
             ({"compile": "inductor"}, TypeError, "compile must be True or a dict"),
-            ({"compile": True, "memory_budget": 9}, ValueError, "give chunk_size with compile"),
+            ({"compile": True, "budget": 9}, ValueError, "give chunk_size with compile"),
         ],
     )
     def test_options_that_make_no_sense_are_an_error(self, options, error, match):
@@ -204,7 +212,7 @@ class TestCompositions:
         graph = make_fx(f)(W, X)
         assert_same(graph(W * 2, X), f(W * 2, X), eps=8)
         with pytest.raises(RuntimeError, match="traced; give chunk_size"):
-            make_fx(per_sample.norms(loss, memory_budget=10**9))(W, X)
+            make_fx(per_sample.norms(loss, budget=10**9))(W, X)
 
 
 class TestBytes:

@@ -109,7 +109,7 @@ class TestGramInChunks:
         more = {"others": numbers(7, 30, start=3.0)} if other else {}
         whole, least = (peak(per_sample.gram(scores, chunk_size=c), w, x, **more) for c in (12, 1))
         for budget in (whole, (whole + 3 * least) // 4):
-            f = per_sample.gram(scores, memory_budget=budget)
+            f = per_sample.gram(scores, budget=budget)
             f(w, x, **more)  # measures
             assert peak(f, w, x, **more) <= budget
             assert_same(f(w, x, **more), per_sample.gram(scores)(w, x, **more), eps=64)

@@ -120,7 +120,7 @@ WINGS = {
         1_660,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 2_740),
+    "per_sample": (("functx.per_sample",), 2_750),
     "jit, graph": (("functx._jit", "functx.graph"), 1_290),
     "private torch": (("functx._torch",), 790),
     "command line, demo": (("functx.__main__", "functx._demo"), 450),
