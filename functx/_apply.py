@@ -70,7 +70,7 @@ class RegionForward:
     @property
     def __globals__(self) -> Any:
         """What ``torch.jit.script`` reads first of a function."""
-        raise TypeError(
+        raise AttributeError(
             f"torch.jit.script can't read {self!r}; call functx.remove_remat(model) before"
         )
 
