@@ -297,7 +297,7 @@ def _within(joint: Joint, budget: int | float) -> set[fx.Node]:
 
 
 def _segments(joint: Joint) -> Iterator[dict[fx.Node, int]]:
-    """Segments of about the same bytes, which are cut near there where little is handed on."""
+    """Segments of the same bytes, and others that are cut near there where little is handed on."""
     last = joint.run[joint.nodes[-1]]
     nodes = [n for n in joint.nodes if joint.run[n] < last]
     sizes = [joint.size[n] if joint.memory[n] is n else 0 for n in nodes]
@@ -311,6 +311,7 @@ def _segments(joint: Joint) -> Iterator[dict[fx.Node, int]]:
     handed_on = [*itertools.accumulate(changes)]
     for count in _COUNTS:
         step, places = max(made[-1] / count, 1.0), range(len(nodes))
+        yield {node: int(n / step) for node, n in zip(nodes, made)}
         near = itertools.groupby(places, [round(n / step) for n in made].__getitem__)
         cuts = {min(group, key=handed_on.__getitem__) for j, group in near if 0 < j < count}
         yield dict(zip(nodes, itertools.accumulate(int(i - 1 in cuts) for i in places)))

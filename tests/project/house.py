@@ -121,7 +121,7 @@ WINGS = {
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_750),
-    "jit, graph": (("functx._jit", "functx.graph"), 1_290),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_300),
     "private torch": (("functx._torch",), 790),
     "command line, demo": (("functx.__main__", "functx._demo"), 450),
     "compat": (("functx.compat",), 11_000),
