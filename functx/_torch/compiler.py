@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,11 +103,11 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     a stage of the graph, which nodes have noted (NOTE [stages] of `functx._jit.backends`).
     """
     choices: Any = importlib.import_module("torch._inductor.choices").InductorChoices
+    stages = str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
 
     class Choices(choices):
         def uuid(self) -> Any:  # of what is kept on disk
-            stages = [n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes]
-            return "functx", 2, str(stages)
+            return "functx", 2, stages
 
         @staticmethod
         def can_fuse(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
@@ -114,8 +115,14 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
             scheduler.get_backend(one.get_device()).ready_to_flush = lambda: True
             return _fit(one, other) and bool(choices.can_fuse(scheduler, one, other, shared))
 
+    # Before torch 2.13 what is kept on disk goes by the class, as pickle names it.
+    Choices.__qualname__ = f"Choices_{hashlib.sha256(stages.encode()).hexdigest()[:16]}"
+    globals()[Choices.__qualname__] = Choices
     options = {"inductor_choices_class": Choices, **options}
-    run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
+    try:
+        run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
+    finally:
+        globals().pop(Choices.__qualname__, None)
     # It takes arguments, which live as long as it runs; inside of it is what takes a list, and
     # empties it.
     while getattr(run, "__name__", "") == "forward":
