@@ -128,13 +128,16 @@ def checkpoint(
     warn_if_later(function)
     policy, body = None, function
     if has_contexts and torch.is_grad_enabled():  # else they are not entered, as in torch
-        forward, replays = contexts = context_fn() or (None, None)
-        if not all(isinstance(context, AbstractContextManager) for context in contexts):
+        contexts = context_fn()
+        pair = contexts if isinstance(contexts, tuple) else ()
+        if [isinstance(c, AbstractContextManager) for c in pair] != [True, True]:
             raise TypeError(
                 f"checkpoint: context_fn returned {contexts!r}, expected two context managers: one "
                 "for the forward, one for replays."
             )
-        policy = getattr(forward, "policy_fn", None)  # of torch's selective checkpoint
+        forward, replays = pair
+        if type(forward).__module__ == torch_checkpoint.__module__:  # its selective checkpoint
+            policy = getattr(forward, "policy_fn", None)
         if policy is None:
             body = _entered(function, forward, replays)
         elif respect_saved_tensors_hooks and _torch.top_saved_tensor_hooks(True) is not None:

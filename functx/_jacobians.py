@@ -100,20 +100,26 @@ def _rows(
     if total == 0:
         return [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
 
-    def pull(units: list[Tensor]) -> list[Tensor]:
-        keep = chunk_size is not None and total > 1
+    def pull(units: list[Tensor], keep: bool) -> list[Tensor]:
         return _tree.leaves(pullback(_tree.unflatten(spec, units), retain_graph=keep))
 
-    def row(index: Tensor) -> list[Tensor]:
+    def row(index: Tensor, keep: bool) -> list[Tensor]:
         units = zip(every.split(sizes), outs)
-        return pull([(i == index).to(out.device, out.dtype).view(out.shape) for i, out in units])
+        ones = [(i == index).to(out.device, out.dtype).view(out.shape) for i, out in units]
+        return pull(ones, keep)
 
     if total == 1:
-        return [leaf.unsqueeze(0) for leaf in pull([torch.ones_like(out) for out in outs])]
+        return [leaf.unsqueeze(0) for leaf in pull([torch.ones_like(out) for out in outs], False)]
     every = torch.arange(total, device=outs[0].device)
-    if chunk_size == 1:
-        return [torch.stack(rows) for rows in zip(*map(row, every))]
-    return vmap(row, chunk_size=chunk_size)(every)
+    chunks = every.split(total if chunk_size is None else +chunk_size)
+    parts = []
+    for n, chunk in enumerate(chunks, 1):
+        one = functools.partial(row, keep=n < len(chunks))  # the last one frees the residuals
+        if chunk_size == 1:
+            parts.append([t.unsqueeze(0) for t in one(chunk[0])])
+        else:
+            parts.append(vmap(one)(chunk))
+    return parts[0] if len(parts) == 1 else [torch.cat(rows) for rows in zip(*parts)]
 
 
 @by_arguments
@@ -133,7 +139,7 @@ def jacfwd(
     @functools.wraps(of_torch)
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
-        _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
+        _validate.check_inputs(args, positions, "jacfwd(f)(*args)", _validate.OF_JVP)
         with _norms.around(args):
             return of_torch(*args)
 

@@ -197,7 +197,7 @@ def jvp(
     if torch.compiler.is_dynamo_compiling():
         return torch.func.jvp(func, primals, tangents, **options)
     api = "jvp(f, primals, tangents)"
-    _validate.check_inputs((primals,), (0,), api, no_tensor=RuntimeError)
+    _validate.check_inputs((primals,), (0,), api, _validate.OF_JVP)
     primals, tangents = taken_in("jvp", (primals, tangents))
     with _norms.around(primals):
         return made_inside(torch.func.jvp(func, primals, tangents, **options))

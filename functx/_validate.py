@@ -75,11 +75,14 @@ def resolve_argnums(argnums: Argnums, num_args: int, api: str) -> tuple[int, ...
     return positions
 
 
+OF_JVP = (RuntimeError, ValueError)  # torch's errors: of what is no tensor, or has no derivatives
+
+
 def check_inputs(
     args: Sequence[Any],
     positions: Sequence[int],
     api: str,
-    no_tensor: type[Exception] = ValueError,
+    errors: tuple[type[Exception], type[Exception]] = (ValueError, RuntimeError),
 ) -> None:
     """Raises unless every leaf of ``args`` at ``positions`` is a tensor with derivatives."""
     for position in positions:
@@ -88,12 +91,12 @@ def check_inputs(
                 name, remedy = type(leaf).__name__, "convert it with torch.as_tensor"
                 if dataclasses.is_dataclass(leaf):
                     remedy = f"make it a pytree, torch.utils._pytree.register_dataclass({name})"
-                raise no_tensor(
+                raise errors[0](
                     f"{api}: everything differentiated must be a Tensor, got {describe(leaf)} of "
                     f"type {name} in argument {position}; {remedy}, or don't differentiate it"
                 )
             if not has_derivatives(leaf):
-                raise RuntimeError(
+                raise errors[1](
                     f"{api}: only Tensors of floating point and complex dtype can require "
                     f"gradients, got dtype {leaf.dtype} in argument {position}; convert it with "
                     ".float(), or don't differentiate it"

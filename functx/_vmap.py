@@ -46,6 +46,9 @@ def vmap_by_keys(
 
     @functools.wraps(of_torch)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        given = _by_leaf(in_dims, args) if _has_dict(in_dims) else in_dims
+        if not _has_dict(out_dims):
+            return torch.func.vmap(func, given, out_dims, *options, **named)(*args, **kwargs)
         dims: Any = []  # of each result; torch looks when the function has returned
         structure: list[_tree.TreeSpec] = []
 
@@ -61,7 +64,6 @@ def vmap_by_keys(
                 ) from None
             return leaves
 
-        given = _by_leaf(in_dims, args) if _has_dict(in_dims) else in_dims
         results = torch.func.vmap(flat, given, dims, *options, **named)(*args, **kwargs)
         return _tree.unflatten(structure[0], results)
 

@@ -85,8 +85,7 @@ def _inside(x: Any) -> Sequence[Any] | None:
         return () if kind.__module__.startswith("functx.") else (*x, *x.values())
     if isinstance(x, _OPAQUE) or not hasattr(x, "__dict__"):
         return None
-    named = {n: v for n, v in vars(x).items() if not isinstance(v, dict) or v}  # hooks, mostly
-    return *named, *named.values()
+    return *vars(x), *(v for v in vars(x).values() if not isinstance(v, dict) or v)  # no hooks
 
 
 def _cells(f: Any) -> Iterator[Any]:

@@ -244,12 +244,18 @@ def is_dense(t: Any) -> bool:
     return type(t) in (torch.Tensor, FakeTensor, FunctionalTensor) and t.layout is torch.strided
 
 
+OUTLIVED = torch.__version__ < "2.13"  # whether a custom Function's node dies before its object
+
+
 def gradient_edge(t: torch.Tensor) -> Any:
     """Where the tape of ``t`` begins; ``t`` itself where it is a leaf."""
-    if t.grad_fn is None:
+    if t.grad_fn is None or (OUTLIVED and t.layout is not torch.strided):
         return t
-    with without_modes():  # no public way to make one that they don't see
-        return torch.autograd.graph.get_gradient_edge(t)
+    owner = None
+    if OUTLIVED and isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
+        with without_modes(), torch.enable_grad():
+            owner = t.view_as(t).grad_fn  # a node below which the other one lives
+    return GradientEdge(t.grad_fn, t.output_nr, owner)
 
 
 def detached_below_autograd(t: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Batch:
 
     def chunk(self, start: int, stop: int) -> Batch:
         """The examples from ``start`` to ``stop``, as views."""
+        if (start, stop) == (0, self.size):
+            return self  # which sparse tensors have no view of
         leaves = self._each(lambda leaf, dim: leaf.narrow(dim, start, stop - start))
         return replace(self, leaves=leaves, size=stop - start, start=self.start + start)
 

@@ -237,6 +237,7 @@ def _over_batch(
     shows_extras: bool,
 ) -> Callable[..., Any]:
     """A function of a batch, that runs a reduction of gradients over the examples."""
+    _validate.check_argnums(function.argnums, function.api)
     function.has_aux, function.compiled = wanted["aux"], compiled_by(function, compile)
     names = [name for name, is_wanted in wanted.items() if is_wanted]
 

@@ -172,6 +172,20 @@ def test_what_it_reads_is_read_at_each_call():
     check()
 
 
+def test_an_attribute_that_is_new_or_emptied_is_seen():
+    class Settings:
+        scales = {"one": 3.0}  # noqa: RUF012
+
+    settings = Settings()
+    f = lambda x: x * (2 if settings.scales else 3) * (5 if hasattr(settings, "more") else 7)
+    jitted, x = functx.jit(f, backend=as_traced), numbers(3)
+    assert_same(jitted(x), f(x))
+    settings.more = {}
+    assert_same(jitted(x), f(x))
+    settings.scales = {}
+    assert_same(jitted(x), f(x))
+
+
 def test_a_signature_is_traced_once():
     traced = []
 

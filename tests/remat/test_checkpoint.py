@@ -62,6 +62,8 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
         ({"early_stop": 0}, TypeError, "early_stop"),
         ({"debug": "yes"}, TypeError, "debug"),
         ({"context_fn": lambda: None}, TypeError, "two context"),
+        ({"context_fn": lambda: (contextlib.nullcontext(),) * 3}, TypeError, "two context"),
+        ({"context_fn": contextlib.nullcontext}, TypeError, "two context"),
         ({"preserve_rng_state": "no"}, ValueError, "preserve_rng"),
         # As torch's.
         ({"use_reentrant": True, "scale": 2.0}, ValueError, "scale"),
@@ -72,6 +74,21 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
 def test_wrong_options_are_an_error(options, error, message):
     with pytest.raises(error, match=message):
         functx.checkpoint(body, X, **options)
+
+
+def test_contexts_of_the_users_are_entered_whatever_attributes_they_have():
+    entered = []
+
+    class Context(contextlib.nullcontext):
+        policy_fn = "own"
+
+        def __enter__(self):
+            entered.append(self)
+
+    pair = Context(), Context()
+    x = X.clone().requires_grad_()
+    functx.checkpoint(body, x, use_reentrant=False, context_fn=lambda: pair).sum().backward()
+    assert entered == [*pair]
 
 
 def test_it_is_a_decorator_too_of_what_is_callable():

@@ -193,6 +193,20 @@ def test_a_sparse_constant_of_regions_in_regions(sparse):
     assert_same(program(functx.remat), program(identity))
 
 
+@pytest.mark.parametrize("way", ["backward", "vjp"])
+def test_a_sparse_result_of_regions_in_regions(way):
+    def program(remat):
+        f = remat(lambda x: remat(lambda x: (2 * x).to_sparse())(x.sin()))
+        x = numbers(4, 3)
+        if way == "vjp":
+            out, pullback = functx.vjp(f, x)
+            return out.to_dense(), pullback(x.to_sparse())[0].to_dense()
+        x.requires_grad_()
+        return torch.autograd.grad((f(x).to_dense() * x).sum(), x)
+
+    assert_same(program(functx.remat), program(identity))
+
+
 VECTOR, W, BATCH = numbers(4), numbers(4, start=1.0), numbers(3, 4)
 
 

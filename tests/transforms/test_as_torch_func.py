@@ -63,6 +63,21 @@ def test_chunks_of_jacrev_change_nothing(chunk_size, preallocate):
     assert_same(transforms.jacrev(f, **options)(x), torch_func.jacrev(f)(x))
 
 
+def test_chunks_of_jacrev_take_less_and_the_last_frees_what_is_kept():
+    weights = [numbers(64, 64) / 8 for _ in range(10)]
+
+    def f(x):
+        for w in weights:
+            x = torch.tanh(x @ w)
+        return x.sum(0)[:8]
+
+    x = numbers(512, 64)
+    jacobian, kept = 8 * x.nbytes, 10 * x.nbytes
+    for chunk_size in (1, 2, 4):
+        peak = functx.memory.peak(transforms.jacrev(f, chunk_size=chunk_size), x)
+        assert peak <= max(kept + jacobian, 2 * jacobian) + (chunk_size + 1) * x.nbytes
+
+
 @pytest.mark.parametrize("name", ["jacrev", "grad", "grad_and_value", "vjp"])
 def test_aux_is_handed_out(name):
     def f(x):

@@ -139,6 +139,11 @@ def test_dimensions_that_vmap_takes_go_by_key(chunk_size):
         functx.vmap(fit, in_dims=(None, {"v": 0}))(PARAMS, BATCH)
 
 
+def test_dimensions_of_dicts_leave_those_of_results_as_torch_reads_them():
+    f = functx.vmap(lambda d: d["u"], ({"u": 0, "v": None},), out_dims=(0,))
+    assert_same(f({"u": BATCH["u"], "v": 1.0}), BATCH["u"])
+
+
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_dimensions_that_vmap_gives_go_by_key(chunk_size):
     f = lambda x: {"a": x.expand(3, 2), "b": [2 * x.expand(5, 2), x.sum()]}
