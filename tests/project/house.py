@@ -95,7 +95,7 @@ WINGS = {
             *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
             *("functx._validate", "functx._errors", "functx._lines", "functx"),
         ),
-        1_600,
+        1_610,
     ),
     "policies": (
         (
@@ -117,12 +117,12 @@ WINGS = {
             *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
             "functx._distributed",
         ),
-        1_660,
+        1_670,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_750),
     "jit, graph": (("functx._jit", "functx.graph"), 1_300),
-    "private torch": (("functx._torch",), 790),
+    "private torch": (("functx._torch",), 800),
     "command line, demo": (("functx.__main__", "functx._demo"), 450),
     "compat": (("functx.compat",), 11_000),
 }
