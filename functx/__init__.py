@@ -14,7 +14,7 @@ Transforms:
 Recompute:
     remat: compute a function's intermediates again in the backward, instead of keeping them.
     checkpoint, checkpoint_sequential: drop-ins for torch.utils.checkpoint.
-    apply_remat, remove_remat: regions of a model's submodules.
+    apply_remat, remove_remat, remat_regions: regions of a model's submodules.
     patch_checkpoint: other people's torch.utils.checkpoint calls become functx's.
     remat_scan, remat_loop, remat_sequential: loops and chains that keep a few states.
     checkpoint_policies, checkpoint_name: what a region keeps, by operator, size or name.
@@ -46,6 +46,7 @@ from functx import graph as graph
 from functx import memory as memory
 from functx import per_sample as per_sample
 from functx._apply import apply_remat as apply_remat
+from functx._apply import remat_regions as remat_regions
 from functx._apply import remove_remat as remove_remat
 from functx._checkpoint import checkpoint as checkpoint
 from functx._checkpoint import checkpoint_sequential as checkpoint_sequential

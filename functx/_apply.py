@@ -196,6 +196,23 @@ def remove_remat(model: M, where: _submodules.Where | None = None) -> M:
     return model
 
 
+def remat_regions(model: nn.Module) -> list[str]:
+    """The names of a model's modules that are regions, in their order; ``""`` is the model itself.
+
+    Example:
+        >>> import torch, functx
+        >>> net = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+        >>> functx.remat_regions(functx.apply_remat(net, "[12]"))
+        ['1', '2']
+    """
+    _check_model(model, "remat_regions")
+    return [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, RematModule) or isinstance(vars(m).get("forward"), RegionForward)
+    ]
+
+
 def _check_model(model: Any, caller: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: expected an nn.Module first, got {type(model).__name__}.")

@@ -95,7 +95,12 @@ class Batch:
 
         in_dims = tuple(self.dims[number] for number in mapped)
         rows = [self.leaves[number] for number in mapped]
-        return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+        try:
+            return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+        except RuntimeError as error:
+            if "randomness error mode" in str(error):
+                error.add_note("per_sample: give it randomness='different', or 'same'.")
+            raise
 
     def signature(self) -> tuple[Any, ...]:
         """What two batches share that differ in values and in the number of examples only."""

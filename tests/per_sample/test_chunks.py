@@ -161,6 +161,12 @@ class TestRandomness:
         assert_same(rows, torch.randn(3, dtype=DTYPE).expand(B, 3), eps=2)
 
 
+def test_random_numbers_that_nobody_allowed_are_an_error_that_says_how():
+    with pytest.raises(RuntimeError, match="random") as caught:
+        per_sample.grads(noisy)(W, X)
+    assert "per_sample: give it randomness='different'" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_both_passes_see_the_same_random_numbers(passes):
     torch.manual_seed(5)

@@ -326,6 +326,17 @@ def test_a_model_with_regions_that_is_scripted_is_an_error_that_names_remove_rem
         torch.jit.script(functx.apply_remat(Model(), "layers.*"))
 
 
+def test_regions_are_listed():
+    model = Model()
+    assert functx.remat_regions(model) == []
+    functx.apply_remat(model, ["layers.0", "layers.2"])
+    model.layers[1] = functx.remat(nn.Linear(3, 3))
+    assert functx.remat_regions(model) == ["layers.0", "layers.1", "layers.2"]
+    assert functx.remat_regions(functx.remat(nn.Linear(3, 3))) == [""]
+    with pytest.raises(TypeError, match=r"remat_regions.*nn\.Module"):
+        functx.remat_regions(functx.remat(torch.sin))
+
+
 def test_some_can_be_removed():
     model = functx.apply_remat(Model(), Layer)
     functx.remove_remat(model, ["layers.0", "layers.2"])
