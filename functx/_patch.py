@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from functx import _pullback
 from functx._checkpoint import checkpoint
 from functx._torch import compiler
 
@@ -47,6 +48,7 @@ class Patch:
                 _exchange(torch_checkpoint, patched_checkpoint)
             elif _active == 0 < was:
                 _exchange(patched_checkpoint, torch_checkpoint)
+            _pullback.allows_requires_grad = _active > 0
 
     def __enter__(self) -> Patch:
         self._put(True)
@@ -79,9 +81,9 @@ def patch_checkpoint() -> Patch:
     compiler's own implementation.
 
     A function that was stored elsewhere before stays torch's: call Hugging Face's
-    ``gradient_checkpointing_enable`` while the patch is in place, as it stores a partial. Under
-    transforms call ``model.disable_input_require_grads()`` too: it hangs a hook for the reentrant
-    checkpoint on the embeddings, which torch refuses there and functx does not need. A backward
+    ``gradient_checkpointing_enable`` while the patch is in place, as it stores a partial. It also
+    hangs a hook for the reentrant checkpoint on the embeddings, which calls ``requires_grad_``:
+    torch refuses that in `grad` and the like, but not where the patch is in place. A backward
     pass may come after the patch, unless checkpoints are nested: a replay has to find the inner
     ones as the forward did, else it raises `ReplayError`.
 

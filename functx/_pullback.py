@@ -20,7 +20,7 @@ forward pass never saw, and its derivative would be silently zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,23 @@ from functx._remat import made_inside, taken_in
 from functx._torch import compiler, gradient_edge
 
 _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks."
-_HOOKS_NOTE = (
-    "torch.utils.checkpoint, torch.autograd.graph.save_on_cpu and saved_tensors_hooks work through "
-    "saved tensor hooks, which can't follow tensors through functorch levels. functx needs none: "
-    "call a model that checkpoints itself, of Hugging Face say, under functx.patch_checkpoint(); "
-    "in your own code write functx.remat(f)(*args), or functx.checkpoint(f, *args). In place of "
-    "save_on_cpu: functx.remat(f, policy=checkpoint_policies.offload(policy))."
-)
+# Whether functions may call ``requires_grad_``: a hook of Hugging Face's asks it of embeddings.
+allows_requires_grad = False  # but for `functx.patch_checkpoint`
+
+# By words of an error of torch's: the way out.
+_NOTES = {
+    "support saved tensor hooks": "torch.utils.checkpoint, save_on_cpu and saved_tensors_hooks of "
+    "torch.autograd.graph work through saved tensor hooks, which can't follow tensors through "
+    "functorch levels. functx needs none: call a model that checkpoints itself under "
+    "functx.patch_checkpoint(), one of Hugging Face's also its gradient_checkpointing_enable(); in "
+    "your own code write functx.remat(f)(*args), or functx.checkpoint(f, *args). In place of "
+    "save_on_cpu: functx.remat(f, policy=checkpoint_policies.offload(policy)).",
+    "Tensor.requires_grad_()": "If this is the hook that Hugging Face's "
+    "gradient_checkpointing_enable() leaves on the embeddings: regions need none, call "
+    "model.disable_input_require_grads(); or do all under functx.patch_checkpoint().",
+    "override the setup_context": "If this is torch.utils.checkpoint with use_reentrant=True: call "
+    "it under functx.patch_checkpoint(), or use functx.checkpoint.",
+}
 
 
 class Pullback:
@@ -216,12 +226,13 @@ def record(
 def _hooks_disabled() -> Iterator[None]:
     """No saved-tensor hooks inside: an error says what to use instead."""
     try:
-        with disable_saved_tensors_hooks(_HOOKS_MESSAGE):
+        allowed = _torch.allow_requires_grad(True) if allows_requires_grad else nullcontext()
+        with disable_saved_tensors_hooks(_HOOKS_MESSAGE), allowed:
             yield
     except RuntimeError as error:
-        notes = getattr(error, "__notes__", ())
-        if "support saved tensor hooks" in str(error) and _HOOKS_NOTE not in notes:
-            error.add_note(_HOOKS_NOTE)
+        for words, note in _NOTES.items():
+            if words in str(error) and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
         raise
 
 

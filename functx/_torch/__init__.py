@@ -65,6 +65,7 @@ enter_grad, leave_grad = _F._grad_increment_nesting, _F._grad_decrement_nesting
 enter_vmap, leave_vmap = _F._vmap_increment_nesting, _F._vmap_decrement_nesting
 enter_functionalize, leave_functionalize = _F._func_increment_nesting, _F._func_decrement_nesting
 grad_level = _eager_transforms.grad_increment_nesting  # as a context
+allow_requires_grad = _eager_transforms.enable_inplace_requires_grad
 current_interpreter = _pyfunctorch.retrieve_current_functorch_interpreter
 cleared_interpreter_stack = _pyfunctorch.temporarily_clear_interpreter_stack
 enter_jvp_nesting = _eager_transforms.enter_jvp_nesting
@@ -217,7 +218,7 @@ def alive(t: torch.Tensor) -> torch.Tensor:
 
 def require_grad(t: torch.Tensor) -> torch.Tensor:
     """``t.requires_grad_()``, also for a wrapper inside a transform."""
-    with _eager_transforms.enable_inplace_requires_grad(True):
+    with allow_requires_grad(True):
         return t.requires_grad_()
 
 

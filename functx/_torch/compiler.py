@@ -116,7 +116,8 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
             return _fit(one, other) and bool(choices.can_fuse(scheduler, one, other, shared))
 
     # Before torch 2.13 what is kept on disk goes by the class, as pickle names it.
-    Choices.__qualname__ = f"Choices_{hashlib.sha256(stages.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256
+    Choices.__qualname__ = f"Choices_{digest(stages.encode()).hexdigest()[:16]}"
     globals()[Choices.__qualname__] = Choices
     options = {"inductor_choices_class": Choices, **options}
     try:

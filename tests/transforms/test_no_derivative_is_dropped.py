@@ -163,6 +163,20 @@ def test_an_error_names_what_to_use_in_place_of_torchs_checkpoint(name):
     assert "functx.checkpoint" in note
 
 
+@pytest.mark.parametrize(
+    ("f", "way_out"),
+    [
+        (lambda x: x.sin().requires_grad_().sum(), "disable_input_require_grads()"),
+        (lambda x: checkpoint(torch.sin, x, use_reentrant=True).sum(), "functx.patch_checkpoint()"),
+    ],
+)
+def test_an_error_of_torchs_about_checkpointing_names_the_way_out(f, way_out):
+    with pytest.raises(RuntimeError) as caught:
+        functx.grad(f)(numbers(3))
+    (note,) = caught.value.__notes__
+    assert way_out in note
+
+
 VECTOR = numbers(4)
 EYE = torch.eye(4, dtype=DTYPE)
 

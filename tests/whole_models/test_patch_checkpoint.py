@@ -31,6 +31,21 @@ def imported_later(x):
     return module.theirs(torch.sin, x, use_reentrant=False)
 
 
+def test_hooks_that_ask_embeddings_for_gradients_work_under_transforms_while_it_lasts():
+    embedding = nn.Linear(4, 4).double()
+
+    def hook(module, args, out):
+        out.requires_grad_(True)
+
+    f = functx.vmap(functx.grad(lambda x: checkpoint(torch.sin, embedding(x)).sum()))
+    with functx.patch_checkpoint():
+        expected = f(X)
+        embedding.register_forward_hook(hook)
+        assert_same(f(X), expected)
+    with pytest.raises(RuntimeError, match="requires_grad_"):
+        functx.vmap(functx.grad(lambda x: embedding(x).sum()))(X)
+
+
 WAYS = {
     "attribute of torch": lambda x: theirs.checkpoint(torch.sin, x, use_reentrant=False),
     "imported before": imported_before,
