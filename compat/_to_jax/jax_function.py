@@ -24,6 +24,7 @@ from functx.compat._bridge import (
     check_fits,
     function_of,
     function_with_buffers,
+    is_key,
     state_of,
     teach_jax,
     to_jax_dtype,
@@ -238,11 +239,7 @@ class Lowered:
 
 
 def _is_key(x: Any) -> bool:
-    if not isinstance(x, jax.Array):
-        return False
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) or (
-        x.dtype == jnp.uint32 and x.ndim == 1
-    )
+    return is_key(x) or (isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.ndim == 1)
 
 
 def _leaf(f: Lowered, path: Any, x: Any) -> Any:
@@ -253,7 +250,7 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
             " with jnp.asarray(x.numpy()), or call the torch function itself"
         )
     if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return _words(x, where)
         # Weak types would leak into results, and a scan's carry must keep its type.
         return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
