@@ -69,7 +69,8 @@ def array_from_torch(x: Tensor, what: str = "a tensor", held: jax.Array | None =
 def _same_bits(values: np.ndarray[Any, Any], array: jax.Array) -> bool:
     if array.is_deleted() or (values.shape, values.dtype) != (array.shape, array.dtype):
         return False
-    return np.array_equal(*(np.ravel(v).view(np.uint8) for v in (values, np.asarray(array))))
+    bits, held = (np.ravel(v).view(np.uint8) for v in (values, np.asarray(array)))
+    return np.array_equal(bits, held)
 
 
 def _values(x: Tensor, what: str) -> np.ndarray[Any, Any]:
