@@ -154,10 +154,10 @@ def _report(options: argparse.Namespace) -> Any:
     names = ("transforms", "argnums", "in_dims", "rtol", "atol", "repeats")
     try:
         from functx.compat import crosscheck
-
-        return crosscheck(f, *args, kwargs=kwargs, **{n: getattr(options, n) for n in names})
     except ImportError as error:
         raise CommandError(str(error)) from None
+    try:
+        return crosscheck(f, *args, kwargs=kwargs, **{n: getattr(options, n) for n in names})
     except Exception as error:
         # One note is about tracebacks, of which there are none here.
         notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
@@ -183,7 +183,7 @@ def _named(text: str, module: Any) -> tuple[Any, Any]:
 
 
 def _module(where: str) -> Any:
-    path = Path(where)
+    path, name = Path(where), Path(where).stem
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
         raise CommandError(f"there is no file {where}")
@@ -192,8 +192,12 @@ def _module(where: str) -> Any:
         if not is_file:
             return importlib.import_module(where)
         # By its path: it may be named like a module that is loaded, ``random.py``.
-        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
+        while (module := sys.modules.get(name)) is not None:
+            if getattr(module, "__file__", None) == str(path.resolve()):
+                return module
+            name += "_"
+        spec: Any = importlib.util.spec_from_file_location(name, path.resolve())
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
     except Exception as error:

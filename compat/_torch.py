@@ -58,6 +58,10 @@ from functx._torch import SingleLevelFunction, apply_at_level
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Held while a function is traced: the tracer's settings are global to the process.  One lock for
+# both directions, as a torch function may call one of JAX, and that again one of torch.
+TRACING = threading.RLock()
+
 
 def _outward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
     """A frame and those around it, each with the name of its module."""

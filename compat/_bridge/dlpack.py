@@ -36,12 +36,13 @@ _AS_BITS = {
 ALIGNMENT = 64
 
 
-def array_from_torch(x: Tensor, what: str = "a tensor") -> jax.Array:
+def array_from_torch(x: Tensor, what: str = "a tensor", held: jax.Array | None = None) -> jax.Array:
     """Copy a torch tensor into a JAX array.
 
     Args:
         x: a dense tensor of any shape, dtype, device and layout of strides.
         what: names the tensor in messages.
+        held: an earlier array of the tensor, returned if it still has the tensor's values.
 
     Returns:
         An array of the same shape and values; ``int64`` becomes ``int32`` with x64 off, if the
@@ -58,9 +59,18 @@ def array_from_torch(x: Tensor, what: str = "a tensor") -> jax.Array:
     """
     values = _values(x, what)
     check_fits(values, what)
+    if held is not None and _same_bits(values.astype(to_jax_dtype(x.dtype), copy=False), held):
+        return held
     # Also while a function is being traced by JAX, the result is an array, not a tracer.
     with jax.ensure_compile_time_eval():
         return jnp.array(values, dtype=to_jax_dtype(x.dtype), copy=True)
+
+
+def _same_bits(values: np.ndarray[Any, Any], array: jax.Array) -> bool:
+    if array.is_deleted() or (values.shape, values.dtype) != (array.shape, array.dtype):
+        return False
+    bits, held = (np.ravel(v).view(np.uint8) for v in (values, np.asarray(array)))
+    return np.array_equal(bits, held)
 
 
 def _values(x: Tensor, what: str) -> np.ndarray[Any, Any]:

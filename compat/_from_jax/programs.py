@@ -23,7 +23,6 @@ transpose: cotangents are conjugated on their way in and on their way out.
 from __future__ import annotations
 
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ import numpy as np
 
 from functx.compat._bridge import Settings, decoder, encode
 from functx.compat._jax import batch_dim_of
+from functx.compat._torch import TRACING
 
 Arrays = Sequence[Any]
 Function = Callable[..., Any]
@@ -66,15 +66,11 @@ class Program:
         irreversible: whether there is no forward half.
     """
 
-    def __init__(
-        self, fn: Function, name: str, settings: Settings, tracing: threading.RLock | None = None
-    ) -> None:
+    def __init__(self, fn: Function, name: str, settings: Settings) -> None:
         self.name = name
         self.handle = f"{name} {secrets.token_hex(8)}"
         self.settings = settings
         self.info: Any = None
-        # Held while this program, or one it was derived from, is traced.
-        self._tracing = threading.RLock() if tracing is None else tracing
         # Without jit nothing is traced, and residuals can't be told from constants.
         self._traced = self.irreversible = bool(settings.disable_jit)
         # What derived programs call: JAX traces it once.
@@ -100,7 +96,7 @@ class Program:
 
     def shapes(self, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the results."""
-        with self._tracing:
+        with TRACING:
             return jax.eval_shape(self._run, *arrays)
 
     def _derive(
@@ -114,7 +110,7 @@ class Program:
             def derived(*arrays: Any) -> list[Any]:
                 return fn(made, *arrays)
 
-            made = Program(derived, f"{kind}({self.name})", self.settings, self._tracing)
+            made = Program(derived, f"{kind}({self.name})", self.settings)
             program = self._derived.setdefault((kind, *key), made)
         return program
 

@@ -24,6 +24,7 @@ from functx.compat._bridge import (
     check_fits,
     function_of,
     function_with_buffers,
+    is_key,
     state_of,
     teach_jax,
     to_jax_dtype,
@@ -34,7 +35,7 @@ from functx.compat._to_jax.environment import device_of, environment_of
 from functx.compat._to_jax.interpreter import Interpreter, Observe
 from functx.compat._to_jax.refusals import check
 from functx.compat._to_jax.trace.trace import FunctionalGraph, Spec, trace
-from functx.compat._torch import original_of
+from functx.compat._torch import TRACING, original_of
 from functx.compat.random._draws import lowering
 
 _STATIC = (bool, int, float, complex, str, bytes, type(None))
@@ -158,6 +159,7 @@ class Lowered:
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = getattr(f, "__doc__", None)
         self._programs: dict[tuple[Hashable, Hashable], Signature] = {}
+        self._arrays: dict[int, tuple[torch.Tensor, jax.Array]] = {}
 
     def __repr__(self) -> str:
         return f"to_jax({self.__name__})"
@@ -203,8 +205,16 @@ class Lowered:
         )
         environment = environment_of(self.__wrapped__)
         key = ((kinds, tree, x64_enabled()), environment)
-        if key not in self._programs:
-            if sum(signature == key[0] for signature, _ in self._programs) == _MANY_TRACES:
+        found = self._programs.get(key)
+        if found is None:
+            traces = sum(signature == key[0] for signature, _ in list(self._programs))
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+                self._arrays.clear()
+            device = device_of(environment)
+            found = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device)
+            self._programs[key] = found
+            if traces == _MANY_TRACES:
                 warnings.warn(
                     f"{self!r} has been traced {_MANY_TRACES} times for arguments of one signature:"
                     " what it closes over (a number, a list, a global counter) is another one at"
@@ -212,24 +222,24 @@ class Lowered:
                     " object, which is read when tracing only",
                     stacklevel=3,
                 )
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.clear()
-            device = device_of(environment)
-            self._programs[key] = _trace(self.__wrapped__, leaves, kinds, tree, self._rng, device)
-        return self._programs[key], arrays
+        return found, arrays
 
     def captured(self, program: FunctionalGraph) -> list[jax.Array]:
-        """The current values of the tensors that a program closes over."""
+        """The current values of the tensors that a program closes over.
+
+        Calls share the array of a tensor that keeps its values: one ``jit`` has it as one constant.
+        """
         what = f"a tensor closed over by {self.__name__}"
-        return [array_from_torch(t, what) for t in program.captures]
+        arrays = []
+        for t in program.captures:
+            _, held = self._arrays.get(id(t), (t, None))
+            arrays.append(array_from_torch(t, what, held))
+            self._arrays[id(t)] = t, arrays[-1]
+        return arrays
 
 
 def _is_key(x: Any) -> bool:
-    if not isinstance(x, jax.Array):
-        return False
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) or (
-        x.dtype == jnp.uint32 and x.ndim == 1
-    )
+    return is_key(x) or (isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.ndim == 1)
 
 
 def _leaf(f: Lowered, path: Any, x: Any) -> Any:
@@ -240,7 +250,7 @@ def _leaf(f: Lowered, path: Any, x: Any) -> Any:
             " with jnp.asarray(x.numpy()), or call the torch function itself"
         )
     if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return _words(x, where)
         # Weak types would leak into results, and a scan's carry must keep its type.
         return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
@@ -306,7 +316,7 @@ def _trace(
 
     specs = [kind for kind in kinds if isinstance(kind, Spec)]
     name = getattr(f, "__name__", type(f).__name__)
-    with torch.enable_grad(), torch.inference_mode(False), lowering():
+    with TRACING, torch.enable_grad(), torch.inference_mode(False), lowering():
         program = trace(flat, [Spec(s.shape, s.dtype, device) for s in specs], name)
     check(program, rng)
     for spec in specs:

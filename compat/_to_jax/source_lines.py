@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import inspect
 import linecache
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
 
 import jax
 import torch
@@ -45,17 +48,29 @@ class Source:
         return f"{self.file}:{self.line} in {self.function}"
 
 
+def _users(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str] | None:
+    """File, line and function of the first frame that is the user's."""
+    for frame, line in frames:
+        code = frame.f_code
+        if not code.co_filename.startswith(_INTERNAL):
+            return code.co_filename, line, code.co_name
+    return None
+
+
 def note_source() -> None:
     """Note the line of the user that runs; the nodes that are made next have it.
 
     Only under ``torch.fx.traceback.preserve_node_meta()``.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        frame = frame.f_back
-    if frame is not None:
-        code = frame.f_code
-        set_stack_trace([f"{_MARK}{code.co_filename}\n{frame.f_lineno}\n{code.co_name}"])
+    if found := _users(walk_stack(inspect.currentframe())):
+        set_stack_trace([_MARK + "\n".join(map(str, found))])
+
+
+def at_line(error: BaseException | None = None) -> str:
+    """As `at_source`, of the line that runs now, or that raised an error."""
+    now = walk_stack(inspect.currentframe())
+    found = _users(now if error is None else reversed([*walk_tb(error.__traceback__)]))
+    return "" if found is None else " at {}:{} in {}".format(*found)
 
 
 def source_of(node: Node) -> Source | None:

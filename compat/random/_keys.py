@@ -33,10 +33,6 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _rotate_left(x: Tensor, by: int) -> Tensor:
-    return (x << by) | _shift_right(x, 32 - by)
-
-
 def threefry2x32(key: tuple[Tensor, Tensor], high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Hash pairs of words under a pair of key words; all ``int32``, broadcast together."""
     ks = (*key, key[0] ^ key[1] ^ _PARITY)
@@ -44,7 +40,7 @@ def threefry2x32(key: tuple[Tensor, Tensor], high: Tensor, low: Tensor) -> tuple
     for i in range(5):
         for by in _ROTATIONS[i % 2]:
             a = a + b
-            b = _rotate_left(b, by) ^ a
+            b = ((b << by) | _shift_right(b, 32 - by)) ^ a
         a = a + ks[(i + 1) % 3]
         b = b + (ks[(i + 2) % 3] + (i + 1))
     return a, b

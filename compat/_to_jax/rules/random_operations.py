@@ -84,10 +84,6 @@ def _poisson(x: Any, *_: Any, ctx: Any) -> Any:
     return jax.random.poisson(ctx.key(), lax.stop_gradient(x), ctx.shape)
 
 
-def _gamma(x: Any, *_: Any, ctx: Any) -> Any:
-    return jax.random.gamma(ctx.key(), x, ctx.shape, ctx.dtype)
-
-
 def _dirichlet(x: Any, *_: Any, ctx: Any) -> Any:
     return jax.random.dirichlet(ctx.key(), x, x.shape[:-1], ctx.dtype)
 
@@ -99,7 +95,7 @@ def _binomial(n: Any, p: Any, *_: Any, ctx: Any) -> Any:
 rules(
     {
         "_sample_dirichlet": _dirichlet,
-        "_standard_gamma": _gamma,
+        "_standard_gamma": lambda x, *_, ctx: jax.random.gamma(ctx.key(), x, ctx.shape, ctx.dtype),
         "bernoulli": _bernoulli,
         "bernoulli.p": lambda x, p=0.5, *, ctx, **_: _bernoulli(x, p, ctx=ctx),
         "binomial": _binomial,

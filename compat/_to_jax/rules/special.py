@@ -172,7 +172,8 @@ def _erfcx(x: Any) -> Any:
     bound = 25.0 if x.dtype == jnp.float64 else 9.0
     is_far = x > bound
     near, far = jnp.where(is_far, 0, x), jnp.where(is_far, x, bound)
-    z, term, total = 0.5 / far**2, 1.0, 1.0
+    z = 0.5 / far**2
+    term = total = jnp.ones_like(z)
     for k in range(1, 8):
         term = term * -(2 * k - 1) * z
         total = total + term

@@ -30,10 +30,6 @@ def _zeros(*_: Any, ctx: Any, **__: Any) -> Any:
     return jnp.zeros(ctx.shape, ctx.dtype)
 
 
-def _ones(*_: Any, ctx: Any, **__: Any) -> Any:
-    return jnp.ones(ctx.shape, ctx.dtype)
-
-
 @jax.custom_jvp
 def straight_through(value: Any, gradient_of: Any) -> Any:
     """The value of one array with the derivative of another, to the bit (nothing is added)."""
@@ -45,14 +41,6 @@ def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
     return straight_through(*primals), tangents[1]
 
 
-def _flip(x: Any, dims: Ints) -> Any:
-    return jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x
-
-
-def _permute(x: Any, dims: Ints) -> Any:
-    return jnp.transpose(x, tuple(dims)) if x.ndim else x
-
-
 rules(
     {
         "alias clone lift lift_fresh _to_copy prims::view_of prims::copy_strided": _same,
@@ -61,12 +49,12 @@ rules(
         "detach": lambda x: lax.stop_gradient(x),
         "diagonal": jnp.diagonal,
         "empty new_empty empty_like empty_strided new_empty_strided empty_permuted": _zeros,
-        "flip prims::rev": _flip,
+        "flip prims::rev": lambda x, dims: jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x,
         "functx::identity": _same,
         "functx::straight_through": straight_through,
         "logspace": lambda a, b, steps, base=10.0, **_: jnp.logspace(a, b, steps, base=base),
-        "ones ones_like new_ones": _ones,
-        "permute prims::transpose": _permute,
+        "ones ones_like new_ones": lambda *_, ctx, **__: jnp.ones(ctx.shape, ctx.dtype),
+        "permute prims::transpose": lambda x, dims: jnp.transpose(x, tuple(dims)) if x.ndim else x,
         "prims::broadcast_in_dim": lambda x, shape, dims: lax.broadcast_in_dim(x, shape, dims),
         "prims::collapse prims::collapse_view prims::split_dim prims::squeeze": _shaped,
         "prims::iota": lambda n, *, start, step, **_: jnp.arange(n) * step + start,

@@ -79,10 +79,6 @@ def lift_constants(
     return [tensor for tensor, _ in lifted.values()]
 
 
-def _is_functional(module: GraphModule) -> bool:
-    return not any(is_mutable(node.target) for m in modules_of(module) for node in m.graph.nodes)
-
-
 def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> GraphModule:
     """Trace a graph again, functionalized, until no node writes.
 
@@ -98,7 +94,7 @@ def functional(module: GraphModule, again: Again, mode: FakeTensorMode) -> Graph
         LoweringError: if an operation has no functional form.
     """
     for _ in range(_MOST_PASSES):
-        if _is_functional(module):
+        if not any(is_mutable(n.target) for m in modules_of(module) for n in m.graph.nodes):
             break
         specs = [p.meta["val"] for p in placeholders(module)]
         with mode:

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from functx import _torch as engine
 from functx._errors import LoweringError
-from functx.compat._to_jax.source_lines import note_source
+from functx.compat._to_jax.source_lines import at_line, note_source
 from functx.compat._to_jax.trace.composites import RECURRENT, REPLACED, layer_by_layer
 from functx.compat._to_jax.trace.distribution_checks import is_check
 from functx.compat._to_jax.trace.functions import within
@@ -348,6 +348,6 @@ def _data_dependent(func: OpOverload) -> LoweringError:
         else "has a result whose shape or value depends on data"
     )
     return LoweringError(
-        f"{func} {how}; JAX compiles a function before it sees data. Use torch.where, masks or"
-        " fixed sizes, or pass the value as a static Python argument."
+        f"{func} {how}{at_line()}; JAX compiles a function before it sees data. Use torch.where,"
+        " masks or fixed sizes, or pass the value as a static Python argument."
     )

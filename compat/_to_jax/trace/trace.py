@@ -23,6 +23,7 @@ from functx._errors import LoweringError
 from functx._remat import keep_regions, on_name
 from functx._torch import graphs
 from functx.compat._to_jax.rules.table import decompositions
+from functx.compat._to_jax.source_lines import at_line
 from functx.compat._to_jax.trace.distribution_checks import heed
 from functx.compat._to_jax.trace.functional import drop_writes_to_inputs, functional, lift_constants
 from functx.compat._to_jax.trace.functions import Interceptor, isolate
@@ -132,14 +133,14 @@ def _run(
     except RuntimeError as err:
         if _NO_DATA in str(err) or graphs.reads_values(err):
             raise LoweringError(
-                "an operation reads the values of a tensor while the function is traced (numpy(),"
-                " indices or sizes given as a tensor, for example): compute with the tensor, or"
-                " pass them as Python numbers"
+                f"an operation reads the values of a tensor{at_line(err)} (numpy(), indices or"
+                " sizes given as a tensor, for example) while the function is traced: compute with"
+                " the tensor, or pass them as Python numbers"
             ) from err
         if _COMPILED in str(err):
             raise LoweringError(
-                f"{name} calls what torch.compile made, which a trace can't look into: call the"
-                " function or module itself, JAX compiles it"
+                f"{name} calls what torch.compile made{at_line(err)}, which a trace can't look"
+                " into: call the function or module itself, JAX compiles it"
             ) from err
         raise
     finally:

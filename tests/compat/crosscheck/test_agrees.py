@@ -261,6 +261,14 @@ def test_a_moved_cut_fails_the_assertion_and_names_the_region():
     assert "DIFFERENT" in str(report)
 
 
+def test_what_a_region_closes_over_is_kept_by_neither():
+    w = torch.randn(5, 5)
+    net = torch.nn.BatchNorm1d(5).eval()
+    report = crosscheck(functx.remat(lambda x: net(torch.tanh(x @ w))), torch.randn(3, 5))
+    report.assert_agrees()
+    assert report.kept_jax.activations == 0
+
+
 def test_what_several_regions_take_counts_for_the_first():
     def f(x):
         y = x.exp()

@@ -145,6 +145,8 @@ def test_no_operation_to_blame_says_what_else_there_is():
 
 
 NET = """
+from __future__ import annotations
+import dataclasses, pickle, typing
 import torch, functx
 
 def loss(w, x, scale=1.0):
@@ -156,6 +158,16 @@ def inputs():
 def keywords():
     return {"w": torch.randn(3, 3), "x": torch.randn(4, 3)}
 
+@dataclasses.dataclass
+class Size:
+    n: typing.ClassVar[Number] = 3
+
+class Number: ...
+
+def missing(x):
+    import no_such_module
+
+assert typing.get_type_hints(Size) and pickle.loads(pickle.dumps(Size())) == Size()
 pair = torch.randn(3, 3), torch.randn(4, 3)
 
 net = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 2)})
@@ -200,12 +212,13 @@ def test_disagreement_is_status_1_and_says_where(folder, capsys):
     captured = capsys.readouterr()
     assert "DIFFERENT" in captured.out
     assert "functx crosscheck: the grad differs at [0]" in captured.err
-    assert "net_to_check.py:5 in <lambda>" in captured.err
+    assert "net_to_check.py:7 in <lambda>" in captured.err
 
 
 def test_a_file_is_found_by_its_path_whatever_its_name(folder):
     (folder / "random.py").write_text(NET)
-    assert run("random.py:loss") == 0
+    assert run("random.py:loss", "--inputs", "random.py:inputs") == 0
+    assert sys.modules.pop("random_").__file__ == str((folder / "random.py").resolve())
 
 
 def test_files_are_written(folder, capsys):
@@ -224,7 +237,7 @@ def test_files_are_written(folder, capsys):
         (["loss"], "as in module:function or file.py:function"),
         (["nowhere.py:loss"], "there is no file nowhere.py"),
         (["no_such_module:loss"], "a file (file.py:name)?"),
-        (["net_to_check.py:lost"], "has no 'lost'; it has broken, drops"),
+        (["net_to_check.py:lost"], "has no 'lost'; it has Number, Size, annotations, broken"),
         (["net_to_check.py:loss", "--inputs", "broken"], "broken() raised ValueError: no data"),
         (["net_to_check.py:loss", "--inputs", "pair", "--args", "1"], "give one of them"),
         (["net_to_check.py:loss", "--args", "float32[3"], "neither a tensor such as"),
@@ -232,6 +245,7 @@ def test_files_are_written(folder, capsys):
         (["net_to_check.py:drops", "--args", "float32[3]"], "functx.compat.random"),
         (["net_to_check.py:reads", "--args", "float32[3]"], "aten.nonzero.default has a result"),
         (["net_to_check:loss", "--args", "float32[3,3]", "float64[4,3]"], "RuntimeError"),
+        (["net_to_check.py:missing", "--args", "float32[3]"], "ModuleNotFoundError: No module"),
         (["functx.compat.random:key"], "define `inputs` next to it"),
         (["torch.nn:Linear", "--args", "float32[3]"], "can't be made without arguments"),
     ],

@@ -66,6 +66,13 @@ AT_A_LINE = [
     (functx.remat(lambda x: torch.special.airy_ai(x)), r"from_jax\(g\)"),
     (lambda x: torch.rand_like(x), r"to_jax\(f, rng=True\)"),
     (lambda x: x.double(), r"jax\.enable_x64"),
+    (lambda x: x * x.sum().item(), "Use torch.where"),
+    (lambda x: x * x.tolist()[0][0], "as a static Python argument"),
+    (functx.remat(lambda x: -x if bool((x > 0).all()) else x), "torch.where"),
+    (functx.grad(lambda x: x[x > 0].sum()), "torch.where, masks"),
+    (lambda x: x * float(x.numpy()[0, 0]), "numpy(.|\n)*compute with the tensor"),
+    (lambda x: torch.tensor_split(x, torch.tensor([1])), "as Python numbers"),
+    (lambda x: torch.compile(torch.sin)(x), "call the function or module itself"),
     (assigns_to_a_mask_and_an_index, r"mask among other indices(.|\n)*torch\.where"),
 ]
 

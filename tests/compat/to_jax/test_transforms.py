@@ -1,11 +1,16 @@
 """A lowered function under JAX's transforms, with torch's inside, on devices; when it is traced."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
+import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from jax import lax
+from torch.fx import traceback
 
 import functx
 from functx._errors import LoweringError
@@ -110,6 +116,21 @@ def test_writes_past_the_version_counter_are_seen(dtype):
     assert [x.tolist() for x in h()] == [[0, 0, 0], [1, 1, 1]]
 
 
+def test_calls_share_the_array_of_what_is_closed_over():
+    w, x = torch.zeros(2, 3, dtype=torch.int64), jnp.ones((2, 3))
+    h = to_jax(lambda x: (x * w, w))
+    consts = lambda: jax.make_jaxpr(lambda x: h(h(x)[0]))(x).consts
+    (first,) = consts()
+    (again,) = consts()
+    assert again is first
+    h(x)[1].delete()  # as a donation does
+    assert h(x)[1].tolist() == w.tolist()
+    w.data.add_(1)
+    assert float(h(x)[0].sum()) == 6
+    with jax.enable_x64(True):
+        assert h(x)[1].dtype == jnp.int64
+
+
 def test_a_module_and_what_is_closed_over_are_read_at_each_call():
     w, scale = torch.ones(3), 1
     closes_over = to_jax(lambda x: x * w * scale)
@@ -151,6 +172,52 @@ def test_a_counter_in_what_is_closed_over_traces_again_and_warns():
     with pytest.warns(UserWarning, match=r"in_a_variable.* traced 8 times.* in an attribute"):
         assert float(h(jnp.ones(()))) == 9
     assert [float(h(jnp.ones(()))) for _ in range(3)] == [10, 11, 12]
+    h = to_jax(lambda x: x * n)
+    for n in range(8):
+        assert float(h(jnp.ones(()))) == n
+    with warnings.catch_warnings(action="error"):
+        n = 8
+        with pytest.raises(UserWarning, match="traced 8 times"):
+            h(jnp.ones(()))
+        for n in (8, 9, 10):
+            assert float(h(jnp.ones(()))) == n
+
+
+def test_threads_trace_one_after_the_other():
+    """The tracer keeps global state."""
+    before = traceback.should_preserve_node_meta, dict(traceback.current_meta)
+    tracing, w = threading.Semaphore(1), torch.ones(())
+
+    def g(x, n):
+        assert tracing.acquire(blocking=False)
+        time.sleep(0.001)
+        tracing.release()
+        return x * n * w
+
+    h = to_jax(g)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: float(h(jnp.ones(()), n)), range(16)))
+    assert found == list(range(16))
+    assert (traceback.should_preserve_node_meta, traceback.current_meta) == before
+
+
+@pytest.mark.parametrize("most", [1, 128])
+def test_programs_may_come_and_go_during_a_call(monkeypatch, most):
+    """As other threads may make them, and drop all where there are too many."""
+    monkeypatch.setattr(sys.modules[type(to_jax(f)).__module__], "_MOST_PROGRAMS", most)
+
+    class Static:
+        def __eq__(self, other):
+            h(jnp.ones(()), next(others))
+            return self is other
+
+        def __hash__(self):
+            h(jnp.ones(()), next(others))
+            return id(self)
+
+    others, h = itertools.count(), to_jax(lambda x, static: x + 1)
+    for static in (Static(), Static()):
+        assert float(h(jnp.ones(()), static)) == 2
 
 
 def test_ambient_settings_trace_again():
