@@ -1,0 +1,143 @@
+"""Every model type of transformers as a JAX function: value and gradients, against torch's.
+
+``python -m bench.models.in_jax --jobs 2 --json FILE``. A type runs in a process of its own; a file
+of results, a line a type, is gone on with. The model is in eval mode and float64; gradients of all
+parameters of a sum over its outputs, by ``jax.jit(jax.value_and_grad(to_jax(loss)))``. A model that
+computes something in float32 inside is right to float32's rounding.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+
+import functx
+from bench.models import small
+from bench.models.__main__ import _loss
+
+LIMIT = 300  # seconds for a type
+EXACT, ROUNDED = 1e-9, 1e-4  # of the largest number of all gradients
+
+
+def judge(name):
+    """The outcome for a type, a detail, and seconds to lower and to compile."""
+    import jax
+    import numpy as np
+
+    from functx.compat import to_jax
+
+    jax.config.update("jax_enable_x64", True)
+    cls, config, inputs = small.find(name)
+    model = small.make(cls, config).eval()
+
+    def loss(params, given):
+        return _loss(functx.functional_call(model, params, (), given))
+
+    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    found = {"model": cls.__name__}
+    try:
+        expected, value = functx.grad_and_value(loss)(params, inputs)
+    except Exception as error:
+        return found | {"outcome": "torch refuses", "detail": _line(error)}
+    if not all(g.isfinite().all() for g in expected.values()):
+        return found | {"outcome": "torch refuses", "detail": "gradients are not finite"}
+    args = jax.tree.map(lambda t: jax.numpy.asarray(t.numpy()), (params, inputs))
+    start = time.perf_counter()
+    try:
+        lowered = jax.jit(jax.value_and_grad(to_jax(loss))).lower(*args)
+        middle = time.perf_counter()
+        run = lowered.compile()
+        end = time.perf_counter()
+        jax_value, gradients = run(*args)
+    except Exception as error:
+        detail = f"{type(error).__name__}: {_line(error)}"
+        return found | {"outcome": "raises", "detail": detail}
+    largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
+    off = max(
+        (g - torch.tensor(np.asarray(gradients[n]))).abs().max().item() / largest
+        for n, g in expected.items()
+        if g.numel()
+    )
+    off = max(off, abs(value.item() - float(jax_value)) / max(1.0, abs(value.item())))
+    outcome = "same" if off <= EXACT else "rounded" if off <= ROUNDED else "differs"
+    seconds = {"lower": round(middle - start, 2), "compile": round(end - middle, 2)}
+    return found | {"outcome": outcome, "detail": f"{off:.1e}"} | seconds
+
+
+def _line(error):
+    text = " ".join(str(error).split()).replace("|", "\\|")
+    return re.sub(r"/\S*/", "", text)[:300]
+
+
+def _child(pipe, name):
+    sys.stdout = sys.stderr = None
+    logging.disable()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(small.DTYPE)
+    try:
+        pipe.send(judge(name))
+    except Exception as error:
+        pipe.send({"outcome": "not built", "detail": _line(error)})
+
+
+def _record(name):
+    """What came of a type, in a process of its own."""
+    spawned = multiprocessing.get_context("spawn")
+    pipe, end = spawned.Pipe(duplex=False)
+    process = spawned.Process(target=_child, args=(end, name), daemon=True)
+    process.start()
+    end.close()
+    start = time.monotonic()
+    wait([pipe, process.sentinel], LIMIT)
+    if pipe.poll():
+        found = pipe.recv()
+    else:
+        why = f"no answer in {LIMIT} seconds" if process.is_alive() else "its process ended"
+        found = {"outcome": "not run", "detail": why}
+    process.kill()
+    process.join()
+    return {"type": name} | found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def sweep(names=None, jobs=1):
+    """Yields what came of each type, of all types if none are named."""
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(_record, small.TYPES if names is None else names)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--types", help="names with commas between them; all if not given")
+    parser.add_argument("--jobs", type=int, default=1, help="types that run at a time")
+    parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
+    options = parser.parse_args()
+    records = []
+    if options.json and options.json.exists():
+        records = [json.loads(line) for line in options.json.read_text().splitlines()]
+    known = {record["type"] for record in records}
+    names = options.types.split(",") if options.types else small.TYPES
+    for record in sweep([name for name in names if name not in known], options.jobs):
+        records.append(record)
+        text = f"{record['outcome']}: {record.get('detail', '')}"
+        print(
+            f"{len(records):4} {record['type']:28} {record['seconds']:5.1f} s  {text}", flush=True
+        )
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    print(dict(Counter(record["outcome"] for record in records)))
+
+
+if __name__ == "__main__":
+    main()
