@@ -1,4 +1,4 @@
-"""The command line: ``functx demo`` and ``functx crosscheck``."""
+"""The command line: ``functx demo``, ``crosscheck``, ``memory``, ``plan`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import functx
+from functx import _command
 from functx.compat import _crosscheck_command
 
 
@@ -23,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = argparse.ArgumentParser(
         prog="functx", description="PyTorch transforms that compose the way JAX's do."
     )
+    top.add_argument("--version", action="version", version=f"functx {functx.__version__}")
     commands = top.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser(
         "demo",
@@ -44,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--quick", action="store_true", help="a toy size, to see it run")
     demo.set_defaults(run=_demo)
     _crosscheck_command.add_to(commands)
+    for add in (_command.add_memory, _command.add_plan, _command.add_doctor):
+        add(commands)
     args = top.parse_args(argv)
     return int(args.run(args))
 

@@ -1,0 +1,114 @@
+"""``functx doctor``: versions, what works here, and which optional packages lack."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import functx
+
+# Optional packages, and the extra that installs them.
+_EXTRAS = {
+    "jax": "jax",
+    **dict.fromkeys(("matplotlib", "rich", "scikit-learn"), "demo"),
+    **dict.fromkeys(("opacus", "jax_privacy"), "privacy"),
+}
+
+
+def add_doctor(commands: Any) -> None:
+    """Add ``functx doctor``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="versions, what works here, and which optional packages lack",
+        description="Print versions and devices, try the main transforms, and name the optional "
+        "packages that are missing. Exit status: 0, or 1 if something that is installed fails.",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write it all as JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    versions = {"functx": functx.__version__, "python": platform.python_version()}
+    versions |= {name: _version(name) for name in ("torch", "optree", *_EXTRAS)}
+    cuda = torch.cuda.is_available()
+    devices = [
+        "cpu",
+        *(torch.cuda.get_device_name(i) for i in range(cuda and torch.cuda.device_count())),
+    ]
+    checks = {name: _tried(check) for name, check in _CHECKS.items()}
+    rows = [
+        *(
+            (name, version or f"missing: pip install 'functx[{_EXTRAS[name]}]'")
+            for name, version in versions.items()
+        ),
+        ("devices", ", ".join(devices)),
+        *checks.items(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, said in rows:
+        print(f"{name:<{width}}  {said}")
+    if options.json is not None:
+        found = {"versions": versions, "devices": devices, "checks": checks}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        print(f"written: {options.json}")
+    return int(any(said.startswith("FAILS") for said in checks.values()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tried(check: Callable[[], str | None]) -> str:
+    try:
+        return check() or "works"
+    except Exception as error:
+        return f"FAILS: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _region(x: torch.Tensor) -> torch.Tensor:
+    return functx.remat(lambda x: x.sin().exp())(x).sum()
+
+
+def _transforms() -> str | None:
+    x = torch.linspace(0, 1, 6).view(2, 3)
+    found, expected = functx.vmap(functx.grad(_region))(x), x.cos() * x.sin().exp()
+    return None if torch.allclose(found, expected) else "FAILS: wrong gradients"
+
+
+def _compiled() -> str | None:
+    x = torch.linspace(0, 1, 3)
+    found = functx.jit(functx.grad(_region))(x)
+    return None if torch.allclose(found, x.cos() * x.sin().exp()) else "FAILS: wrong gradients"
+
+
+def _jax() -> str | None:
+    if importlib.util.find_spec("jax") is None:
+        return "JAX is missing"
+    import jax
+
+    from functx.compat import to_jax
+
+    x = jax.numpy.linspace(0, 1, 3)
+    found = jax.grad(to_jax(_region))(x)
+    right = jax.numpy.allclose(found, jax.numpy.cos(x) * jax.numpy.exp(jax.numpy.sin(x)), rtol=1e-5)
+    wide = "on" if jax.config.jax_enable_x64 else "off"
+    on = f"works, on {jax.default_backend()}, 64-bit types {wide}"
+    return on if right else "FAILS: wrong gradients"
+
+
+_CHECKS = {
+    "vmap(grad(remat))": _transforms,
+    "functx.jit": _compiled,
+    "to_jax": _jax,
+}

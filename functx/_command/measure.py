@@ -1,0 +1,154 @@
+"""``functx memory`` and ``functx plan``: where the bytes of a function go, and how to need less."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functx import _tree, memory
+from functx._command.target import CommandError, add_options, found
+from functx._plan import plan
+from functx._validate import checked_budget
+
+_EXAMPLES = """\
+examples:
+  functx memory net.py:loss --args 'float32[64,128]'
+  functx memory package.model:Model --inputs make_inputs --plot memory.png
+  functx plan net.py:blocks --args 'float32[64,128]' --budget 2GiB --json plan.json
+
+exit status: 0, 1 if no plan fits, 2 if it could not be measured."""
+
+
+def add_memory(commands: Any) -> None:
+    """Add ``functx memory``."""
+    parser = _added(
+        commands,
+        "memory",
+        "the peak of a forward and a backward pass, and what is live there, line by line",
+    )
+    parser.add_argument(
+        "--forward", action="store_true", help="the forward pass alone (default: both)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw live bytes over operations")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures as JSON")
+    parser.set_defaults(run=lambda options: _told("memory", _memory, options))
+
+
+def add_plan(commands: Any) -> None:
+    """Add ``functx plan``."""
+    parser = _added(
+        commands, "plan", "what to recompute, so that a forward and a backward pass fit in a budget"
+    )
+    parser.add_argument(
+        "--budget",
+        required=True,
+        help="bytes such as 2GiB, or, up to 1.0, a share of the peak without regions",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="save the plan: Plan.load reads it"
+    )
+    parser.set_defaults(run=lambda options: _told("plan", _plan, options))
+
+
+def _added(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    return parser
+
+
+def _told(command: str, run: Callable[[Any], int], options: argparse.Namespace) -> int:
+    """The exit status of a command; what can't be done is said on stderr."""
+    try:
+        return run(options)
+    except CommandError as error:
+        said = str(error)
+    except OSError as error:
+        said = f"can't write {error.filename}: {error.strerror}"
+    except Exception as error:
+        notes = getattr(error, "__notes__", ())
+        said = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    print(f"functx {command}: {said}", file=sys.stderr)
+    return 2
+
+
+def _memory(options: argparse.Namespace) -> int:
+    f, args, kwargs = found(options)
+    args, kwargs, leaves = _differentiated(f, args, kwargs)
+    run = f if options.forward else _gradients(f, leaves)
+    profile = memory.profile(run, *args, **kwargs)
+    print(profile)
+    if options.plot is not None:
+        print(f"written: {profile.plot(options.plot)}")
+    if options.json is not None:
+        figures = {"peak": profile.peak, "kept": profile.kept, "returned": profile.returned}
+        figures |= {"operations": dict(profile.operations)}
+        figures |= {
+            "at_peak": [asdict(held) | {"dtype": str(held.dtype)} for held in profile.holders]
+        }
+        options.json.write_text(json.dumps(figures, indent=2, default=str) + "\n")
+        print(f"written: {options.json}")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    f, args, kwargs = found(options)
+    if kwargs:
+        raise CommandError("a plan is of positional arguments; give a tuple of them")
+    try:
+        share = float(options.budget)
+    except ValueError:
+        share = 2.0
+    budget = checked_budget(share if share <= 1 else options.budget, "functx plan")
+    args, _, _ = _differentiated(f, args, {})
+    try:
+        found_plan = plan(f, *args, budget=budget)
+    except ValueError as error:
+        print(f"functx plan: {error}", file=sys.stderr)
+        return 1
+    print(found_plan)
+    if options.json is not None:
+        found_plan.save(options.json)
+        print(f"written: {options.json}")
+    return 0
+
+
+def _differentiated(f: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
+    """Arguments that require grad where they can, and all that is differentiated."""
+
+    def leaf(x: Any) -> Any:
+        can = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+        return x.detach().requires_grad_() if can else x
+
+    args, kwargs = _tree.map_(leaf, (args, kwargs))
+    given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    parameters = [*f.parameters()] if isinstance(f, torch.nn.Module) else []
+    return args, kwargs, [p for p in parameters if p.requires_grad] + given
+
+
+def _gradients(f: Any, leaves: list[Tensor]) -> Callable[..., Any]:
+    """The gradients of the sum of all that ``f`` returns."""
+    if not leaves:
+        raise CommandError("nothing can be differentiated; give --forward")
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        outs = [t for t in _tree.leaves(f(*args, **kwargs)) if isinstance(t, Tensor)]
+        total = sum(t.real.sum() for t in outs if t.requires_grad)
+        if not isinstance(total, Tensor):
+            raise CommandError("what it returns has no gradient; give --forward")
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    return gradients
