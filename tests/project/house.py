@@ -124,7 +124,7 @@ WINGS = {
     "jit, graph": (("functx._jit", "functx.graph"), 1_300),
     "private torch": (("functx._torch",), 800),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 900),
-    "compat": (("functx.compat",), 11_000),
+    "compat": (("functx.compat",), 10_900),
 }
 
 
