@@ -166,4 +166,11 @@ def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
     _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
     of_gradient: Callable[..., Any] = jacfwd(jacrev(func, argnums), argnums)
-    return named_after(func)(lambda *args: of_gradient(*args))
+
+    @named_after(func)
+    def transformed(*args: Any) -> Any:
+        at = _validate.resolve_argnums(argnums, len(args), "hessian")
+        _validate.check_inputs(args, at, "hessian(f)(*args)")
+        return of_gradient(*args)
+
+    return transformed

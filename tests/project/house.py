@@ -95,7 +95,7 @@ WINGS = {
             *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
             *("functx._validate", "functx._errors", "functx._lines", "functx"),
         ),
-        1_620,
+        1_630,
     ),
     "policies": (
         (
