@@ -211,7 +211,7 @@ def _edge(t: Tensor, leaves: list[Tensor]) -> Any:
         return None
     if t.grad_fn is None:
         return t if any(t is leaf for leaf in leaves) else None
-    return _torch.gradient_edge(t)
+    return levels.at_depth(max(_torch.level_of(t), 0), partial(_torch.gradient_edge, t))
 
 
 def _body(
