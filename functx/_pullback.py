@@ -36,14 +36,18 @@ _HOOKS_MESSAGE = "functx.{grad, vjp, jacrev, hessian} don't yet support saved te
 # Whether functions may call ``requires_grad_``: a hook of Hugging Face's asks it of embeddings.
 allows_requires_grad = False  # but for `functx.patch_checkpoint`
 
+_OF_HOOKS = (
+    "torch.utils.checkpoint, save_on_cpu and saved_tensors_hooks of torch.autograd.graph work "
+    "through saved tensor hooks, which can't follow tensors through functorch levels. functx needs "
+    "none: call a model that checkpoints itself under functx.patch_checkpoint(), one of Hugging "
+    "Face's also its gradient_checkpointing_enable(); in your own code write "
+    "functx.remat(f)(*args), or functx.checkpoint(f, *args). In place of save_on_cpu: "
+    "functx.remat(f, policy=checkpoint_policies.offload(policy))."
+)
 # By words of an error of torch's: the way out.
 _NOTES = {
-    "support saved tensor hooks": "torch.utils.checkpoint, save_on_cpu and saved_tensors_hooks of "
-    "torch.autograd.graph work through saved tensor hooks, which can't follow tensors through "
-    "functorch levels. functx needs none: call a model that checkpoints itself under "
-    "functx.patch_checkpoint(), one of Hugging Face's also its gradient_checkpointing_enable(); in "
-    "your own code write functx.remat(f)(*args), or functx.checkpoint(f, *args). In place of "
-    "save_on_cpu: functx.remat(f, policy=checkpoint_policies.offload(policy)).",
+    "support saved tensor hooks": _OF_HOOKS,
+    "_NoopSaveInputs": _OF_HOOKS,  # of checkpoint, under vmap, before torch 2.13
     "Tensor.requires_grad_()": "If this is the hook that Hugging Face's "
     "gradient_checkpointing_enable() leaves on the embeddings: regions need none, call "
     "model.disable_input_require_grads(); or do all under functx.patch_checkpoint().",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,20 +28,17 @@ class RematModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the original class, which an importer finds by name."""
-        options = self._functx_options  # type: ignore[attr-defined]
-        return _rebuilt, (_base(type(self)), options), self.__getstate__()
+        said = _base(type(self)), self._functx_options  # type: ignore[attr-defined]
+        return _rebuilt, said, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        original: Any = _base(type(self))
-        if original.__getstate__ is not object.__getstate__:
-            return dict(original.__getstate__(self))
-        return self.__dict__.copy()
+        state: Any = _base(type(self)).__getstate__
+        return self.__dict__.copy() if state is object.__getstate__ else dict(state(self))
 
 
 def _base(cls: type) -> type:
     """The class that one of a region is derived from."""
-    bases = cls.__mro__
-    return bases[bases.index(RematModule) + 1]
+    return cls.__mro__[cls.__mro__.index(RematModule) + 1]
 
 
 # By the class of the original; neither is held: a parametrized module has a class of its own.
@@ -53,7 +51,8 @@ def _derived(original: Any) -> type:
 
         @functools.wraps(original.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            own = self.__dict__.get(_OWN_FORWARD) or original.forward.__get__(self)
+            bind = functools.partial if torch.compiler.is_compiling() else MethodType
+            own = self.__dict__.get(_OWN_FORWARD) or bind(original.forward, self)
             return run(own, args, kwargs, self._functx_options)
 
         names = {x: getattr(original, x) for x in ("__module__", "__qualname__", "__doc__")}

@@ -156,7 +156,7 @@ class TestGradMode:
 @pytest.mark.parametrize("name", ["grad", "value_and_grad", "jacrev", "hessian"])
 def test_an_error_names_what_to_use_in_place_of_torchs_checkpoint(name):
     f = lambda x: checkpoint(torch.sin, x, use_reentrant=False).sum()
-    with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+    with pytest.raises(RuntimeError, match=r"saved tensor hooks|_NoopSaveInputs") as caught:
         getattr(transforms, name)(f)(numbers(3))
     (note,) = caught.value.__notes__
     assert "functx.remat" in note
