@@ -94,10 +94,12 @@ def _memory(options: argparse.Namespace) -> int:
     if options.plot is not None:
         print(f"written: {profile.plot(options.plot)}")
     if options.json is not None:
-        figures = {"peak": profile.peak, "kept": profile.kept, "returned": profile.returned}
-        figures |= {"operations": dict(profile.operations)}
-        figures |= {
-            "at_peak": [asdict(held) | {"dtype": str(held.dtype)} for held in profile.holders]
+        figures = {
+            "peak": profile.peak,
+            "kept": profile.kept,
+            "returned": profile.returned,
+            "operations": dict(profile.operations),
+            "at_peak": [asdict(held) | {"dtype": str(held.dtype)} for held in profile.holders],
         }
         options.json.write_text(json.dumps(figures, indent=2, default=str) + "\n")
         print(f"written: {options.json}")
