@@ -7,26 +7,20 @@ type, is gone on with. What torch itself refuses, of the model without remat, is
 
 import argparse
 import contextlib
-import json
-import logging
-import multiprocessing
 import random
 import re
-import sys
 import textwrap
 import time
-import warnings
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import functx
-from bench.models import small
+from bench.models import apart, small
+from bench.models.apart import line, parts, resumed
 from functx._remat import on_region
 
 DERIVATIVES = (".backward()", "functx.grad", "functx.vmap(functx.grad)")
@@ -73,7 +67,7 @@ def judge(name):
         try:
             expected = _run(derivative, small.make(cls, config), inputs)
         except Exception as error:
-            yield from ([derivative, way, "torch refuses", _line(error)] for way in WAYS)
+            yield from ([derivative, way, "torch refuses", line(error)] for way in WAYS)
             continue
         if derivative == DERIVATIVES[0] and not _usable(expected[1]):
             raise ValueError("without remat, its gradients are all zero or not finite")
@@ -98,7 +92,7 @@ def _judge(derivative, way, model, inputs, expected):
     except Exception as error:
         if way == "patch" and re.search(r"(gradient|activation) checkpointing", str(error)):
             return "no checkpointing", ""
-        return "raises", f"{type(error).__name__}: {_line(error)}"
+        return "raises", f"{type(error).__name__}: {line(error)}"
     if len(called) < len(regions):
         detail += f" {len(regions) - len(called)} of {len(regions)} regions not called"
     return ("no region", "") if not ran else (outcome, detail.strip())
@@ -126,14 +120,6 @@ def _checkpointed(model, way):
     raise ValueError("no list of layers")
 
 
-def _loss(out):
-    total = torch.zeros((), dtype=torch.float64)
-    for i, t in enumerate(small.outputs(out)):
-        weights = torch.cos(torch.arange(t.numel(), dtype=total.dtype) * 1.7 + i).reshape(t.shape)
-        total = total + (t.to(total.dtype) * weights).sum()
-    return total
-
-
 def _run(derivative, model, inputs):
     """What has to be the same bit by bit, and gradients."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
@@ -142,13 +128,13 @@ def _run(derivative, model, inputs):
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if derivative == DERIVATIVES[0]:
         out = model(**inputs)
-        _loss(out).backward()
+        small.loss(out).backward()
         exact = [t.detach() for t in small.outputs(out)] + [*model.buffers()]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()]
     else:
 
         def loss(values, mapped):
-            return _loss(functx.functional_call(model, values, (), inputs | mapped))
+            return small.loss(functx.functional_call(model, values, (), inputs | mapped))
 
         _settle(model)
         f = functx.grad(loss)
@@ -184,53 +170,28 @@ def _compare(got, expected):
     return outcome, f"in gradients, by {off / largest:.1g}"
 
 
-def _line(error):
-    text = " ".join(str(error).split()).replace("|", "\\|")
-    return re.sub(r"/\S*/", "", text)[:200]
-
-
-def _child(pipe, name):
-    sys.stdout = sys.stderr = None
-    logging.disable()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(small.DTYPE)
-    try:
-        for part in judge(name):
-            pipe.send(part)
-        pipe.send({})
-    except Exception as error:
-        pipe.send({"not built": _line(error), "verdicts": []})
-
-
 def _record(name):
     """What came of a type, in a process of its own."""
-    fork = multiprocessing.get_context("fork")
-    pipe, end = fork.Pipe(duplex=False)
-    process = fork.Process(target=_child, args=(end, name), daemon=True)
-    process.start()
-    start, part, verdicts = time.monotonic(), "", []
+    start, verdicts = time.monotonic(), []
     record = {"type": name, "model": "", "not built": "", "verdicts": verdicts}
-    while not isinstance(part, dict):
-        wait([pipe, process.sentinel], start + LIMIT - time.monotonic())
-        if not pipe.poll():  # too late, or a crash
-            why = f"no answer in {LIMIT} seconds" if process.is_alive() else "its process ended"
-            cases = [[derivative, way] for derivative in DERIVATIVES for way in WAYS]
-            verdicts += [[*case, "not run", why] for case in cases[len(verdicts) :]]
-            part = {} if record["model"] else {"not built": why, "verdicts": []}
-        elif isinstance(part := pipe.recv(), str):
+    cases = [[derivative, way] for derivative in DERIVATIVES for way in WAYS]
+    for part in parts(judge, name, LIMIT, "fork"):
+        if isinstance(part, str):
             record["model"] = part
-        elif part:
+        elif isinstance(part, list):
             verdicts.append(part)
-    process.kill()
-    process.join()
-    return record | part | {"seconds": round(time.monotonic() - start, 1)}
+        elif part is not None:
+            outcome, why = part
+            if outcome == "raised" or not record["model"]:
+                record |= {"not built": why, "verdicts": []}
+            else:
+                verdicts += [[*case, "not run", why] for case in cases[len(verdicts) :]]
+    return record | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def sweep(names=None, jobs=1):
     """Yields what came of each type, of all types if none are named."""
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(_record, small.TYPES if names is None else names)
+    yield from apart.sweep(_record, names, jobs)
 
 
 def wrong(records):
@@ -271,6 +232,11 @@ def write(page, records):
     page.write_text(page.read_text().partition(HEADING)[0] + HEADING + "\n" + report(records))
 
 
+def _described(record):
+    counts = Counter(" ".join(verdict[2:]).strip() for verdict in record["verdicts"])
+    return record["not built"] or ", ".join(f"{n} {what}" for what, n in counts.items())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--types", help="names with commas between them; all if not given")
@@ -278,20 +244,7 @@ def main():
     parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
     parser.add_argument("--page", type=Path, help="a page to write the report into")
     options = parser.parse_args()
-    records = []
-    if options.json and options.json.exists():
-        records = [json.loads(line) for line in options.json.read_text().splitlines()]
-    known = {record["type"] for record in records}
-    names = options.types.split(",") if options.types else small.TYPES
-    for record in sweep([name for name in names if name not in known], options.jobs):
-        records.append(record)
-        counts = Counter(" ".join(verdict[2:]).strip() for verdict in record["verdicts"])
-        text = record["not built"] or ", ".join(f"{n} {what}" for what, n in counts.items())
-        start = f"{len(records):4} {record['type']:28} {record['seconds']:5.1f} s"
-        print(f"{start}  {text}", flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+    records = resumed(sweep, options, _described)
     print(report(records))
     if options.page:
         write(options.page, records)

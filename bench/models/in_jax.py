@@ -7,23 +7,15 @@ computes something in float32 inside is right to float32's rounding.
 """
 
 import argparse
-import json
-import logging
-import multiprocessing
-import re
-import sys
 import time
-import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
 
 import functx
-from bench.models import small
-from bench.models.__main__ import _loss
+from bench.models import apart, small
+from bench.models.apart import line, parts, resumed
 
 LIMIT = 300  # seconds for a type
 EXACT, ROUNDED = 1e-9, 1e-4  # of the largest number of all gradients
@@ -41,14 +33,14 @@ def judge(name):
     model = small.make(cls, config).eval()
 
     def loss(params, given):
-        return _loss(functx.functional_call(model, params, (), given))
+        return small.loss(functx.functional_call(model, params, (), given))
 
     params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     found = {"model": cls.__name__}
     try:
         expected, value = functx.grad_and_value(loss)(params, inputs)
     except Exception as error:
-        return found | {"outcome": "torch refuses", "detail": _line(error)}
+        return found | {"outcome": "torch refuses", "detail": line(error, 300)}
     if not all(g.isfinite().all() for g in expected.values()):
         return found | {"outcome": "torch refuses", "detail": "gradients are not finite"}
     args = jax.tree.map(lambda t: jax.numpy.asarray(t.numpy()), (params, inputs))
@@ -60,7 +52,7 @@ def judge(name):
         end = time.perf_counter()
         jax_value, gradients = run(*args)
     except Exception as error:
-        detail = f"{type(error).__name__}: {_line(error)}"
+        detail = f"{type(error).__name__}: {line(error, 300)}"
         return found | {"outcome": "raises", "detail": detail}
     largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
     off = max(
@@ -74,46 +66,25 @@ def judge(name):
     return found | {"outcome": outcome, "detail": f"{off:.1e}"} | seconds
 
 
-def _line(error):
-    text = " ".join(str(error).split()).replace("|", "\\|")
-    return re.sub(r"/\S*/", "", text)[:300]
-
-
-def _child(pipe, name):
-    sys.stdout = sys.stderr = None
-    logging.disable()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.set_default_dtype(small.DTYPE)
-    try:
-        pipe.send(judge(name))
-    except Exception as error:
-        pipe.send({"outcome": "not built", "detail": _line(error)})
+def _judged(name):
+    yield judge(name)
 
 
 def _record(name):
     """What came of a type, in a process of its own."""
-    spawned = multiprocessing.get_context("spawn")
-    pipe, end = spawned.Pipe(duplex=False)
-    process = spawned.Process(target=_child, args=(end, name), daemon=True)
-    process.start()
-    end.close()
-    start = time.monotonic()
-    wait([pipe, process.sentinel], LIMIT)
-    if pipe.poll():
-        found = pipe.recv()
-    else:
-        why = f"no answer in {LIMIT} seconds" if process.is_alive() else "its process ended"
-        found = {"outcome": "not run", "detail": why}
-    process.kill()
-    process.join()
+    start, found = time.monotonic(), {}
+    for part in parts(_judged, name, LIMIT, "spawn"):
+        if isinstance(part, dict):
+            found = part
+        elif part is not None:
+            outcome = "not built" if part[0] == "raised" else "not run"
+            found = {"outcome": outcome, "detail": part[1]}
     return {"type": name} | found | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def sweep(names=None, jobs=1):
     """Yields what came of each type, of all types if none are named."""
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(_record, small.TYPES if names is None else names)
+    yield from apart.sweep(_record, names, jobs)
 
 
 def main():
@@ -122,20 +93,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="types that run at a time")
     parser.add_argument("--json", type=Path, help="results, to go on with and to add to")
     options = parser.parse_args()
-    records = []
-    if options.json and options.json.exists():
-        records = [json.loads(line) for line in options.json.read_text().splitlines()]
-    known = {record["type"] for record in records}
-    names = options.types.split(",") if options.types else small.TYPES
-    for record in sweep([name for name in names if name not in known], options.jobs):
-        records.append(record)
-        text = f"{record['outcome']}: {record.get('detail', '')}"
-        print(
-            f"{len(records):4} {record['type']:28} {record['seconds']:5.1f} s  {text}", flush=True
-        )
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+    records = resumed(sweep, options, lambda r: f"{r['outcome']}: {r.get('detail', '')}")
     print(dict(Counter(record["outcome"] for record in records)))
 
 
