@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
-from functx._command import CommandError, add_options, found, literal
+from functx._command import CommandError, add_options, found, literal, status, write
 
-AGREE, DISAGREE, FAILED = 0, 1, 2
+AGREE, DISAGREE = 0, 1
 
 DESCRIPTION = """\
 Run a torch function or module and its derivatives in torch and in JAX, and compare: values,
@@ -35,7 +36,7 @@ def add_to(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(status, "crosscheck", run))
     add_options(parser)
     parser.add_argument(
         "--transforms",
@@ -79,18 +80,10 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    try:
-        report = _report(options)
-        print(report)
-        for path, write in ((options.json, report.to_json), (options.html, report.to_html)):
-            if path is not None:
-                print(f"written: {write(path)}")
-    except CommandError as error:
-        print(f"functx crosscheck: {error}", file=sys.stderr)
-        return FAILED
-    except OSError as error:
-        print(f"functx crosscheck: can't write {error.filename}: {error.strerror}", file=sys.stderr)
-        return FAILED
+    report = _report(options)
+    print(report)
+    write(options.json, report.to_json)
+    write(options.html, report.to_html)
     problems = report.problems()
     for problem in problems:
         print(f"functx crosscheck: {problem}", file=sys.stderr)
@@ -107,9 +100,4 @@ def _report(options: argparse.Namespace) -> Any:
         from functx.compat import crosscheck
     except ImportError as error:
         raise CommandError(str(error)) from None
-    try:
-        return crosscheck(f, *args, kwargs=kwargs, **{n: getattr(options, n) for n in names})
-    except Exception as error:
-        # One note is about tracebacks, of which there are none here.
-        notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
-        raise CommandError("\n".join([f"{type(error).__name__}: {error}", *notes])) from error
+    return crosscheck(f, *args, kwargs=kwargs, **{n: getattr(options, n) for n in names})

@@ -7,3 +7,5 @@ from functx._command.target import CommandError as CommandError
 from functx._command.target import add_options as add_options
 from functx._command.target import found as found
 from functx._command.target import literal as literal
+from functx._command.target import status as status
+from functx._command.target import write as write

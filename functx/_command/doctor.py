@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 import functx
+from functx._command.target import status, write
 
-# Optional packages, and the extra that installs them.
+# Optional packages, and what installs them; another is installed by its name.
 _EXTRAS = {
-    "jax": "jax",
-    **dict.fromkeys(("matplotlib", "rich", "scikit-learn"), "demo"),
-    **dict.fromkeys(("opacus", "jax_privacy"), "privacy"),
+    "jax": "'functx[jax]'",
+    **dict.fromkeys(("matplotlib", "rich", "scikit-learn"), "'functx[demo]'"),
+    **dict.fromkeys(("opacus", "jax_privacy"), "'functx[privacy]'"),
 }
 
 
@@ -32,7 +34,7 @@ def add_doctor(commands: Any) -> None:
         "packages that are missing. Exit status: 0, or 1 if something that is installed fails.",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write it all as JSON")
-    parser.set_defaults(run=_doctor)
+    parser.set_defaults(run=functools.partial(status, "doctor", _doctor))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -41,15 +43,11 @@ def _doctor(options: argparse.Namespace) -> int:
         "python": platform.python_version(),
     }
     versions |= {name: _version(name) for name in ("torch", "optree", *_EXTRAS)}
-    cuda = torch.cuda.is_available()
-    devices = [
-        "cpu",
-        *(torch.cuda.get_device_name(i) for i in range(cuda and torch.cuda.device_count())),
-    ]
+    devices = ["cpu", *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
     checks = {name: _tried(check) for name, check in _CHECKS.items()}
     rows = [
         *(
-            (name, version or f"missing: pip install 'functx[{_EXTRAS[name]}]'")
+            (name, version or f"missing: pip install {_EXTRAS.get(name, name)}")
             for name, version in versions.items()
         ),
         ("devices", ", ".join(devices)),
@@ -58,10 +56,8 @@ def _doctor(options: argparse.Namespace) -> int:
     width = max(len(name) for name, _ in rows)
     for name, said in rows:
         print(f"{name:<{width}}  {said}")
-    if options.json is not None:
-        found = {"versions": versions, "devices": devices, "checks": checks}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-        print(f"written: {options.json}")
+    found = {"versions": versions, "devices": devices, "checks": checks}
+    write(options.json, lambda path: path.write_text(json.dumps(found, indent=2) + "\n"))
     return int(any(said.startswith("FAILS") for said in checks.values()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from functx import _tree, memory
-from functx._command.target import CommandError, add_options, found
+from functx._command.target import CommandError, add_options, found, status, write
 from functx._plan import plan
-from functx._validate import checked_budget
+from functx._validate import checked_budget, has_derivatives
 
 _EXAMPLES = """\
 examples:
@@ -39,7 +40,7 @@ def add_memory(commands: Any) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw live bytes over operations")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures as JSON")
-    parser.set_defaults(run=lambda options: _told("memory", _memory, options))
+    parser.set_defaults(run=functools.partial(status, "memory", _memory))
 
 
 def add_plan(commands: Any) -> None:
@@ -55,7 +56,7 @@ def add_plan(commands: Any) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="save the plan: Plan.load reads it"
     )
-    parser.set_defaults(run=lambda options: _told("plan", _plan, options))
+    parser.set_defaults(run=functools.partial(status, "plan", _plan))
 
 
 def _added(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
@@ -70,39 +71,22 @@ def _added(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _told(command: str, run: Callable[[Any], int], options: argparse.Namespace) -> int:
-    """The exit status of a command; what can't be done is said on stderr."""
-    try:
-        return run(options)
-    except CommandError as error:
-        said = str(error)
-    except OSError as error:
-        said = f"can't write {error.filename}: {error.strerror}"
-    except Exception as error:
-        notes = getattr(error, "__notes__", ())
-        said = "\n".join([f"{type(error).__name__}: {error}", *notes])
-    print(f"functx {command}: {said}", file=sys.stderr)
-    return 2
-
-
 def _memory(options: argparse.Namespace) -> int:
     f, args, kwargs = found(options)
     args, kwargs, leaves = _differentiated(f, args, kwargs)
     run = f if options.forward else _gradients(f, leaves)
     profile = memory.profile(run, *args, **kwargs)
     print(profile)
-    if options.plot is not None:
-        print(f"written: {profile.plot(options.plot)}")
-    if options.json is not None:
-        figures = {
-            "peak": profile.peak,
-            "kept": profile.kept,
-            "returned": profile.returned,
-            "operations": dict(profile.operations),
-            "at_peak": [asdict(held) | {"dtype": str(held.dtype)} for held in profile.holders],
-        }
-        options.json.write_text(json.dumps(figures, indent=2, default=str) + "\n")
-        print(f"written: {options.json}")
+    figures = {
+        "peak": profile.peak,
+        "kept": profile.kept,
+        "returned": profile.returned,
+        "operations": dict(profile.operations),
+        "at_peak": [asdict(held) | {"dtype": str(held.dtype)} for held in profile.holders],
+    }
+    text = json.dumps(figures, indent=2, default=str) + "\n"
+    write(options.plot, profile.plot)
+    write(options.json, lambda path: path.write_text(text))
     return 0
 
 
@@ -122,9 +106,7 @@ def _plan(options: argparse.Namespace) -> int:
         print(f"functx plan: {error}", file=sys.stderr)
         return 1
     print(found_plan)
-    if options.json is not None:
-        found_plan.save(options.json)
-        print(f"written: {options.json}")
+    write(options.json, found_plan.save)
     return 0
 
 
@@ -132,8 +114,7 @@ def _differentiated(f: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tens
     """Arguments that require grad where they can, and all that is differentiated."""
 
     def leaf(x: Any) -> Any:
-        can = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-        return x.detach().requires_grad_() if can else x
+        return x.detach().requires_grad_() if has_derivatives(x) else x
 
     args, kwargs = _tree.map_(leaf, (args, kwargs))
     given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]

@@ -9,6 +9,7 @@ import importlib.util
 import operator
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,36 @@ import torch
 _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\](?:<(?P<below>\d+))?$")
 
 
+FAILED = 2  # the exit status of what could not be done
+
+
 class CommandError(Exception):
     """What was asked for can't be done; the message says why, and what to do."""
+
+
+def status(command: str, run: Callable[[Any], int], options: argparse.Namespace) -> int:
+    """The exit status of a command; what can't be done is said on stderr, and is `FAILED`."""
+    try:
+        return run(options)
+    except CommandError as error:
+        said = str(error)
+    except Exception as error:
+        # One note of JAX's is about tracebacks, of which there are none here.
+        notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in n]
+        said = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    print(f"functx {command}: {said}", file=sys.stderr)
+    return FAILED
+
+
+def write(path: Path | None, writer: Callable[[Path], Any]) -> None:
+    """Write a file that was asked for, and say so."""
+    if path is None:
+        return
+    try:
+        writer(path)
+    except OSError as error:
+        raise CommandError(f"can't write {error.filename}: {error.strerror}") from error
+    print(f"written: {path}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
