@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from functx._validate import has_forward
+
 Where = type[nn.Module] | str | re.Pattern[str] | nn.Module | Callable[..., bool] | Collection[Any]
 Named = list[tuple[str, nn.Module]]
 
@@ -39,7 +41,7 @@ def find(model: nn.Module, where: Where, caller: str) -> dict[str, nn.Module]:
     chosen: set[int] = set()
     for part in parts:
         hits = _matches(named, part, caller)
-        runnable = {id(m) for _, m in hits if not _is_container(m)}
+        runnable = {id(m) for _, m in hits if has_forward(m)}
         if not runnable:
             raise ValueError(f"{caller}: {_nothing(named, part, hits)}")
         chosen |= runnable
@@ -132,10 +134,6 @@ def _blocks(owner: nn.Module) -> Iterator[nn.Module]:
 def _flagged(module: nn.Module) -> bool:
     """Whether it, or something in it, checkpoints by itself."""
     return any(hasattr(part, MARKED) for part in module.modules())
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _nothing(named: Named, where: Any, containers: Named) -> str:

@@ -224,9 +224,14 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
         raise TypeError("remat: a static argument is a tensor, which can't be static.")
 
 
+def has_forward(module: torch.nn.Module) -> bool:
+    """Whether a module can be called: a list of modules can't."""
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
+
+
 def check_has_forward(module: torch.nn.Module) -> None:
     """Refuse a list of modules."""
-    if type(module).forward is torch.nn.Module.forward and "forward" not in vars(module):
+    if not has_forward(module):
         raise TypeError(
             f"remat: a {type(module).__name__} has no forward of its own. Make a region of each of "
             "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
