@@ -16,7 +16,7 @@ from torch.func import vmap
 
 from functx import _norms, _remat, _tree, _validate
 from functx._arrays import by_arguments
-from functx._pullback import Pullback, record
+from functx._reverse_mode import Pullback, record
 from functx._torch import compiler
 from functx._transforms import named_after
 from functx._validate import Argnums, Randomness

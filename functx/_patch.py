@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from functx import _pullback
+from functx import _reverse_mode
 from functx._checkpoint import checkpoint
 from functx._torch import compiler
 
@@ -48,7 +48,7 @@ class Patch:
                 _exchange(torch_checkpoint, patched_checkpoint)
             elif _active == 0 < was:
                 _exchange(patched_checkpoint, torch_checkpoint)
-            _pullback.allows_requires_grad = _active > 0
+            _reverse_mode.allows_requires_grad = _active > 0
 
     def __enter__(self) -> Patch:
         self._put(True)

@@ -1,7 +1,7 @@
 """Derivatives as :mod:`torch.func` has them, with a lean reverse mode: gradients, vjp, jvp.
 
 Signatures and results are torch's; the peak memory is that of ``torch.autograd.grad`` (NOTE [lean]
-in ``_pullback.py``). JAX arrays are transformed by JAX (NOTE [whose arrays] in ``_arrays.py``).
+in ``_reverse_mode.py``). JAX arrays are transformed by JAX (NOTE [whose arrays] in ``_arrays.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from functx import _norms, _tree, _validate
 from functx._arrays import by_arguments, by_primals
-from functx._pullback import record
 from functx._remat import made_inside, taken_in
+from functx._reverse_mode import record
 from functx._torch import compiler
 from functx._validate import Argnums
 

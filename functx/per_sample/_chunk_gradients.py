@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from functx import _torch, _tree, _validate
-from functx._pullback import Pullback, record
+from functx._reverse_mode import Pullback, record
 from functx.per_sample._batch import Batch, random_state, restore_random_state
 from functx.per_sample._batched_function import BatchedFunction
 from functx.per_sample._chunks import is_out_of_memory

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functx import _torch, _tree, memory
-from functx._pullback import Pullback
+from functx._reverse_mode import Pullback
 from functx.per_sample._batch import Batch, Counted, Inspection
 from functx.per_sample._batched_function import BatchedFunction
 from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients, recorded

@@ -91,7 +91,7 @@ WINGS = {
     "engine": (("functx._remat",), 4_500),
     "transforms": (
         (
-            *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._pullback"),
+            *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._reverse_mode"),
             *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
             *("functx._validate", "functx._errors", "functx._lines", "functx"),
         ),
