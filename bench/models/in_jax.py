@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 import functx
-from bench.models import apart, small
+from bench.models import apart
 from bench.models.apart import line, parts, resumed
+from functx._command import small_models
 
 LIMIT = 300  # seconds for a type
 EXACT, ROUNDED = 1e-9, 1e-4  # of the largest number of all gradients
@@ -29,11 +30,11 @@ def judge(name):
     from functx.compat import to_jax
 
     jax.config.update("jax_enable_x64", True)
-    cls, config, inputs = small.find(name)
-    model = small.make(cls, config).eval()
+    cls, config, inputs = small_models.find(name)
+    model = small_models.make(cls, config).eval()
 
     def loss(params, given):
-        return small.loss(functx.functional_call(model, params, (), given))
+        return small_models.loss(functx.functional_call(model, params, (), given))
 
     params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     found = {"model": cls.__name__}

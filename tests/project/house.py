@@ -123,7 +123,7 @@ WINGS = {
     "per_sample": (("functx.per_sample",), 2_760),
     "jit, graph": (("functx._jit", "functx.graph"), 1_300),
     "private torch": (("functx._torch",), 800),
-    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 900),
+    "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_260),
     "compat": (("functx.compat",), 10_900),
 }
 
