@@ -3,8 +3,8 @@
 ``python -m bench.models.in_jax --jobs 2 --json FILE --page PAGE``. A type runs in a process of its
 own; a file of results, a line a type, is gone on with. The model is in eval mode and float64;
 gradients of all parameters of a sum over its outputs, by
-``jax.jit(jax.value_and_grad(to_jax(loss)))``. What the model would compute in float32 is computed in
-float64 too, in both, so that rounding hides nothing.
+``jax.jit(jax.value_and_grad(to_jax(loss)))``. What the model would compute in float32 is float64
+too, in both, so that rounding hides nothing.
 """
 
 import argparse
