@@ -130,6 +130,12 @@ def _run(
     try:
         with mode, keep_regions(), preserve_node_meta():
             return _traced(observed, inputs), used
+    except TypeError as err:
+        if "FakeTensor" in str(err) and "abstract array" in str(err):
+            raise TypeError(
+                f"to_jax takes torch functions, and {name} calls JAX{at_line(err)} on a tensor"
+            ) from err
+        raise
     except RuntimeError as err:
         if _NO_DATA in str(err) or graphs.reads_values(err):
             raise LoweringError(
