@@ -265,27 +265,18 @@ def restore_random_state(saved: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(saved[1:])
 
 
-class Inspection(_torch.TorchDispatchMode):
-    """Shows each operation and its arguments to a function, which raises for what is refused."""
+class _RefuseGenerators(_torch.TorchDispatchMode):
+    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
 
     only_observes = True
-
-    def __init__(self, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__()
-        self._look = look
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._look(func, args, kwargs)
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise RuntimeError(_FORBIDDEN)
         return func(*args, **kwargs)
-
-
-def _refuse_generators(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forbids draws from a generator that is handed over: its state is not ours to compare."""
-    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-        raise RuntimeError(_FORBIDDEN)
 
 
 @contextmanager
@@ -298,7 +289,7 @@ def _allowed(randomness: str, first: bool) -> Iterator[None]:
         yield
         return
     before = random_state()
-    with Inspection(_refuse_generators) if first else nullcontext():
+    with _RefuseGenerators() if first else nullcontext():
         yield
     if not all(map(torch.equal, before, random_state())):
         restore_random_state(before)

@@ -12,7 +12,6 @@ differentiate the result, in plain autograd.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,19 +37,20 @@ class Arrivals:
     Attributes:
         groups: For each leaf the number of its group; ``None`` where no norms are taken.
         dtype: The dtype of squared norms.
-        keeps: Gradients of these types are kept.
+        keeps: Whether gradients are kept.
+        factors: Whether they may be known by factors.
         values: The losses, of shape ``(c,)``.
         aux: The auxiliary outputs, leaves of shape ``(c, ...)``; ``None`` without ``has_aux``.
     """
 
     groups: list[int] | None
     dtype: torch.dtype
-    keeps: tuple[type, ...]
+    keeps: bool
+    factors: bool
     values: Any = field(init=False)
     aux: Any = field(init=False)
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
     kept: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
-    dropped: list[int] = field(init=False, default_factory=list)  # leaves
     _numbers: int = field(init=False, default=0)  # of gradients
     _spared: int = field(init=False, default=0)  # of gradients known by their factors
 
@@ -61,15 +61,8 @@ class Arrivals:
             self.squares[group] = self.squares[group] + square if group in self.squares else square
         self._numbers += rows.shape.numel()
         self._spared += rows.shape.numel() * isinstance(rows, Factored)
-        if isinstance(rows, self.keeps):
+        if self.keeps:
             self.kept[leaf] = rows
-        else:
-            self.dropped.append(leaf)
-
-    @property
-    def factors(self) -> bool:
-        """Whether gradients may be known by factors."""
-        return self.keeps != (torch.Tensor,)
 
     def worth_factors(self) -> bool:
         """Whether enough gradients were known by factors."""
@@ -106,22 +99,6 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
     return arrivals
 
 
-def recorded(
-    function: BatchedFunction,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    positions: tuple[int, ...],
-    losses: Callable[..., Any] | None = None,
-) -> tuple[Any, Any, Pullback]:
-    """The loss of one example, auxiliary outputs, and the pullback; or ``losses`` of several."""
-    check = functools.partial(_validate.check_scalar, api=function.api)
-    options: dict[str, Any] = {"has_aux": function.has_aux, "check_output": check}
-    if losses is not None:
-        options = {"has_aux": False, "check_output": lambda output: None}
-    func, api = losses or function.func, function.api
-    return record(func, args, kwargs, positions, api=api, once=True, **options)
-
-
 def _pull_back(
     function: BatchedFunction, batch: Batch, arrivals: Arrivals, mode: KeepFactors | None
 ) -> None:
@@ -139,8 +116,7 @@ def _pull_back(
                 rows = rows_of(_dense(whole).unsqueeze(0) if alone else whole)
                 arrivals.gradient(leaf, rows)
 
-        record_loss = _recorded_plain if plain else recorded
-        value, aux, pullback = record_loss(function, args, kwargs, batch.positions)
+        value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
         receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
         with mode.pulling_back() if mode else nullcontext():
             pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
@@ -150,13 +126,21 @@ def _pull_back(
     arrivals.aux = aux if function.has_aux else None
 
 
-def _recorded_plain(
+def _recorded(
     function: BatchedFunction,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     positions: tuple[int, ...],
+    plain: bool,
 ) -> tuple[Any, Any, Pullback]:
-    """As `recorded`, in plain autograd: nothing around the call can differentiate the result."""
+    """The loss of one example, auxiliary outputs, and the pullback.
+
+    In plain autograd, if nothing around the call can differentiate the result.
+    """
+    if not plain:
+        check = functools.partial(_validate.check_scalar, api=function.api)
+        options: dict[str, Any] = {"has_aux": function.has_aux, "api": function.api, "once": True}
+        return record(function.func, args, kwargs, positions, check_output=check, **options)
     _validate.check_inputs(args, positions, function.api)
     with torch.enable_grad():
         arguments = [

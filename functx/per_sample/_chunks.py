@@ -25,9 +25,12 @@ from functx import _torch, _tree, memory
 from functx.per_sample._batch import Batch, Counted, random_state, restore_random_state
 
 
-def followed(leaves: Sequence[torch.Tensor]) -> bool:
+def followed(leaves: Sequence[Any]) -> bool:
     """Whether something differentiates or traces what is made of tensors."""
-    return _torch.transforming() or any(leaf.requires_grad for leaf in leaves)
+    if _torch.transforming() or _torch.dual_level() >= 0:
+        return True
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class Stack:

@@ -167,27 +167,17 @@ def test_random_numbers_that_nobody_allowed_are_an_error_that_says_how():
     assert "per_sample: give it randomness='different'" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_both_passes_see_the_same_random_numbers(passes):
-    torch.manual_seed(5)
-    noise = torch.randn(B, 3, dtype=DTYPE)
-    expected = (0.5 / noise.norm(dim=1)).clamp(max=1) @ noise
-    f = per_sample.clipped_sum(noisy, max_norm=0.5, passes=passes, randomness="different")
-    torch.manual_seed(5)
-    assert_same(f(W, X), expected, eps=8)
-
-
 class TestCompositions:
     def reference(self, w, x, scale=1.0):
         gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x) * scale
         return (0.5 / gradients.square().sum(1).sqrt()).clamp(max=1) @ gradients
 
     @pytest.mark.parametrize(
-        ("library", "chunk_size", "passes"),
-        [(torch.func, None, 1), (torch.func, 3, 2), (functx, 1, 1), (functx, None, 2)],
+        ("library", "chunk_size"),
+        [(torch.func, None), (torch.func, 3), (functx, 1), (functx, None)],
     )
-    def test_it_works_inside_transforms(self, library, chunk_size, passes):
-        f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=chunk_size, passes=passes)
+    def test_it_works_inside_transforms(self, library, chunk_size):
+        f = per_sample.clipped_sum(loss, max_norm=0.5, chunk_size=chunk_size)
         v = numbers(3, start=3.0)
         for transformed in (
             lambda f: library.grad(lambda w: f(w, X).square().sum())(W),
@@ -231,9 +221,6 @@ class TestBytes:
         """Nothing in it is a product of a weight: no gradient is known by factors."""
         return self.loss([w * mask for w, mask in zip(weights, self.masks)], x)
 
-    def clipped(self, passes, loss=None):
-        return per_sample.clipped_sum(loss or self.masked, max_norm=1.0, passes=passes)
-
     def test_norms_keep_one_leaf_at_a_time(self):
         measured = lambda f: peak(f, self.weights, self.x)
         norms, masked = (measured(per_sample.norms(f)) for f in (self.loss, self.masked))
@@ -242,36 +229,15 @@ class TestBytes:
         assert norms < 0.05 * everything
         assert norms < masked < 0.35 * everything
 
-    def test_two_passes_are_chosen_where_gradients_are_large(self, monkeypatch):
-        monkeypatch.setattr(per_sample._gradient_reductions, "_SMALL", 0)
-        peaks = {n: peak(self.clipped(n), self.weights, self.x) for n in (None, 1, 2)}
-        assert peaks[None] <= 1.1 * peaks[2] < 0.5 * peaks[1]
-        x = self.x.unsqueeze(1).expand(-1, 40, -1).contiguous()  # 40 times the activations
-        counts = {n: count(self.clipped(n), self.weights, x)["tanh"] for n in (1, 2)}
-        assert counts == {1: 8, 2: 16}
-        f = self.clipped(None)
-        f(self.weights, x)  # measures
-        assert count(f, self.weights, x)["tanh"] == 8
-
-    def test_a_loss_that_changes_is_not_run_twice(self):
-        calls = []
-
-        def changing(w, x):
-            calls.append(1)
-            return loss(w, x) * len(calls)
-
-        f = per_sample.clipped_sum(changing, max_norm=1.0, passes=2)
-        with pytest.raises(RuntimeError, match="other values when it ran a second time"):
-            f(W, X)
-
     @torch.no_grad()
     def test_a_chunk_of_one_keeps_one_gradient(self):
         f = per_sample.clipped_sum(self.loss, max_norm=1.0, chunk_size=1)
         assert peak(f, self.weights, self.x) < 2.2 * self.one
 
-    def test_one_pass_runs_nothing_twice(self):
+    def test_nothing_runs_twice(self):
         for loss in (self.loss, self.masked):
-            counts = count(self.clipped(1, loss), self.weights, self.x)
+            clipped = per_sample.clipped_sum(loss, max_norm=1.0)
+            counts = count(clipped, self.weights, self.x)
             assert counts["tanh"] == counts["tanh_backward"] == 8
 
 
@@ -305,24 +271,22 @@ LIMIT = NORMS.mean().item()
 SUM = slow_sum(GRADIENTS, (LIMIT / NORMS).clamp(max=1))
 
 
-def clipped(passes):
-    return lambda: per_sample.clipped_sum(
-        loss_of_all, max_norm=LIMIT, passes=passes, chunk_size=4, return_norms=True
-    )
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (clipped(1), (SUM, (None, NORMS, None))),
-        (clipped(2), (SUM, (None, NORMS, None))),
+        (
+            lambda: per_sample.clipped_sum(
+                loss_of_all, max_norm=LIMIT, chunk_size=4, return_norms=True
+            ),
+            (SUM, (None, NORMS, None)),
+        ),
         (lambda: per_sample.norms(loss_of_all, chunk_size=4), (NORMS,)),
         (
             lambda: per_sample.grads(loss_of_all, chunk_size=4, return_norms=True),
             ([torch.stack(leaf) for leaf in zip(*GRADIENTS)], (None, NORMS, None)),
         ),
     ],
-    ids=["clipped_sum", "clipped_sum, passes=2", "norms", "grads"],
+    ids=["clipped_sum", "norms", "grads"],
 )
 def test_at_any_operation_the_chunk_is_halved(make, expected, monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)  # it takes longer than all else here

@@ -55,7 +55,6 @@ DICTS = ({"w": torch.randn(5, 2), "b": torch.randn(2)}, torch.randn(2), {"y": Y,
 OF_DICTS = {"has_aux": True, "in_dims": (None, None, 0), "argnums": (0, 1)}
 KINDS = {
     "clipped_sum": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "return_norms": True}),
-    "passes": (per_sample.clipped_sum, PAIR, (X, Y), {"max_norm": 0.1, "passes": 2}),
     "norms": (per_sample.norms, PAIR, (X, Y), {"return_values": True}),
     "groups": (
         per_sample.clipped_sum,
@@ -75,9 +74,8 @@ def test_gradients_are_those_of_eager(graphs, kind):
         assert_same(compiled(*args), eager, eps=64)
         # Two chunks of four; what is left over is not worth a graph. The first one of all may look
         # for factors.
-        if kind != "passes":
-            assert graphs.made == 1
-            assert graphs.ran in (2 * calls + 2, 2 * calls + 1)
+        assert graphs.made == 1
+        assert graphs.ran in (2 * calls + 2, 2 * calls + 1)
 
 
 def test_few_shapes_are_compiled(graphs, monkeypatch):

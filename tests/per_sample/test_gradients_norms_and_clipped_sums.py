@@ -59,12 +59,11 @@ class TestValues:
         assert_same(extras.values, values, eps=8)
         assert extras.aux is None
 
-    @pytest.mark.parametrize("passes", [None, 1, 2])
-    def test_clipped_sums_are_those_of_a_loop(self, chunk_size, grad_mode, passes):
+    def test_clipped_sums_are_those_of_a_loop(self, chunk_size, grad_mode):
         params, x, y, gradients = looped()
         norms = slow_norms(gradients)
         limit = norms.median().item()
-        options = {"passes": passes, "chunk_size": chunk_size, "return_norms": True}
+        options = {"chunk_size": chunk_size, "return_norms": True}
         with torch.set_grad_enabled(grad_mode):
             total, extras = per_sample.clipped_sum(loss, max_norm=limit, **options)(params, x, y)
         assert norms.min() < limit < norms.max()
@@ -95,13 +94,12 @@ class TestGroups:
         names = [i for i in range(4) if i in factors]
         return [sum(f * one[i] for f, one in zip(factors[i], gradients)) for i in names]
 
-    @pytest.mark.parametrize("passes", [1, 2])
     @pytest.mark.parametrize("chunk_size", [None, 2])
-    def test_thresholds_are_a_prefix_of_the_parameters(self, chunk_size, passes):
+    def test_thresholds_are_a_prefix_of_the_parameters(self, chunk_size):
         params, x, y = problem()
         limits = {"first": 0.5, "rest": [0.25, 2.0]}
         total, extras = per_sample.clipped_sum(
-            loss, max_norm=limits, return_norms=True, passes=passes, chunk_size=chunk_size
+            loss, max_norm=limits, return_norms=True, chunk_size=chunk_size
         )(params, x, y)
         assert_same(flat(total), self.expected([(0, 1), (2,), (3,)], [0.5, 0.25, 2.0]), eps=16)
         assert set(extras.norms) == {"first", "rest"}
@@ -243,9 +241,8 @@ class TestArguments:
         gradients = slow(of_all, params, x)
         norms = slow_norms(gradients)
         expected = slow_sum(gradients, (2.0 / norms).clamp(max=1))
-        for passes in (1, 2):
-            f = per_sample.clipped_sum(of_all, max_norm=2.0, passes=passes, chunk_size=chunk_size)
-            assert_same(f(params, x), expected, eps=64)
+        f = per_sample.clipped_sum(of_all, max_norm=2.0, chunk_size=chunk_size)
+        assert_same(f(params, x), expected, eps=64)
         assert_same(per_sample.norms(of_all, chunk_size=chunk_size)(params, x), norms, eps=64)
         each = per_sample.grads(of_all, chunk_size=chunk_size)(params, x)
         assert_same(each, [torch.stack(leaf) for leaf in zip(*gradients)], eps=64)

@@ -204,7 +204,6 @@ REFUSED = {
     "scaling must be one of": [clipped(max_norm=1.0, scaling="sharp")],
     r"a name or a function .* got 3": [clipped(max_norm=1.0, scaling=3)],
     r"factor for each norm.*\(5,\)": [clipped(max_norm=1.0, scaling=lambda n, _: n.sum())],
-    "passes must be 1 or 2": [clipped(max_norm=1.0, passes=3)],
     "init_process_group first": [clipped(max_norm=1.0, process_group=True)],
     "gamma must be positive, got 0": [lambda: per_sample.automatic(gamma=0)],
     "'sum', 'mean', 'min', 'max' or a function": [reduced("median")],
@@ -415,13 +414,3 @@ def test_a_sum_under_autocast_is_added_up_in_its_own_dtype(chunk_size):
 def test_no_argument_to_differentiate_is_an_error(make):
     with pytest.raises(RuntimeError, match=rf"{make.__name__}: argnums must be non-empty"):
         make(lambda w, x: (w * x).sum(), argnums=())(W[0], X[:, :1])
-
-
-def test_two_passes_refuse_an_embedding_that_counts_the_examples_of_others():
-    table, index = numbers(300, 4), torch.tensor([[0, 1, 1], [2, 1, 0]])
-    loss = lambda w, i: nn.functional.embedding(i, w, scale_grad_by_freq=True).square().sum()
-    total = per_sample.clipped_sum(loss, max_norm=1e9, passes=1)(table, index)
-    rows = functx.vmap(functx.grad(loss), (None, 0))(table, index)
-    assert_same(total, rows.sum(0), eps=16)
-    with pytest.raises(RuntimeError, match="use passes=1"):
-        per_sample.clipped_sum(loss, max_norm=1e9, passes=2)(table, index)
