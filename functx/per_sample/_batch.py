@@ -1,15 +1,8 @@
 """The arguments of one call: which leaves hold one entry an example, and slices of them.
 
-``in_dims`` means what it means to :func:`torch.func.vmap`: an int for all arguments, or a tuple
-with a pytree prefix of ints and ``None`` for each. Left out, the differentiated arguments are
-shared and every other tensor has its examples along dimension 0. Keyword arguments are shared, as
-there.
-
-An iterator of batches in the place of the examples stands for the batch they make together.
-
-Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` forbids them,
-``"different"`` draws for each example, ``"same"`` gives every example the same numbers: each chunk
-starts from the state in which the first one started.
+Random numbers are those of ``vmap`` whatever the chunks are: ``"error"`` also forbids them to one
+example that runs without it, and for ``"same"`` each chunk starts from the state in which the first
+one started.
 """
 
 from __future__ import annotations
@@ -56,7 +49,7 @@ class Batch:
     def zeros(self) -> Batch:
         """One example of zeros, like those that are missing."""
         leaves = self._each(
-            lambda leaf, dim: leaf.new_zeros(*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
+            lambda leaf, dim: leaf.new_zeros(shape_of_one(leaf, dim)).unsqueeze(dim)
         )
         return replace(self, leaves=leaves, size=1, start=0, whole=(0, 1))
 
@@ -108,10 +101,14 @@ class Batch:
         def of(leaf: Any, dim: int | None) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return type(leaf)
-            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            return shape, leaf.dtype, leaf.device, dim
+            return shape_of_one(leaf, dim), leaf.dtype, leaf.device, dim
 
         return self.spec, self.positions, *map(of, self.leaves, self.dims)
+
+
+def shape_of_one(leaf: torch.Tensor, dim: int | None) -> torch.Size:
+    """The shape of a leaf for one example, of which ``dim`` holds all."""
+    return leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
 
 
 @dataclass(frozen=True)

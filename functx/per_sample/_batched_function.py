@@ -16,7 +16,7 @@ from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, batch_of, kept_rows, split_batches
 from functx.per_sample._chunks import Chunks, Reduction
-from functx.per_sample._module_loss import identity, module_loss, trainable
+from functx.per_sample._module_loss import module_loss, trainable
 
 MakeReduction = Callable[[Batch], Reduction]
 Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
@@ -39,9 +39,8 @@ class BatchedFunction:
     outputs: bool = False  # whether any tensors may be returned, and a module needs no criterion
     has_aux: bool = False
     compiled: Any = None  # runs chunks compiled, if that was asked for
-    # What was measured, by signatures of batches: whether factors are worth looking for, and
-    # whether two passes are the better way.
-    hints: dict[Any, bool] = field(default_factory=dict)
+    # Whether factors of gradients are worth looking for, by signatures of batches.
+    worth_factors: dict[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         api, func = self.api, self.func
@@ -49,7 +48,8 @@ class BatchedFunction:
         if isinstance(func, (tuple, list)) and len(func) == 2:
             self._module, self.func = func[0], module_loss(func[0], func[1], self.outputs)
         elif isinstance(func, torch.nn.Module) and self.outputs:
-            self._module, self.func = func, module_loss(func, identity, outputs=True)
+            self._module = func
+            self.func = module_loss(func, lambda output, *targets: output, outputs=True)
         elif isinstance(func, torch.nn.Module) and self.argnums is not None:
             raise TypeError(
                 f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "
@@ -77,11 +77,11 @@ class BatchedFunction:
                 f"{api}: chunk_size and budget exclude each other, got {self.chunk_size} "
                 f"and {self.budget}"
             )
-        size = self.chunk_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"{api}: chunk_size must be an int, got {size!r}")
-        if size is not None and size <= 0:
-            raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
+        if self.chunk_size is not None:
+            size = _validate.integer(self.chunk_size, f"{api}: chunk_size must be an int")
+            if size <= 0:
+                raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
+            self.chunk_size = size
         if self.budget is not None:
             self.budget = _validate.checked_budget(self.budget, api)
         self._chunks = Chunks(api, self.chunk_size, self.budget, self.randomness)

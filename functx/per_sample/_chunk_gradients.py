@@ -40,7 +40,7 @@ class Arrivals:
         keeps: Whether gradients are kept.
         factors: Whether they may be known by factors.
         values: The losses, of shape ``(c,)``.
-        aux: The auxiliary outputs, leaves of shape ``(c, ...)``; ``None`` without ``has_aux``.
+        aux: The auxiliary outputs, leaves of shape ``(c, ...)``.
     """
 
     groups: list[int] | None
@@ -71,7 +71,7 @@ class Arrivals:
 
 def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals) -> Arrivals:
     """Runs the loss on each example, and hands over the gradients to new ``arrivals``."""
-    key, hints = ("factors", batch.alone, batch.signature()), function.hints
+    key, hints = (batch.alone, batch.signature()), function.worth_factors
     if arrivals.factors and not _torch.transforming() and hints.get(key, True):
         mode = KeepFactors(batch.size)
         before = random_state() if function.randomness != "error" else None
@@ -122,8 +122,7 @@ def _pull_back(
             pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
         return value, (_tree.map_(_tensor, aux) if function.has_aux else ())
 
-    arrivals.values, aux = batch.map(example, function.randomness)
-    arrivals.aux = aux if function.has_aux else None
+    arrivals.values, arrivals.aux = batch.map(example, function.randomness)
 
 
 def _recorded(

@@ -74,18 +74,20 @@ class Stack:
 
 
 class Reduction:
-    """What is computed from one call's examples, chunk by chunk.
+    """What is computed from one call's examples, chunk by chunk: a function of each, stacked.
 
     Attributes:
+        func: The function of one example.
+        randomness: As for `Batch.map`.
         stack: The rows that `run` has returned.
     """
 
-    def __init__(self) -> None:
-        self.stack = Stack()
+    def __init__(self, func: Callable[..., Any], randomness: str) -> None:
+        self.func, self.randomness, self.stack = func, randomness, Stack()
 
     def run(self, batch: Batch) -> Any:
         """Compute one chunk, which may run again; returns a pytree of rows to stack."""
-        raise NotImplementedError
+        return batch.map(self.func, self.randomness)
 
     def stack_rows(self, batch: Batch) -> None:
         """Compute one chunk, up to what can't be undone."""
@@ -98,9 +100,6 @@ class Reduction:
     def result(self, counted: Counted) -> Any:
         """The result of all chunks."""
         return self.stack.close(counted)
-
-
-MakeReduction = Callable[[], Reduction]
 
 
 class _Line:
@@ -141,7 +140,7 @@ class Chunks:
     # A line for all in one chunk, one for more chunks, and what each example leaves behind.
     _lines: dict[Any, tuple[_Line, _Line, int]] = field(default_factory=dict)
 
-    def run(self, batch: Batch, reduction: Reduction, make: MakeReduction) -> None:
+    def run(self, batch: Batch, reduction: Reduction, make: Callable[[], Reduction]) -> None:
         """Hands the examples of ``batch`` to ``reduction`` in chunks."""
         key, start = batch.signature(), 0
         chunk = min(self._size(batch, key, make), self._fits.get(key, batch.size))
@@ -184,7 +183,7 @@ class Chunks:
                 "chunk_size=1 runs each as it is, without vmap"
             )
 
-    def _size(self, batch: Batch, key: Any, make: MakeReduction) -> int:
+    def _size(self, batch: Batch, key: Any, make: Callable[[], Reduction]) -> int:
         """Examples in a chunk."""
         if self.budget is None:
             return self.chunk_size or batch.size
@@ -227,7 +226,7 @@ class Chunks:
         return 1
 
     def _profile(
-        self, batch: Batch, chunk: int, chunks: int, make: MakeReduction
+        self, batch: Batch, chunk: int, chunks: int, make: Callable[[], Reduction]
     ) -> memory.Profile:
         """Chunks of ``chunk`` examples, results thrown away."""
         saved = random_state()

@@ -79,7 +79,9 @@ def clip(norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
     Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
     # Written so that a norm of 0 divides nothing.
-    return torch.where(norm > max_norm, max_norm / norm.clamp_min(_tiny(norm)), 1.0).to(norm.dtype)
+    return torch.where(
+        norm > max_norm, max_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny), 1.0
+    ).to(norm.dtype)
 
 
 def automatic(gamma: float = 0.01) -> Scaling:
@@ -111,7 +113,7 @@ def normalize(norm: torch.Tensor, max_norm: Any = None) -> torch.Tensor:
 
     Takes norms of the examples' gradients, of shape ``(B,)``, and returns as many factors.
     """
-    return (1.0 if max_norm is None else max_norm) / norm.clamp_min(_tiny(norm))
+    return (1.0 if max_norm is None else max_norm) / norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
 
 def check_scaling(scaling: Any, max_norm: Any, api: str) -> Scaling:
@@ -146,7 +148,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _tiny(norm: torch.Tensor) -> float:
-    return torch.finfo(norm.dtype).tiny

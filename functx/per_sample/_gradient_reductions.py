@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from functx import _tree
-from functx.per_sample._batch import Batch, Counted
+from functx.per_sample._batch import Batch, Counted, shape_of_one
 from functx.per_sample._batched_function import BatchedFunction
 from functx.per_sample._chunk_gradients import Arrivals, chunk_gradients
 from functx.per_sample._chunks import Reduction, out_of_memory
 from functx.per_sample._clipping import Groups, Scaling, factors
-from functx.per_sample._sums import Factored, Term, WeightedSum, all_reduced, norm_dtype
+from functx.per_sample._sums import Factored, Rows, Term, WeightedSum, all_reduced, norm_dtype
 
 
 class Extras(NamedTuple):
@@ -40,8 +40,6 @@ class StackedResults(Reduction):
 
     Attributes:
         like: The leaves that are differentiated, for one example: of shape, dtype and device only.
-        names: What is asked for: of the fields of `Extras`, and ``"gradients"``.
-        keeps: Whether the gradients of a chunk are kept until it has run.
     """
 
     def __init__(
@@ -51,68 +49,58 @@ class StackedResults(Reduction):
         groups: Groups,
         names: list[str],
         *,
+        gradients: bool = False,
         accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.function, self.groups, self.names = function, groups, names
-        self.keeps = "gradients" in names
+        super().__init__(function.func, function.randomness)
+        self.function, self.groups = function, groups
+        self._names, self._gradients = names, gradients
         self.like: list[torch.Tensor] = []
         self._norm_dtype = torch.float32
         leaves, self.spec = _tree.flatten(function.differentiated(batch))
         dims = _tree.leaves(function.differentiated(replace(batch, leaves=batch.dims)))
         for leaf, dim in zip(leaves, dims):
-            shape = leaf.shape if dim is None else leaf.shape[:dim] + leaf.shape[dim + 1 :]
-            self.like.append(leaf.detach().new_empty(()).expand(shape))
+            self.like.append(leaf.detach().new_empty(()).expand(shape_of_one(leaf, dim)))
             wanted = norm_dtype(leaf.dtype, accumulation_dtype)
             self._norm_dtype = torch.promote_types(self._norm_dtype, wanted)
 
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
-        found = self.pull_back(batch)
-        return self.rows(found, self.norms(found, batch.size))
+        rows, kept, _ = self.pull_back(batch, keeps=self._gradients)
+        if self._gradients:
+            leaves = [
+                kept[leaf] if leaf in kept else like.new_zeros(batch.size, *like.shape)
+                for leaf, like in enumerate(self.like)
+            ]
+            rows["gradients"] = _tree.unflatten(self.spec, leaves)
+        return rows
 
     def result(self, counted: Counted) -> tuple[Any, Extras]:
         """The gradients or else the norms, and what else was asked for."""
         found = self.stack.close(counted)
-        return found.pop("gradients" if "gradients" in found else "norms"), Extras(**found)
+        return found.pop("gradients" if self._gradients else "norms"), Extras(**found)
 
-    def pull_back(self, batch: Batch) -> Arrivals:
-        """The gradients of a chunk, some of them kept."""
-        whole = "gradients" in self.names
-        groups = None if whole and "norms" not in self.names else self.groups.of_leaf
-        arrivals = Arrivals(groups, self._norm_dtype, self.keeps, factors=not whole)
-        return chunk_gradients(self.function, batch, arrivals)
-
-    def norms(self, found: Arrivals, size: int) -> list[torch.Tensor]:
-        """The norms of a chunk, of shape ``(c,)``, one tensor a group."""
-        zeros = self.like[0].new_zeros(size, dtype=self._norm_dtype)
-        groups = range(len(self.groups.thresholds))
-        return [found.squares.get(group, zeros).sqrt() for group in groups]
-
-    def rows(self, found: Arrivals, norms: list[torch.Tensor]) -> dict[str, Any]:
-        """What is asked for, of one chunk."""
+    def pull_back(
+        self, batch: Batch, keeps: bool
+    ) -> tuple[dict[str, Any], dict[int, Rows], list[torch.Tensor]]:
+        """Of one chunk what `Extras` names, the gradients by leaf, and the norms by group."""
+        groups = None if self._gradients and "norms" not in self._names else self.groups.of_leaf
+        arrivals = Arrivals(groups, self._norm_dtype, keeps, factors=not self._gradients)
+        found = chunk_gradients(self.function, batch, arrivals)
+        zeros = self.like[0].new_zeros(batch.size, dtype=self._norm_dtype)
+        numbers = range(len(self.groups.thresholds))
+        norms = [found.squares.get(group, zeros).sqrt() for group in numbers]
         rows = {"values": found.values, "norms": self.groups.pack(norms), "aux": found.aux}
-        if "gradients" in self.names:
-            size, kept = len(found.values), found.kept
-            for leaf, like in enumerate(self.like):
-                if leaf not in kept:
-                    kept[leaf] = like.new_zeros(size, *like.shape)
-            rows["gradients"] = _tree.unflatten(self.spec, [kept[leaf] for leaf in sorted(kept)])
-        return {name: rows[name] for name in self.names}
+        return {name: rows[name] for name in self._names}, found.kept, norms
 
 
 class ClippedSum(StackedResults):
     """The sum of all gradients, each times the factor that its norm gives it."""
 
     def __init__(
-        self,
-        *args: Any,
-        scaling: Scaling,
-        accumulation_dtype: torch.dtype | None,
-        process_group: Any,
+        self, *args: Any, scaling: Scaling, accumulation_dtype: Any, process_group: Any
     ) -> None:
         super().__init__(*args, accumulation_dtype=accumulation_dtype)
-        self.keeps = True
         self._scaling, self._wanted = scaling, accumulation_dtype
         self._process_group = process_group
         self._sums = [WeightedSum(like, self._dtype_of_sum(like)) for like in self.like]
@@ -129,16 +117,15 @@ class ClippedSum(StackedResults):
     def run(self, batch: Batch) -> dict[str, Any]:
         """Compute one chunk."""
         self._parts = []
-        found = self.pull_back(batch)
-        norms, of_leaf = self.norms(found, batch.size), self.groups.of_leaf
+        rows, kept, norms = self.pull_back(batch, keeps=True)
         weights = [
             factors(self._scaling, norm, threshold, self.function.api)
             for norm, threshold in zip(norms, self.groups.thresholds)
         ]
-        for leaf, rows in found.kept.items():
-            parts = rows.terms if isinstance(rows, Factored) else [rows]
-            self._parts += [(leaf, part, weights[of_leaf[leaf]]) for part in parts]
-        return self.rows(found, norms)
+        for leaf, found in kept.items():
+            parts = found.terms if isinstance(found, Factored) else [found]
+            self._parts += [(leaf, part, weights[self.groups.of_leaf[leaf]]) for part in parts]
+        return rows
 
     def add(self) -> str | None:
         """Add the chunk that ran to the sums, once more where memory had to be freed first."""

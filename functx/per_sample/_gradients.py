@@ -89,8 +89,9 @@ def grads(
     function = BatchedFunction(
         "per_sample.grads", func, argnums, in_dims, chunk_size, budget, randomness
     )
-    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux, "gradients": True}
-    return _over_batch(function, StackedResults, wanted, compile)
+    make = functools.partial(StackedResults, gradients=True)
+    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux}
+    return _over_batch(function, make, wanted, compile)
 
 
 def norms(

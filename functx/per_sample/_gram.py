@@ -117,15 +117,15 @@ class _GramMatrix(Reduction):
         jacobian: Callable[..., Any],
         outputs: str,
     ) -> None:
-        super().__init__()
-        self._function, self._jacobian, self._outputs = function, jacobian, outputs
+        super().__init__(jacobian, function.randomness)
+        self._api, self._outputs = function.api, outputs
         self._mirror, right = others is None, left if others is None else others
         self._right = right if right.size else right.zeros()
         self._shape = torch.Size()
 
     def _jacobians(self, batch: Batch) -> list[torch.Tensor]:
         """The Jacobians of a chunk by leaf."""
-        found, output = batch.map(self._jacobian, self._function.randomness)
+        found, output = super().run(batch)
         self._shape = output.shape[1:]
         numbers = self._shape.numel()
         return [leaf.reshape(len(leaf), numbers, -1) for leaf in _tree.leaves(found)]
@@ -153,7 +153,7 @@ class _GramMatrix(Reduction):
 
     def result(self, counted: Counted) -> torch.Tensor:
         if not counted.size:
-            raise ValueError(f"{self._function.api}: no example to take products of")
+            raise ValueError(f"{self._api}: no example to take products of")
         matrix: torch.Tensor = self.stack.close(counted)
         matrix = matrix.reshape(*matrix.shape[:2], *self._shape * (matrix.dim() - 2))
         return counted.rows(matrix, 1) if self._mirror else matrix

@@ -129,18 +129,7 @@ def jacobian(
     )
     transform: Any = jacrev if mode == "reverse" else jacfwd
     of_one = transform(function.func, argnums, has_aux=has_aux)
-    return function.over_batch(lambda batch: _EachJacobian(of_one, randomness))
-
-
-class _EachJacobian(Reduction):
-    """Results of all examples, side by side."""
-
-    def __init__(self, func: Callable[..., Any], randomness: str) -> None:
-        super().__init__()
-        self._func, self._randomness = func, randomness
-
-    def run(self, batch: Batch) -> Any:
-        return batch.map(self._func, self._randomness)
+    return function.over_batch(lambda batch: Reduction(of_one, randomness))
 
 
 class _Reduced(Reduction):
@@ -153,13 +142,13 @@ class _Reduced(Reduction):
         combine: Combine | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
-        self._function, self._reduce, self._combine, self._dtype = function, reduce, combine, dtype
+        super().__init__(function.func, function.randomness)
+        self._api, self._reduce, self._combine, self._dtype = function.api, reduce, combine, dtype
         self._total: Any = None
         self._count = 0
 
     def run(self, batch: Batch) -> tuple[()]:
-        part = self._reduced(batch.map(self._function.func, self._function.randomness))
+        part = self._reduced(super().run(batch))
         if self._count:
             part = self._combined(self._total, part)
         self._total, self._count = part, self._count + batch.size
@@ -179,20 +168,20 @@ class _Reduced(Reduction):
         (flat, spec), (parts, part_spec) = _tree.flatten(before), _tree.flatten(part)
         if spec != part_spec:
             raise ValueError(
-                f"{self._function.api}: reduce returned another structure for another chunk, "
+                f"{self._api}: reduce returned another structure for another chunk, "
                 f"{_tree.shown(part_spec)} after {_tree.shown(spec)}; give combine"
             )
         for one, other in zip(flat, parts):
             if one.shape != other.shape:
                 raise ValueError(
-                    f"{self._function.api}: reduce returned shape {tuple(other.shape)} after "
+                    f"{self._api}: reduce returned shape {tuple(other.shape)} after "
                     f"{tuple(one.shape)} for another chunk, which can't be added; give combine"
                 )
         return _tree.unflatten(spec, map(how, flat, parts))
 
     def result(self, counted: Counted) -> Any:
         if counted.empty and self._reduce != "sum":
-            raise ValueError(f"{self._function.api}: no example to reduce")
+            raise ValueError(f"{self._api}: no example to reduce")
         if counted.empty:
             return _tree.map_(torch.zeros_like, self._total)
         if self._reduce == "mean":

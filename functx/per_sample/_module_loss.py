@@ -97,11 +97,6 @@ def module_loss(
     return loss
 
 
-def identity(output: Any, *targets: Any) -> Any:
-    """The criterion of a module alone."""
-    return output
-
-
 def trainable(module: nn.Module) -> Params:
     """The parameters of a module that require grad, by name, detached."""
     params = {

@@ -50,9 +50,6 @@ class OneHot:
         """That of the factor, ``(c, T, size)``."""
         return torch.Size((*self.index.shape, self.size))
 
-    def __len__(self) -> int:
-        return len(self.index)
-
 
 Factor = torch.Tensor | OneHot
 Term = tuple[Factor, Factor]  # of shape (c, T, m) and (c, T, n); one of them is a tensor
