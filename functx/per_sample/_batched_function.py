@@ -45,11 +45,10 @@ class BatchedFunction:
     def __post_init__(self) -> None:
         api, func = self.api, self.func
         self._module: torch.nn.Module | None = None
+        if isinstance(func, torch.nn.Module) and self.outputs:
+            func = func, lambda output, *targets: output
         if isinstance(func, (tuple, list)) and len(func) == 2:
             self._module, self.func = func[0], module_loss(func[0], func[1], self.outputs)
-        elif isinstance(func, torch.nn.Module) and self.outputs:
-            self._module = func
-            self.func = module_loss(func, lambda output, *targets: output, outputs=True)
         elif isinstance(func, torch.nn.Module) and self.argnums is not None:
             raise TypeError(
                 f"{api}: got the module {type(func).__name__} alone; pass a pair (module, "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from functx import _torch, _tree, memory
+from functx._lines import line_of, where
 from functx.per_sample._batch import Batch, Counted, random_state, restore_random_state
 
 
@@ -270,7 +270,5 @@ def out_of_memory(run: Callable[[], None], may_fail: bool = True) -> str | None:
 
 def warn(message: str) -> None:
     """Warns the caller of ``per_sample``."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("functx."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    file, line, _ = line_of(where())
+    warnings.warn_explicit(message, RuntimeWarning, file, line)

@@ -12,8 +12,8 @@ from functx import _validate
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func
+from functx.per_sample._chunk_gradients import CompiledGradients
 from functx.per_sample._clipping import Scaling, check_scaling, groups_of
-from functx.per_sample._compiled_gradients import CompiledGradients
 from functx.per_sample._gradient_reductions import ClippedSum, Extras, StackedResults
 
 

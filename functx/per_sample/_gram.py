@@ -64,7 +64,7 @@ def gram(
     function = BatchedFunction(
         api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
     )
-    if outputs not in ("full", "diagonal", "trace"):
+    if outputs not in _EQUATIONS:
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
 
     def with_output(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -148,18 +148,17 @@ class _Reduced(Reduction):
         self._count = 0
 
     def run(self, batch: Batch) -> tuple[()]:
-        part = self._reduced(super().run(batch))
+        rows = super().run(batch)
+        if callable(self._reduce):
+            part = self._reduce(rows)
+        elif self._reduce in ("min", "max"):
+            part = _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
+        else:
+            part = _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
         if self._count:
             part = self._combined(self._total, part)
         self._total, self._count = part, self._count + batch.size
         return ()
-
-    def _reduced(self, rows: Any) -> Any:
-        if callable(self._reduce):
-            return self._reduce(rows)
-        if self._reduce in ("min", "max"):
-            return _tree.map_(lambda leaf: getattr(leaf, f"a{self._reduce}")(0), rows)
-        return _tree.map_(lambda leaf: leaf.sum(0, dtype=self._dtype), rows)
 
     def _combined(self, before: Any, part: Any) -> Any:
         if self._combine is not None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import functx
 from functx import per_sample
-from functx.per_sample import _compiled_gradients
+from functx.per_sample import _chunk_gradients
 
 
 class Graphs:
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_eager(graphs, kind):
 
 
 def test_few_shapes_are_compiled(graphs, monkeypatch):
-    monkeypatch.setattr(_compiled_gradients, "_SHAPES", 2)
+    monkeypatch.setattr(_chunk_gradients, "_SHAPES", 2)
     f = per_sample.grads(lambda w, x: (w * x).sin().sum(), compile={"backend": graphs})
     w = torch.randn(())
     for length in (1, 2, 1, 3, 4, 2):
