@@ -72,24 +72,18 @@ class Batch:
 
         One example alone runs as it is, without the limitations of ``vmap``.
         """
-        if self.alone:
-            leaves = self._each(lambda leaf, dim: leaf.select(dim, 0))
-            # Only the first example of a call pays for looking at every operation.
-            with _allowed(randomness, first=self.start == 0):
-                result = func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
-            return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
-        mapped = [number for number, dim in enumerate(self.dims) if dim is not None]
 
-        def example(*rows: torch.Tensor) -> Any:
-            leaves = list(self.leaves)
-            for number, row in zip(mapped, rows):
-                leaves[number] = row
+        def example(*leaves: Any) -> Any:
             return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)
 
-        in_dims = tuple(self.dims[number] for number in mapped)
-        rows = [self.leaves[number] for number in mapped]
+        if self.alone:
+            # Only the first example of a call pays for looking at every operation.
+            with _allowed(randomness, first=self.start == 0):
+                result = example(*self._each(lambda leaf, dim: leaf.select(dim, 0)))
+            return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
+        mapped = vmap_by_keys(example, in_dims=tuple(self.dims), randomness=randomness)
         try:
-            return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+            return mapped(*self.leaves)
         except RuntimeError as error:
             if "randomness error mode" in str(error):
                 error.add_note("per_sample: give it randomness='different', or 'same'.")

@@ -29,13 +29,10 @@ _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.We
 class BatchedFunction:
     """A function of one example, and the options that all functions of ``per_sample`` have."""
 
-    api: str  # the name for error messages
     func: Any  # once checked, one that takes the parameters of a module first
     argnums: Argnums | None  # None where nothing is differentiated
     in_dims: InDims
-    chunk_size: int | None
-    budget: int | float | str | None
-    randomness: str
+    chunks: Chunks
     outputs: bool = False  # whether any tensors may be returned, and a module needs no criterion
     has_aux: bool = False
     compiled: Any = None  # runs chunks compiled, if that was asked for
@@ -43,7 +40,8 @@ class BatchedFunction:
     worth_factors: dict[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        api, func = self.api, self.func
+        self.api, func = self.chunks.api, self.func
+        api = self.api
         self._module: torch.nn.Module | None = None
         if isinstance(func, torch.nn.Module) and self.outputs:
             func = func, lambda output, *targets: output
@@ -67,23 +65,6 @@ class BatchedFunction:
                     f"{api}: in_dims of a module must be a tuple, an entry for each argument"
                 )
             self.in_dims = None if self.in_dims is None else (None, *self.in_dims)
-        if self.randomness not in ("error", "different", "same"):
-            raise RuntimeError(
-                f"{api}: randomness must be 'error', 'different' or 'same', got {self.randomness!r}"
-            )
-        if self.chunk_size is not None and self.budget is not None:
-            raise ValueError(
-                f"{api}: chunk_size and budget exclude each other, got {self.chunk_size} "
-                f"and {self.budget}"
-            )
-        if self.chunk_size is not None:
-            size = _validate.integer(self.chunk_size, f"{api}: chunk_size must be an int")
-            if size <= 0:
-                raise ValueError(f"{api}: chunk_size should be greater than 0, got {size}")
-            self.chunk_size = size
-        if self.budget is not None:
-            self.budget = _validate.checked_budget(self.budget, api)
-        self._chunks = Chunks(api, self.chunk_size, self.budget, self.randomness)
 
     def over_batch(
         self, make: MakeReduction, finish: Callable[[Any], Any] = lambda result: result
@@ -147,7 +128,7 @@ class BatchedFunction:
             self._check_whole(batch)
             if batch.size:
                 batch = replace(batch, start=seen, whole=(seen, batch.size))
-                self._chunks.run(batch, reduction, make_again)
+                self.chunks.run(batch, reduction, make_again)
             seen += batch.size
         if reduction is None:
             raise ValueError(f"{self.api}: the iterator has no batch")
@@ -158,7 +139,7 @@ class BatchedFunction:
 
     def _check_whole(self, batch: Batch) -> None:
         """Raises ``ValueError`` for parameters that are spread over processes."""
-        if self._module is not None and 1 in (batch.size, self.chunk_size):
+        if self._module is not None and 1 in (batch.size, self.chunks.chunk_size):
             return
         if any(type(leaf).__name__ == "DTensor" for leaf in batch.leaves):
             raise ValueError(

@@ -80,7 +80,7 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
     key, hints = (batch.alone, batch.signature()), function.worth_factors
     if arrivals.factors and not _torch.transforming() and hints.get(key, True):
         mode = KeepFactors(batch.size)
-        before = random_state() if function.randomness != "error" else None
+        before = random_state() if function.chunks.randomness != "error" else None
         try:
             _pull_back(function, batch, arrivals, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
@@ -128,7 +128,7 @@ def _pull_back(
             pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
         return value, (_tree.map_(_tensor, aux) if function.has_aux else ())
 
-    arrivals.values, arrivals.aux = batch.map(example, function.randomness)
+    arrivals.values, arrivals.aux = batch.map(example, function.chunks.randomness)
 
 
 def _recorded(
@@ -199,7 +199,7 @@ class CompiledGradients:
                 f"{function.api}: compile must be True or a dict of options of functx.jit, got "
                 f"{options!r}"
             )
-        if function.budget is not None:
+        if function.chunks.budget is not None:
             raise ValueError(
                 f"{function.api}: no size of chunks is chosen for compiled code; give chunk_size "
                 "with compile, instead of budget"
@@ -218,7 +218,7 @@ class CompiledGradients:
         if key not in self._graphs:
             if shapes == _SHAPES:
                 self._warn(f"examples of more than {_SHAPES} shapes came; pad them")
-            size = self._function.chunk_size or batch.size
+            size = self._function.chunks.chunk_size or batch.size
             self._graphs[key] = size if shapes < _SHAPES else 0, self._graph_for(batch)
         size, graph = self._graphs[key]
         # Chunks of another size would have to be compiled too; and no graph is followed.
@@ -237,7 +237,7 @@ class CompiledGradients:
     def _graph_for(self, batch: Batch) -> Callable[..., Any]:
         """The gradients of chunks like one, and their values."""
         # (What `gradients` reads is part of a graph's signature: nothing that changes.)
-        form, randomness = replace(batch, leaves=[], kwargs={}), self._function.randomness
+        form, randomness = replace(batch, leaves=[], kwargs={}), self._function.chunks.randomness
         has_aux = self._function.has_aux
         each = _transforms.grad_and_value(self._function.func, batch.positions, has_aux)
 

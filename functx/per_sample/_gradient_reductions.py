@@ -52,7 +52,7 @@ class StackedResults(Reduction):
         gradients: bool = False,
         accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(function.func, function.randomness)
+        super().__init__(function.func, function.chunks.randomness)
         self.function, self.groups = function, groups
         self._names, self._gradients = names, gradients
         self.like: list[torch.Tensor] = []

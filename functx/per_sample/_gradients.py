@@ -13,6 +13,7 @@ from functx._validate import Argnums
 from functx.per_sample._batch import Batch, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func
 from functx.per_sample._chunk_gradients import CompiledGradients
+from functx.per_sample._chunks import Chunks
 from functx.per_sample._clipping import Scaling, check_scaling, groups_of
 from functx.per_sample._gradient_reductions import ClippedSum, Extras, StackedResults
 
@@ -86,12 +87,10 @@ def grads(
                 [0., 2.],
                 [0., 0.]])
     """
-    function = BatchedFunction(
-        "per_sample.grads", func, argnums, in_dims, chunk_size, budget, randomness
-    )
+    chunks = Chunks("per_sample.grads", chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks)
     make = functools.partial(StackedResults, gradients=True)
-    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux}
-    return _over_batch(function, make, wanted, compile)
+    return _over_batch(function, make, (return_values, return_norms, has_aux), compile)
 
 
 def norms(
@@ -133,12 +132,10 @@ def norms(
         >>> functx.per_sample.norms(loss)(torch.ones(2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([5., 1.])
     """
-    function = BatchedFunction(
-        "per_sample.norms", func, argnums, in_dims, chunk_size, budget, randomness
-    )
+    chunks = Chunks("per_sample.norms", chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks)
     make = functools.partial(StackedResults, accumulation_dtype=accumulation_dtype)
-    wanted = {"values": return_values, "norms": True, "aux": has_aux}
-    return _over_batch(function, make, wanted, compile, groups)
+    return _over_batch(function, make, (return_values, True, has_aux), compile, groups)
 
 
 def clipped_sum(
@@ -198,33 +195,32 @@ def clipped_sum(
         >>> total, extras.norms
         (tensor([0.6000, 1.3000]), tensor([5.0000, 0.5000]))
     """
-    function = BatchedFunction(
-        "per_sample.clipped_sum", func, argnums, in_dims, chunk_size, budget, randomness
-    )
+    chunks = Chunks("per_sample.clipped_sum", chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks)
     make = functools.partial(
         ClippedSum,
         scaling=check_scaling(scaling, max_norm, function.api),
         accumulation_dtype=accumulation_dtype,
         process_group=process_group,
     )
-    wanted = {"values": return_values, "norms": return_norms, "aux": has_aux}
+    wanted = (return_values, return_norms, has_aux)
     return _over_batch(function, make, wanted, compile, groups, max_norm)
 
 
 def _over_batch(
     function: BatchedFunction,
     make: Callable[..., StackedResults],
-    wanted: dict[str, bool],
+    wanted: tuple[bool, bool, bool],
     compile: bool | Mapping[str, Any],
     groups: Any = None,
     max_norm: Any = None,
 ) -> Callable[..., Any]:
     """A function of a batch, that runs a reduction of gradients over the examples."""
     _validate.check_argnums(function.argnums, function.api)
-    function.has_aux = wanted["aux"]
+    names = [name for name, is_wanted in zip(Extras._fields, wanted) if is_wanted]
+    function.has_aux = "aux" in names
     if compile is not False:
         function.compiled = CompiledGradients(function, compile)
-    names = [name for name, is_wanted in wanted.items() if is_wanted]
 
     def make_for(batch: Batch) -> StackedResults:
         _validate.check_inputs(batch.args(), batch.positions, function.api)

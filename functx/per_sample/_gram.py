@@ -13,7 +13,7 @@ from functx._jacobians import jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims, joined, split_batches
 from functx.per_sample._batched_function import BatchedFunction, Func
-from functx.per_sample._chunks import Reduction
+from functx.per_sample._chunks import Chunks, Reduction
 
 
 def gram(
@@ -61,9 +61,8 @@ def gram(
                 [1., 5.]])
     """
     api = "per_sample.gram"
-    function = BatchedFunction(
-        api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
-    )
+    chunks = Chunks(api, chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks, outputs=True)
     if outputs not in _EQUATIONS:
         raise ValueError(f"{api}: outputs must be 'full', 'diagonal' or 'trace', got {outputs!r}")
 
@@ -117,7 +116,7 @@ class _GramMatrix(Reduction):
         jacobian: Callable[..., Any],
         outputs: str,
     ) -> None:
-        super().__init__(jacobian, function.randomness)
+        super().__init__(jacobian, function.chunks.randomness)
         self._api, self._outputs = function.api, outputs
         self._mirror, right = others is None, left if others is None else others
         self._right = right if right.size else right.zeros()

@@ -12,7 +12,7 @@ from functx._jacobians import jacfwd, jacrev
 from functx._validate import Argnums
 from functx.per_sample._batch import Batch, Counted, InDims
 from functx.per_sample._batched_function import BatchedFunction, Func
-from functx.per_sample._chunks import Reduction
+from functx.per_sample._chunks import Chunks, Reduction
 
 Reduce = Callable[[Any], Any]
 Combine = Callable[[Any, Any], Any]
@@ -72,7 +72,8 @@ def map_reduce(
             )
         if combine is not None:
             raise ValueError(f"{api}: combine goes with a function for reduce, not with {reduce!r}")
-    function = BatchedFunction(api, func, None, in_dims, chunk_size, budget, randomness)
+    chunks = Chunks(api, chunk_size, budget, randomness)
+    function = BatchedFunction(func, None, in_dims, chunks)
     return function.over_batch(
         lambda batch: _Reduced(function, reduce, combine, accumulation_dtype)
     )
@@ -124,9 +125,8 @@ def jacobian(
     api = "per_sample.jacobian"
     if mode not in ("reverse", "forward"):
         raise ValueError(f"{api}: mode must be 'reverse' or 'forward', got {mode!r}")
-    function = BatchedFunction(
-        api, func, argnums, in_dims, chunk_size, budget, randomness, outputs=True
-    )
+    chunks = Chunks(api, chunk_size, budget, randomness)
+    function = BatchedFunction(func, argnums, in_dims, chunks, outputs=True)
     transform: Any = jacrev if mode == "reverse" else jacfwd
     of_one = transform(function.func, argnums, has_aux=has_aux)
     return function.over_batch(lambda batch: Reduction(of_one, randomness))
@@ -142,7 +142,7 @@ class _Reduced(Reduction):
         combine: Combine | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(function.func, function.randomness)
+        super().__init__(function.func, function.chunks.randomness)
         self._api, self._reduce, self._combine, self._dtype = function.api, reduce, combine, dtype
         self._total: Any = None
         self._count = 0
