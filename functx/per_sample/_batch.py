@@ -64,14 +64,11 @@ class Batch:
 
     @property
     def alone(self) -> bool:
-        """Whether this is one example, which `map` runs as it is."""
+        """Whether this is one example, which runs as it is, without the limitations of ``vmap``."""
         return self.size == 1 and not _torch.transforming()
 
     def map(self, func: Callable[..., Any], randomness: str) -> Any:
-        """``func`` of each example, leaves of shape ``(c, ...)``: by ``vmap``, but for one alone.
-
-        One example alone runs as it is, without the limitations of ``vmap``.
-        """
+        """``func`` of each example, leaves of shape ``(c, ...)``: by ``vmap``, or of one alone."""
 
         def example(*leaves: Any) -> Any:
             return func(*_tree.unflatten(self.spec, leaves), **self.kwargs)

@@ -18,7 +18,6 @@ from functx.per_sample._batch import Batch, Counted, InDims, batch_of, kept_rows
 from functx.per_sample._chunks import Chunks, Reduction
 from functx.per_sample._module_loss import module_loss, trainable
 
-MakeReduction = Callable[[Batch], Reduction]
 Func = Callable[..., Any] | torch.nn.Module | tuple[torch.nn.Module, Callable[..., Any]]
 
 _LOCK = threading.Lock()
@@ -66,15 +65,13 @@ class BatchedFunction:
                 )
             self.in_dims = None if self.in_dims is None else (None, *self.in_dims)
 
-    def over_batch(
-        self, make: MakeReduction, finish: Callable[[Any], Any] = lambda result: result
-    ) -> Callable[..., Any]:
-        """A function of a batch: what `finish` makes of a reduction's result."""
+    def over_batch(self, make: Callable[[Batch], Reduction]) -> Callable[..., Any]:
+        """A function of a batch: the result of a reduction."""
 
         @functools.wraps(self.func, updated=())
         def of_batch(*args: Any, **kwargs: Any) -> Any:
             with self.arguments(args) as args:
-                return finish(self.run(make, args, kwargs))
+                return self.run(make, args, kwargs)
 
         return of_batch
 
@@ -107,7 +104,9 @@ class BatchedFunction:
         chosen = tuple(args[position] for position in batch.positions)
         return chosen[0] if isinstance(self.argnums, int) else chosen
 
-    def run(self, make: MakeReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, make: Callable[[Batch], Reduction], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result of the reduction that ``make`` makes for the first batch."""
         is_padding = kwargs.pop("is_padding_example", None)
         batches = split_batches(args)

@@ -4,9 +4,6 @@ A gradient of one parameter is complete when all uses of the parameter have been
 handed to `Arrivals` there and then: what these do not keep never exists together with the gradients
 of the other parameters. (A node on every *use*, as hooks on modules are, would see parts of a
 gradient; the norm of a sum is no sum of norms.)
-
-Several examples are mapped with ``vmap``. One example alone runs as it is, and if nothing could
-differentiate the result, in plain autograd.
 """
 
 from __future__ import annotations
@@ -57,22 +54,18 @@ class Arrivals:
     aux: Any = field(init=False)
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
     kept: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
-    _numbers: int = field(init=False, default=0)  # of gradients
-    _spared: int = field(init=False, default=0)  # of gradients known by their factors
+    numbers: int = field(init=False, default=0)  # of all gradients
+    spared: int = field(init=False, default=0)  # of gradients known by their factors
 
     def gradient(self, leaf: int, rows: Rows) -> None:
         """Take the gradients by one leaf, of shape ``(c, *leaf.shape)``."""
         if self.groups is not None:
             group, square = self.groups[leaf], squared_norms(rows, self.dtype)
             self.squares[group] = self.squares[group] + square if group in self.squares else square
-        self._numbers += rows.shape.numel()
-        self._spared += rows.shape.numel() * isinstance(rows, Factored)
+        self.numbers += rows.shape.numel()
+        self.spared += rows.shape.numel() * isinstance(rows, Factored)
         if self.keeps:
             self.kept[leaf] = rows
-
-    def worth_factors(self) -> bool:
-        """Whether enough gradients were known by factors."""
-        return self._spared >= _WORTH * self._numbers
 
 
 def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals) -> Arrivals:
@@ -84,7 +77,7 @@ def chunk_gradients(function: BatchedFunction, batch: Batch, arrivals: Arrivals)
         try:
             _pull_back(function, batch, arrivals, mode)
             # Looking at every operation has its price; what it brings depends on shapes alone.
-            hints[key] = arrivals.worth_factors()
+            hints[key] = arrivals.spared >= _WORTH * arrivals.numbers
             return arrivals
         except (RuntimeError, TypeError, ValueError) as error:
             # Code that wants a gradient's memory, not its numbers, can't have that of a product
@@ -110,6 +103,7 @@ def _pull_back(
 ) -> None:
     """Runs the loss and pulls back, with ``vmap`` or, for one example alone, without."""
     alone = batch.alone
+    # Plain autograd will do where nothing around the call could differentiate the result.
     recording = torch.is_grad_enabled() or _torch.dual_level() >= 0
     plain = alone and not recording and not torch.is_inference_mode_enabled()
 
@@ -138,15 +132,11 @@ def _recorded(
     positions: tuple[int, ...],
     plain: bool,
 ) -> tuple[Any, Any, Pullback]:
-    """The loss of one example, auxiliary outputs, and the pullback.
-
-    In plain autograd, if nothing around the call can differentiate the result.
-    """
+    """The loss of one example, auxiliary outputs, and the pullback; or these in plain autograd."""
     if not plain:
         check = functools.partial(_validate.check_scalar, api=function.api)
         options: dict[str, Any] = {"has_aux": function.has_aux, "api": function.api, "once": True}
         return record(function.func, args, kwargs, positions, check_output=check, **options)
-    _validate.check_inputs(args, positions, function.api)
     with torch.enable_grad():
         arguments = [
             _tree.map_(lambda leaf: leaf.detach().requires_grad_(), arg) if at in positions else arg
@@ -204,7 +194,7 @@ class CompiledGradients:
                 f"{function.api}: no size of chunks is chosen for compiled code; give chunk_size "
                 "with compile, instead of budget"
             )
-        self._compiler: Callable[..., Any] = jit(**({} if options is True else options))
+        self._compiler: Callable[..., Any] = jit(**({} if isinstance(options, bool) else options))
         self._function = function
         # The size of the chunks that are compiled, 0 for none, and their graph, by signatures.
         self._graphs: dict[Any, tuple[int, Callable[..., Any]]] = {}

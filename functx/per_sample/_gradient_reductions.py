@@ -75,10 +75,10 @@ class StackedResults(Reduction):
             rows["gradients"] = _tree.unflatten(self.spec, leaves)
         return rows
 
-    def result(self, counted: Counted) -> tuple[Any, Extras]:
+    def result(self, counted: Counted) -> Any:
         """The gradients or else the norms, and what else was asked for."""
         found = self.stack.close(counted)
-        return found.pop("gradients" if self._gradients else "norms"), Extras(**found)
+        return _with_extras(found.pop("gradients" if self._gradients else "norms"), found)
 
     def pull_back(
         self, batch: Batch, keeps: bool
@@ -138,7 +138,7 @@ class ClippedSum(StackedResults):
                 add()
         return failure
 
-    def result(self, counted: Counted) -> tuple[Any, Extras]:
+    def result(self, counted: Counted) -> Any:
         """The sum, and what else was asked for."""
         totals = [total.total() for total in self._sums]
         if self._wanted is None:
@@ -146,4 +146,11 @@ class ClippedSum(StackedResults):
         if counted.empty:
             totals = [torch.zeros_like(total) for total in totals]
         totals = all_reduced(totals, self._process_group)
-        return _tree.unflatten(self.spec, totals), Extras(**self.stack.close(counted))
+        return _with_extras(_tree.unflatten(self.spec, totals), self.stack.close(counted))
+
+
+def _with_extras(result: Any, extras: dict[str, Any]) -> Any:
+    """What a function of a batch returns: the result, and what else was asked for."""
+    if not extras:
+        return result
+    return result, extras["aux"] if [*extras] == ["aux"] else Extras(**extras)

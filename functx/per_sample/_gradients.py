@@ -228,10 +228,4 @@ def _over_batch(
         found = groups_of(differentiated, groups, max_norm, function.api)
         return make(function, batch, found, names)
 
-    def returned(found: tuple[Any, Extras]) -> Any:
-        result, extras = found
-        if extras.values is not None or extras.norms is not None:
-            return result, extras
-        return (result, extras.aux) if function.has_aux else result
-
-    return function.over_batch(make_for, returned)
+    return function.over_batch(make_for)

@@ -36,10 +36,8 @@ def gram(
         func: A function of parameters and one example without batch dimension. It returns a real
             tensor of any shape ``m``; a loss, or the scores of all classes. Or a module, or a pair
             ``(module, criterion)``, as for `jacobian`.
-        argnums: Which positional arguments to differentiate.
         outputs: Of a function with several numbers, ``"full"``: products of all pairs;
             ``"diagonal"``: of equal numbers only; ``"trace"``: the sum of those.
-        in_dims: As for `grads`: by default the differentiated arguments are shared.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one (with

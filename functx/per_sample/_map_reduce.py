@@ -98,11 +98,8 @@ def jacobian(
             module, or a pair ``(module, criterion)``, as for `grads`: what the module, or the
             criterion, returns for a batch of one, which is taken off, is differentiated with
             respect to the parameters that require grad.
-        argnums: Which positional arguments to differentiate.
         mode: ``"reverse"``, a pullback for each number of the output, or ``"forward"``, a
             pushforward for each number of the input.
-        in_dims: As for `grads`: by default the differentiated arguments are shared.
-        has_aux: Whether ``func`` returns ``(output, aux)``.
 
     Returns:
         A function of the same arguments, for a batch, as `grads` returns one: for each output of
