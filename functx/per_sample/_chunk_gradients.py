@@ -35,23 +35,14 @@ _SHAPES = 8
 
 @dataclass
 class Arrivals:
-    """The gradients of one chunk as they arrive: squared norms by group, and what is kept.
+    """The gradients of one chunk as they arrive: squared norms by group, and what is kept."""
 
-    Attributes:
-        groups: For each leaf the number of its group; ``None`` where no norms are taken.
-        dtype: The dtype of squared norms.
-        keeps: Whether gradients are kept.
-        factors: Whether they may be known by factors.
-        values: The losses, of shape ``(c,)``.
-        aux: The auxiliary outputs, leaves of shape ``(c, ...)``.
-    """
-
-    groups: list[int] | None
-    dtype: torch.dtype
-    keeps: bool
-    factors: bool
-    values: Any = field(init=False)
-    aux: Any = field(init=False)
+    groups: list[int] | None  # for each leaf the number of its group; None where no norms are taken
+    dtype: torch.dtype  # of squared norms
+    keeps: bool  # whether gradients are kept
+    factors: bool  # whether they may be known by factors
+    values: Any = field(init=False)  # the losses, of shape (c,)
+    aux: Any = field(init=False)  # leaves of shape (c, ...)
     squares: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # by group
     kept: dict[int, Rows] = field(init=False, default_factory=dict)  # by leaf
     numbers: int = field(init=False, default=0)  # of all gradients

@@ -17,17 +17,11 @@ Scaling = Callable[[torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Groups:
-    """The leaves of what is differentiated, in groups with one norm each.
+    """The leaves of what is differentiated, in groups with one norm each."""
 
-    Attributes:
-        of_leaf: For each leaf the number of its group.
-        thresholds: One for each group.
-        pack: Makes what users see of one entry a group.
-    """
-
-    of_leaf: list[int]
-    thresholds: list[Any]
-    pack: Callable[[list[Any]], Any]
+    of_leaf: list[int]  # for each leaf the number of its group
+    thresholds: list[Any]  # one for each group
+    pack: Callable[[list[Any]], Any]  # makes what users see of one entry a group
 
 
 def groups_of(differentiated: Any, groups: Any, max_norm: Any, api: str) -> Groups:
