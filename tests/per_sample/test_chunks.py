@@ -90,21 +90,27 @@ def network(weights, x):
 
 
 class TestBudget:
-    @pytest.mark.parametrize("make", ["clipped_sum", "norms", "grads", "jacobian", "map_reduce"])
+    @pytest.mark.parametrize(
+        "make",
+        ["clipped_sum", "norms", "grads", "jacobian", "map_reduce", "gram", "gram of others"],
+    )
     def test_it_is_kept_and_used(self, make):
         weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
-        function = {"jacobian": lambda w, x: network(w, x)[:4], "map_reduce": functx.grad(loss)}
+        scores = lambda w, x: network(w, x)[:4]
+        function = {"jacobian": scores, "gram": scores, "map_reduce": functx.grad(loss)}
         options = {"clipped_sum": {"max_norm": 1.0}, "map_reduce": {"in_dims": (None, 0)}}
+        make, _, others = make.partition(" of ")
         f = functools.partial(
             getattr(per_sample, make), function.get(make, loss), **options.get(make, {})
         )
-        whole, least = (peak(f(chunk_size=size), weights, x) for size in (16, 1))
+        args = (weights, x), {"others": x[:7].sin()} if others else {}
+        whole, least = (peak(f(chunk_size=size), *args[0], **args[1]) for size in (16, 1))
         for budget in (whole, (whole + 3 * least) // 4):
             limited = f(budget=budget)
-            limited(weights, x)  # measures
-            used = memory.peak(limited, weights, x)
+            limited(*args[0], **args[1])  # measures
+            used = memory.peak(limited, *args[0], **args[1])
             assert 0.5 * budget < used <= budget
-        assert_same(limited(weights, x), f()(weights, x), eps=64)
+        assert_same(limited(*args[0], **args[1]), f()(*args[0], **args[1]), eps=64)
 
     def test_it_may_be_a_text_or_a_share_of_all_at_once(self):
         weights, x, loss = deep_mlp(layers=6, batch=16, width=24)
@@ -146,8 +152,10 @@ class TestRandomness:
     @pytest.mark.parametrize("generator", [None, torch.Generator()])
     def test_error_is_the_default(self, chunk_size, generator):
         f = functools.partial(noisy, generator=generator)
-        with pytest.raises(RuntimeError, match="random"):
+        with pytest.raises(RuntimeError, match="random") as caught:
             per_sample.grads(f, chunk_size=chunk_size)(W, X)
+        if chunk_size != 1:
+            assert "per_sample: give it randomness='different'" in caught.value.__notes__[0]
 
     def test_different_draws_for_each_example(self, chunk_size):
         f = per_sample.grads(noisy, randomness="different", chunk_size=chunk_size)
@@ -159,12 +167,6 @@ class TestRandomness:
         rows = f(W, X)
         torch.manual_seed(5)
         assert_same(rows, torch.randn(3, dtype=DTYPE).expand(B, 3), eps=2)
-
-
-def test_random_numbers_that_nobody_allowed_are_an_error_that_says_how():
-    with pytest.raises(RuntimeError, match="random") as caught:
-        per_sample.grads(noisy)(W, X)
-    assert "per_sample: give it randomness='different'" in caught.value.__notes__[0]
 
 
 class TestCompositions:
