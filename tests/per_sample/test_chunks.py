@@ -24,22 +24,25 @@ def loss(w, x):
     return (w * x).sin().sum()
 
 
+class RunsOut(TorchDispatchMode):
+    """Memory runs out at one operation, counted from 1, or at a sine of too many examples."""
+
+    def __init__(self, at=0, most=B, error=None):
+        super().__init__()
+        self.at, self.most, self.count, self.sizes = at, most, 0, []
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count, size = self.count + 1, 0
+        if func is torch.ops.aten.sin.default:
+            size = len(args[0]) if args[0].dim() == 2 else 1
+            self.sizes.append(size)
+        if self.count == self.at or size > self.most:
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
 class TestOutOfMemory:
-    def limited(self, most, error):
-        """The loss, for as many examples as fit; and the sizes it was called with."""
-        sizes = []
-
-        def with_limit(w, x):
-            value = torch._C._functorch.get_unwrapped(x)
-            while torch._C._functorch.is_functorch_wrapped_tensor(value):
-                value = torch._C._functorch.get_unwrapped(value)
-            sizes.append(len(value) if value.dim() == 2 else 1)
-            if sizes[-1] > most:
-                raise error
-            return loss(w, x)
-
-        return with_limit, sizes
-
     @pytest.mark.parametrize(
         "error",
         [
@@ -53,25 +56,27 @@ class TestOutOfMemory:
         ids=["cuda", "cpu", "cpu, posix"],
     )
     def test_the_chunk_is_halved_and_remembered(self, error):
-        limited, sizes = self.limited(3, error)
-        f = per_sample.clipped_sum(limited, max_norm=0.5, return_norms=True)
-        with pytest.warns(RuntimeWarning, match="out of memory with") as caught:
-            total, extras = f(W, X)
-        assert sizes == [8, 4, 2, 2, 2, 2]
+        f = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)
+        expected = f(W, X)
+        with (
+            pytest.warns(RuntimeWarning, match="out of memory with") as caught,
+            RunsOut(most=3, error=error) as limited,
+        ):
+            found = f(W, X)
+        assert limited.sizes == [8, 4, 2, 2, 2, 2]
+        assert_same((found[0], found[1].norms), (expected[0], expected[1].norms), eps=8)
         for warning, size in zip(caught, (8, 4), strict=True):
             assert f"out of memory with {size} examples at a time" in str(warning.message)
-        assert all(os.path.basename(w.filename) == os.path.basename(__file__) for w in caught)
-        expected, same = per_sample.clipped_sum(loss, max_norm=0.5, return_norms=True)(W, X)
-        assert_same((total, extras.norms), (expected, same.norms), eps=8)
-        sizes.clear()
-        f(W, X)  # it remembers, and does not warn again
-        assert sizes == [2, 2, 2, 2]
+            assert os.path.basename(warning.filename) == os.path.basename(__file__)
+        with RunsOut(most=3) as limited:
+            f(W, X)  # it remembers, and does not warn again
+        assert limited.sizes == [2, 2, 2, 2]
 
     def test_one_example_that_does_not_fit_raises(self):
-        limited, sizes = self.limited(0, torch.OutOfMemoryError("CUDA out of memory"))
-        with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning):
-            per_sample.norms(limited)(W, X)
-        assert sizes == [8, 4, 2, 1]
+        limited = RunsOut(most=0)
+        with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning), limited:
+            per_sample.norms(loss)(W, X)
+        assert limited.sizes == [8, 4, 2, 1]
 
     def test_a_sum_that_cannot_be_undone_is_an_error(self, monkeypatch):
         def fails(self, *args):
@@ -251,20 +256,6 @@ ROWS = numbers(SIZE, 20)
 def loss_of_all(p, x):
     h = torch.tanh(x @ p[0])  # known by factors; then a gradient that is not, and a small one
     return ((h * p[0][0]) @ p[2]).sin().sum() + (x[:3] * p[1]).square().sum()
-
-
-class RunsOut(TorchDispatchMode):
-    """At one operation, counted from 1, memory runs out."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count == self.at:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return func(*args, **(kwargs or {}))
 
 
 GRADIENTS = slow(loss_of_all, PARAMS, ROWS)
