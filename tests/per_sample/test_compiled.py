@@ -167,6 +167,7 @@ def test_eager_where_something_else_looks_on(graphs):
     found = f(asked, X)
     assert_same(found.detach(), expected, eps=16)
     assert_same(torch.autograd.grad(found.sum(), asked)[0], (-torch.sin(w * X) * X**2).sum(0), 64)
+    assert count(f, w, X)["cos"] == 2  # each operation of both chunks
     assert graphs.ran == 0
     assert_same(f(w, X), expected, eps=16)
     assert graphs.ran == 2
