@@ -82,50 +82,42 @@ class TestValues:
                 assert_same(f(w, x)[1], {"scaled": w * x, "twice": [2 * x]})
 
 
-class TestGroups:
-    def expected(self, parts, limits):
-        params, x, y = problem()
-        gradients = slow(loss, params, x, y)  # b and w of first, then rest
-        factors = {}
-        for part, limit in zip(parts, limits):
-            norms = slow_norms([[one[i] for i in part] for one in gradients])
-            factors |= dict.fromkeys(part, (limit / norms).clamp(max=1))
-        names = [i for i in range(4) if i in factors]
-        return [sum(f * one[i] for f, one in zip(factors[i], gradients)) for i in names]
+LABELS = {"first": "z", "rest": ["a", "z"]}
 
-    @pytest.mark.parametrize("chunk_size", [None, 2])
-    def test_thresholds_are_a_prefix_of_the_parameters(self, chunk_size):
-        params, x, y = problem()
-        limits = {"first": 0.5, "rest": [0.25, 2.0]}
-        total, extras = per_sample.clipped_sum(
-            loss, max_norm=limits, return_norms=True, chunk_size=chunk_size
-        )(params, x, y)
-        assert_same(flat(total), self.expected([(0, 1), (2,), (3,)], [0.5, 0.25, 2.0]), eps=16)
-        assert set(extras.norms) == {"first", "rest"}
-        assert [norm.shape for norm in extras.norms["rest"]] == [(B,), (B,)]
 
-    def test_groups_may_be_labels(self):
-        params, x, y = problem()
-        options = {"groups": {"first": "z", "rest": ["a", "z"]}, "return_norms": True}
-        total, extras = per_sample.clipped_sum(loss, max_norm={"z": 0.5, "a": 0.25}, **options)(
-            params, x, y
-        )
-        assert_same(flat(total), self.expected([(0, 1, 3), (2,)], [0.5, 0.25]), eps=16)
-        assert set(extras.norms) == {"z", "a"}
-        same, _ = per_sample.clipped_sum(loss, max_norm=0.5, **options)(params, x, y)
-        assert_same(flat(same), self.expected([(0, 1, 3), (2,)], [0.5, 0.5]), eps=16)
-        norms = per_sample.norms(loss, groups=options["groups"])(params, x, y)
-        rows = [one[2:3] for one in slow(loss, params, x, y)]
-        assert_same((norms, norms["a"]), (extras.norms, slow_norms(rows)), eps=8)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    ("options", "parts", "limits"),
+    [
+        ({"max_norm": {"first": 0.5, "rest": [0.25, 2.0]}}, [(0, 1), (2,), (3,)], [0.5, 0.25, 2.0]),
+        ({"groups": LABELS, "max_norm": {"z": 0.5, "a": 0.25}}, [(0, 1, 3), (2,)], [0.5, 0.25]),
+        ({"groups": LABELS, "max_norm": 0.5}, [(0, 1, 3), (2,)], [0.5, 0.5]),
+    ],
+)
+def test_parts_of_the_parameters_are_clipped_together(options, parts, limits, chunk_size):
+    params, x, y = problem()
+    gradients = slow(loss, params, x, y)  # b and w of first, then rest
+    norms = [slow_norms([[one[i] for i in part] for one in gradients]) for part in parts]
+    factors = [(limit / norm).clamp(max=1) for limit, norm in zip(limits, norms)]
+    of_leaf = {i: factor for part, factor in zip(parts, factors) for i in part}
+    expected = [sum(f * one[i] for f, one in zip(of_leaf[i], gradients)) for i in range(4)]
+    f = per_sample.clipped_sum(loss, return_norms=True, chunk_size=chunk_size, **options)
+    total, extras = f(params, x, y)
+    assert_same(flat(total), expected, eps=16)
+    if groups := options.get("groups"):
+        assert_same(extras.norms, dict(zip("za", norms)), eps=8)
+        assert_same(per_sample.norms(loss, groups=groups)(params, x, y), extras.norms, eps=8)
+    else:
+        assert_same(extras.norms, {"first": norms[0], "rest": norms[1:]}, eps=8)
 
-    def test_each_argument_may_have_a_threshold(self):
-        of_two = lambda w, x, v: (w * x * v).sum()
-        w, x, v = numbers(3), numbers(B, 3, start=1.0), numbers(3, start=2.0)
-        total = per_sample.clipped_sum(of_two, (0, -1), max_norm=(0.5, 0.25))(w, x, v)
-        for position, limit, other in ((0, 0.5, v), (1, 0.25, w)):
-            gradients = x * other
-            factors = (limit / gradients.norm(dim=1)).clamp(max=1)
-            assert_same(total[position], factors @ gradients, eps=8)
+
+def test_each_argument_may_have_a_threshold():
+    of_two = lambda w, x, v: (w * x * v).sum()
+    w, x, v = numbers(3), numbers(B, 3, start=1.0), numbers(3, start=2.0)
+    total = per_sample.clipped_sum(of_two, (0, -1), max_norm=(0.5, 0.25))(w, x, v)
+    for found, limit, other in ((total[0], 0.5, v), (total[1], 0.25, w)):
+        gradients = x * other
+        assert_same(found, (limit / gradients.norm(dim=1)).clamp(max=1) @ gradients, eps=8)
 
 
 @pytest.mark.parametrize(
