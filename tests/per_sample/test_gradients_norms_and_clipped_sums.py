@@ -1,7 +1,5 @@
 """Per-example gradients, norms and clipped sums are those of a loop over the examples."""
 
-import math
-
 import pytest
 import torch
 from cases import DTYPE, numbers
@@ -153,23 +151,6 @@ class TestArguments:
         assert_same(f(w, x), (w * x).cos() * x, eps=8)
         f = per_sample.clipped_sum(product, in_dims=0, max_norm=100.0, chunk_size=2)
         assert_same(f(w, x), x.sum(0), eps=8)
-
-    @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-    def test_padding_counts_for_nothing(self, chunk_size):
-        params, x, y = problem()
-        is_padding = torch.tensor([False, True, False, False, True])
-        args = params, torch.where(is_padding[:, None], math.nan, x), y
-        clipped = per_sample.clipped_sum(
-            loss, max_norm=0.5, chunk_size=chunk_size, return_norms=True
-        )
-        total, extras = clipped(*args, is_padding_example=is_padding)
-        each = per_sample.grads(loss, chunk_size=chunk_size)(*args, is_padding_example=is_padding)
-        expected, few = clipped(params, x[~is_padding], y[~is_padding])
-        assert_same(total, expected, eps=8)
-        every, left = per_sample.grads(loss)(params, x, y), ~is_padding
-        for rows, some in zip(flat(each), flat(every)):
-            assert_same(rows, some * left.view(-1, *[1] * (rows.dim() - 1)), eps=8)
-        assert_same(extras.norms, torch.zeros(B, dtype=DTYPE).masked_scatter(left, few.norms))
 
     @pytest.mark.parametrize("batch", ["empty", "all padding"])
     def test_of_no_example_sums_are_zero(self, batch):
