@@ -108,14 +108,14 @@ class TestBudget:
         f = functools.partial(
             getattr(per_sample, make), function.get(make, loss), **options.get(make, {})
         )
-        args = (weights, x), {"others": x[:7].sin()} if others else {}
-        whole, least = (peak(f(chunk_size=size), *args[0], **args[1]) for size in (16, 1))
+        more = {"others": x[:7].sin()} if others else {}
+        whole, least = (peak(f(chunk_size=size), weights, x, **more) for size in (16, 1))
         for budget in (whole, (whole + 3 * least) // 4):
             limited = f(budget=budget)
-            limited(*args[0], **args[1])  # measures
-            used = memory.peak(limited, *args[0], **args[1])
+            limited(weights, x, **more)  # measures
+            used = memory.peak(limited, weights, x, **more)
             assert 0.5 * budget < used <= budget
-        assert_same(limited(*args[0], **args[1]), f()(*args[0], **args[1]), eps=64)
+        assert_same(limited(weights, x, **more), f()(weights, x, **more), eps=64)
 
     def test_it_may_be_a_text_or_a_share_of_all_at_once(self):
         weights, x, loss = deep_mlp(layers=6, batch=16, width=24)

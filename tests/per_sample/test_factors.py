@@ -97,6 +97,19 @@ def test_a_hook_sees_the_gradient_and_may_take_rows_of_it(name, hook, chunk_size
         assert_same(found, norms, eps=64)
 
 
+def test_code_that_wants_the_memory_of_a_product_draws_random_numbers_once():
+    def loss(w, x):
+        middle = w.view_as(w)
+        middle.register_hook(lambda g: g.t_().t_())
+        return F.dropout(x @ middle.T, 0.5).sin().sum()
+
+    f, found = per_sample.norms(loss, randomness="different"), []
+    for _ in range(2):  # the second call knows that factors are of no use
+        torch.manual_seed(0)
+        found.append(f(weight(), numbers(B, 2, IN)))
+    assert_same(*found)
+
+
 def test_what_cancels_is_not_lost():
     """Of two terms that are the same but for a millionth, in float32."""
     a = torch.randn(B, 1, IN)
