@@ -159,7 +159,8 @@ def clipped_sum(
     """The sum over examples of clipped gradients: what differential privacy adds noise to.
 
     The sum, not the mean: what to divide by is the privacy mechanism's business, as are noise,
-    sampling and accounting.
+    sampling and accounting. The gradients of a chunk are kept until their norms are known, so
+    `chunk_size` or `budget` bounds them.
 
     Options that are not those of `grads`:
         max_norm: The largest norm one example's gradient may have. A number holds for all leaves
