@@ -120,7 +120,7 @@ WINGS = {
         1_690,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
-    "per_sample": (("functx.per_sample",), 2_760),
+    "per_sample": (("functx.per_sample",), 2_500),
     "jit, graph": (("functx._jit", "functx.graph"), 1_300),
     "private torch": (("functx._torch",), 800),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 1_260),
