@@ -92,7 +92,7 @@ def _judged(name):
 def _record(name):
     """What came of a type, in a process of its own."""
     start, found = time.monotonic(), {}
-    for part in parts(_judged, name, LIMIT, "spawn"):
+    for part in parts(_judged, name, LIMIT, "fork"):
         if isinstance(part, dict):
             found = part
         elif part is not None:
