@@ -18,7 +18,6 @@ from functx import _norms, _remat, _tree, _validate
 from functx._arrays import by_arguments
 from functx._reverse_mode import Pullback, record
 from functx._torch import compiler
-from functx._transforms import named_after
 from functx._validate import Argnums, Randomness
 
 P = ParamSpec("P")
@@ -63,12 +62,10 @@ def jacrev(
         tensor([[2., 0.],
                 [0., 4.]])
     """
-    _validate.check_callable(func, "jacrev")
     _validate.check_argnums(argnums, "jacrev")
     if chunk_size is not None and chunk_size <= 0:
         raise ValueError(f"jacrev: `chunk_size` should be greater than 0, got {chunk_size}")
 
-    @named_after(func)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         _validate.check_real(args, "jacrev", "inputs")
         at = _validate.resolve_argnums(argnums, len(args), "jacrev")
@@ -88,7 +85,7 @@ def jacrev(
         jacobian = _tree.unflatten(outputs, made)
         return (jacobian, aux) if has_aux else jacobian
 
-    return transformed
+    return compiler.told(transformed, like=func)
 
 
 def _rows(
@@ -111,7 +108,7 @@ def _rows(
     if total == 1:
         return [leaf.unsqueeze(0) for leaf in pull([torch.ones_like(out) for out in outs], False)]
     every = torch.arange(total, device=outs[0].device)
-    chunks = every.split(total if chunk_size is None else +chunk_size)
+    chunks = every.split(chunk_size or total)
     parts = []
     for n, chunk in enumerate(chunks, 1):
         one = functools.partial(row, keep=n < len(chunks))  # the last one frees the residuals
@@ -139,7 +136,7 @@ def jacfwd(
     @functools.wraps(of_torch)
     def transformed(*args: Any) -> Any:
         positions = _validate.resolve_argnums(argnums, len(args), "jacfwd")
-        _validate.check_inputs(args, positions, "jacfwd(f)(*args)", _validate.OF_JVP)
+        _validate.check_inputs(args, positions, "jacfwd(f)(*args)")
         with _norms.around(args):
             return of_torch(*args)
 
@@ -163,14 +160,6 @@ def hessian(func: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
         tensor([[0., 1.],
                 [1., 0.]])
     """
-    _validate.check_callable(func, "hessian")
     _validate.check_argnums(argnums, "hessian")
     of_gradient: Callable[..., Any] = jacfwd(jacrev(func, argnums), argnums)
-
-    @named_after(func)
-    def transformed(*args: Any) -> Any:
-        at = _validate.resolve_argnums(argnums, len(args), "hessian")
-        _validate.check_inputs(args, at, "hessian(f)(*args)")
-        return of_gradient(*args)
-
-    return transformed
+    return compiler.told(lambda *args, **kwargs: of_gradient(*args, **kwargs), like=func)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 Place = tuple[types.CodeType, int]
+ModulePaths = dict[nn.Module, dict[nn.Module, str]]  # by root, the path of each module in it
 
 _INTERNAL = (*(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__)), "<frozen")
 
@@ -52,24 +53,16 @@ def line_of(place: Place) -> tuple[str, int, str]:
     return code.co_filename, lines[0] if lines else code.co_firstlineno, code.co_qualname
 
 
-class ModulePaths:
-    """Where among the modules that are running this is."""
-
-    def __init__(self) -> None:
-        self._paths: dict[int, tuple[nn.Module, dict[int, str]]] = {}
-
-    def here(self) -> str:
-        """The path from the outermost module that is running; ``""`` outside of modules."""
-        running: list[nn.Module] = []
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is nn.Module._call_impl.__code__:
-                running.append(frame.f_locals["self"])
-            frame = frame.f_back
-        if not running:
-            return ""
-        root = running[-1]
-        if id(root) not in self._paths:
-            named = root.named_modules(remove_duplicate=False)
-            self._paths[id(root)] = root, {id(module): path for path, module in named}
-        return self._paths[id(root)][1].get(id(running[0]), "")
+def module_now(known: ModulePaths) -> str:
+    """The path from the outermost module that is running, ``""`` outside; ``known`` is kept."""
+    running: list[nn.Module] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back
+    if not running:
+        return ""
+    if (root := running[-1]) not in known:
+        known[root] = {m: path for path, m in root.named_modules(remove_duplicate=False)}
+    return known[root].get(running[0], "")

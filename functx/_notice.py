@@ -7,13 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_PATIENCE = 2.0  # seconds
-
 
 @contextmanager
 def of_long_work(text: str) -> Iterator[None]:
     """Say on stderr what is being done, if it takes more than two seconds."""
-    timer = threading.Timer(_PATIENCE, lambda: sys.stderr.write(f"{text} ...\n"))
+    timer = threading.Timer(2.0, sys.stderr.write, [f"{text} ...\n"])
     timer.daemon = True
     timer.start()
     try:

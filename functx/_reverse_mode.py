@@ -19,7 +19,7 @@ forward pass never saw, and its derivative would be silently zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -73,11 +73,6 @@ class Pullback:
         ]
         self._outputs_spec = spec
 
-    @property
-    def arity(self) -> int:
-        """How many leaves the inputs have."""
-        return len(self._inputs)
-
     @compiler.uncompiled
     def __call__(
         self, cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
@@ -103,19 +98,21 @@ class Pullback:
     def feed(
         self,
         cotangents: Any,
-        receivers: Mapping[int, Callable[[torch.Tensor], None]],
-        retain_graph: bool,
+        receive: Callable[[int, torch.Tensor], None],
+        leaves: Sequence[int] | None = None,
+        retain_graph: bool = False,
     ) -> None:
-        """Hands each cotangent of an input, once summed over all uses, to its receiver; keeps none.
+        """Hands over each leaf's gradient, once summed over all uses, with its number; keeps none.
 
-        Receivers go by the number of the input's leaf; other leaves are not computed. A leaf that
-        the outputs do not depend on may get none.
+        Only some ``leaves`` may be wanted. One that the outputs do not depend on may get none.
         """
-        inputs = [self._inputs[number] for number in receivers]
+        inputs = dict(enumerate(self._inputs))
+        inputs = inputs if leaves is None else {leaf: inputs[leaf] for leaf in leaves}
         with ExitStack() as hooks:
-            for leaf, receive in zip(inputs, receivers.values()):
-                hooks.callback(leaf.register_hook(partial(_hand_over, receive)).remove)
-            self._pull(inputs, cotangents, retain_graph)
+            for leaf, tensor in inputs.items():
+                hand_over = partial(_hand_over, partial(receive, leaf))
+                hooks.callback(tensor.register_hook(hand_over).remove)
+            self._pull([*inputs.values()], cotangents, retain_graph)
 
     def _pull(
         self,
@@ -139,14 +136,17 @@ class Pullback:
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with _no_inference_mode(), compiler.without_compiled_autograd():
+        recording = torch.is_grad_enabled() if create_graph is None else create_graph
+        inferring = torch.is_inference_mode_enabled()  # in which nothing could record
+        leaving = torch.inference_mode(False) if inferring else nullcontext()
+        with leaving, compiler.without_compiled_autograd():
             if taped and inputs:
                 found = torch.autograd.grad(
                     [edge for edge, _ in taped],
                     inputs,
                     [cotangent for _, cotangent in taped],
                     retain_graph=retain_graph,
-                    create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+                    create_graph=recording,
                     allow_unused=True,
                 )
             return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
@@ -174,16 +174,9 @@ def record(
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
-    Args:
-        func: The function.
-        args: Its positional arguments, pytrees of tensors and anything else.
-        kwargs: Its keyword arguments, likewise.
-        argnums: Positions of the arguments to differentiate, none negative.
-        has_aux: Whether ``func`` returns ``(output, aux)``.
-        api: The transform's name, for error messages.
-        check_output: Called with the output inside the level; by default it is checked to be of
-            tensors that can have derivatives.
-        once: Whether the pullback is called once, and not under ``vmap``.
+    Arguments are pytrees of anything; those at ``argnums``, none negative, are differentiated.
+    ``check_output`` looks at the output inside the level; by default all of it must be tensors that
+    can have derivatives. ``once`` says that the pullback is called once, and not under ``vmap``.
 
     Returns:
         The output, the auxiliary output or ``None``, and the pullback to the tuple of the
@@ -200,8 +193,7 @@ def record(
         made: list[torch.Tensor] = []
 
         def enter(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            return _torch.wrap_grad(_torch.alive(leaf), level) if is_tensor else leaf
+            return _torch.wrap_grad(_torch.alive(leaf), level) if _tree.is_tensor(leaf) else leaf
 
         def leave(leaf: Any) -> Any:
             value = _torch.unwrap_grad(leaf, level) if isinstance(leaf, torch.Tensor) else leaf
@@ -238,14 +230,3 @@ def _hooks_disabled() -> Iterator[None]:
             if words in str(error) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
-
-
-@contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    """Leaves inference mode, and grad mode as it is: a backward pass has to be able to record."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    grad_enabled = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_enabled):
-        yield

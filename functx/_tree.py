@@ -101,10 +101,9 @@ def joined(tensors: Sequence[torch.Tensor], how: Any) -> Any:
 
 
 def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
-    """The leaves of a tree of some structure, in its order: dicts may have theirs in another.
+    """The leaves of a tree in the order of ``spec``, which its dicts may not have.
 
-    Raises:
-        ValueError: ``tree`` has another structure.
+    A ``ValueError`` if it has another structure.
     """
     found = _flatten_up_to(spec, tree)
     if any(map(is_node, found)):
@@ -113,13 +112,9 @@ def leaves_as(spec: TreeSpec, tree: Any) -> list[Any]:
 
 
 def spread(prefix: Any, tree: Any) -> list[Any]:
-    """The leaves of a pytree prefix, each as often as the part of ``tree`` under it has leaves.
+    """For each leaf of ``tree``, in its order, the leaf of a pytree prefix above it.
 
-    Returns:
-        One for each leaf of ``tree``, in its order; dicts of the prefix may have another.
-
-    Raises:
-        ValueError: ``prefix`` is no prefix of ``tree``.
+    Dicts of the prefix may have another order. A ``ValueError`` if it is no prefix.
     """
     heads, spec = flatten(prefix)
     parts = _flatten_up_to(spec, tree)

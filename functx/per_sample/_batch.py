@@ -23,7 +23,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._validate import describe
-from functx._vmap import vmap_by_keys
+from functx._vmap import use_mapped_masks
 
 InDims = int | tuple[Any, ...] | list[Any] | None
 
@@ -95,8 +95,9 @@ class Batch:
 
         in_dims = tuple(self.dims[number] for number in mapped)
         rows = [self.leaves[number] for number in mapped]
+        use_mapped_masks()
         try:
-            return vmap_by_keys(example, in_dims=in_dims, randomness=randomness)(*rows)
+            return torch.func.vmap(example, in_dims, randomness=randomness)(*rows)
         except RuntimeError as error:
             if "randomness error mode" in str(error):
                 error.add_note("per_sample: give it randomness='different', or 'same'.")

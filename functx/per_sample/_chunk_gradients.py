@@ -141,9 +141,8 @@ def _pull_back(
 
         record_loss = _recorded_plain if plain else recorded
         value, aux, pullback = record_loss(function, args, kwargs, batch.positions)
-        receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
         with mode.pulling_back() if mode else nullcontext():
-            pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
+            pullback.feed(torch.ones_like(value), take)
         return value, (_tree.map_(_tensor, aux) if function.has_aux else ())
 
     arrivals.values, aux = batch.map(example, function.randomness)

@@ -12,7 +12,6 @@ Gradients known by factors are kept in any case.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -200,14 +199,13 @@ class ClippedSum(StackedResults):
                 f"{self.function.api}: the loss gave other values when it ran a second time: it "
                 "depends on something that changes between calls; use passes=1"
             )
-        receivers: dict[int, dict[int, Callable[..., None]]] = {}
+        by_group: dict[int, list[int]] = {}
         for leaf in sorted(first.dropped):
-            take = functools.partial(found.__setitem__, leaf)
-            receivers.setdefault(self.groups.of_leaf[leaf], {})[leaf] = take
+            by_group.setdefault(self.groups.of_leaf[leaf], []).append(leaf)
         with Inspection(_refuse_frequencies):
-            for group in list(receivers):
-                take_all = receivers.pop(group)
-                pullback.feed(weights[group].to(again.dtype), take_all, bool(receivers))
+            for group in list(by_group):
+                leaves, weight = by_group.pop(group), weights[group].to(again.dtype)
+                pullback.feed(weight, found.__setitem__, leaves, retain_graph=bool(by_group))
         return found
 
     def _losses(self, batch: Batch) -> tuple[torch.Tensor, Pullback]:

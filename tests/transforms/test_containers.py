@@ -1,4 +1,4 @@
-"""Registered classes are containers, and dicts are known by their keys, in whatever order."""
+"""Registered classes are containers; thresholds in dicts are known by their keys."""
 
 import collections
 import dataclasses
@@ -126,35 +126,3 @@ def test_thresholds_and_groups_go_by_key(options):
         assert_same(per_sample.clipped_sum(fit, in_dims=dims, **other)(PARAMS, BATCH), expected)
     found = per_sample.clipped_sum(fit, in_dims=(None, turned(dims[1])), **options)
     assert_same(found(turned(PARAMS), turned(BATCH)), turned(expected))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_dimensions_that_vmap_takes_go_by_key(chunk_size):
-    f = functx.vmap(fit, in_dims=(None, {"v": 0, "u": None}), chunk_size=chunk_size)
-    assert_same(
-        f(PARAMS, BATCH), torch.stack([fit(PARAMS, BATCH | {"v": v}) for v in BATCH["v"]]), eps=8
-    )
-    assert_same(f(turned(PARAMS), turned(BATCH)), f(PARAMS, BATCH))
-    with pytest.raises(ValueError, match="in_dims"):
-        functx.vmap(fit, in_dims=(None, {"v": 0}))(PARAMS, BATCH)
-
-
-def test_dimensions_of_dicts_leave_those_of_results_as_torch_reads_them():
-    f = functx.vmap(lambda d: d["u"], ({"u": 0, "v": None},), out_dims=(0,))
-    assert_same(f({"u": BATCH["u"], "v": 1.0}), BATCH["u"])
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_dimensions_that_vmap_gives_go_by_key(chunk_size):
-    f = lambda x: {"a": x.expand(3, 2), "b": [2 * x.expand(5, 2), x.sum()]}
-    x = numbers(7, 2)
-    expected = torch.func.vmap(f, out_dims={"a": 1, "b": 0}, chunk_size=chunk_size)(x)
-    assert expected["a"].shape == (3, 7, 2)
-    for out_dims in ({"a": 1, "b": 0}, {"b": 0, "a": 1}, {"b": [0, 0], "a": -2}):
-        assert_same(functx.vmap(f, 0, out_dims, chunk_size=chunk_size)(x), expected)
-    dims = ({"v": 0, "u": 0},)
-    found = functx.vmap(lambda d: f(d["u"]) | {"c": d["v"]}, dims, {"c": 1, "b": 0, "a": 1})
-    assert_same(found({"u": x, "v": x}), expected | {"c": x.mT})
-    for bad in ({"a": 1}, {"a": 1, "b": 0, "c": 0}, {"a": 1, "b": [0, 0, 0]}):
-        with pytest.raises(ValueError, match=r"out_dims .* don't fit"):
-            functx.vmap(f, out_dims=bad)(x)
