@@ -112,8 +112,8 @@ def check_scalar(output: Any, api: str) -> None:
     if not is_scalar or (output.is_complex() and output.requires_grad):
         raise RuntimeError(
             f"{api}: Expected f(*args) to return a real scalar Tensor, got {describe(output)}. "
-            "Maybe you wanted to use the vjp or jacrev APIs instead? Of a complex number return "
-            "the real part or abs(); to return more than the value, use has_aux=True"
+            "To return more than the value, use has_aux=True; of a complex number return .real or "
+            ".abs(). Maybe you wanted to use the vjp or jacrev APIs instead?"
         )
 
 
