@@ -64,44 +64,40 @@ def test_what_is_no_container_is_not_shared_by_mistake(batch):
     assert shared(W, batch, Y).shape == (5, 3, 2)
 
 
-FORWARD = {
-    "jvp": lambda library, f, one: library.jvp(f, (one,), (one,)),
-    "jacfwd": lambda library, f, one: library.jacfwd(f)(one),
-    "hessian": lambda library, f, one: library.hessian(f)(one),
-}
-REVERSE = {
-    "grad": lambda library, f, one: library.grad(f)(one),
-    "vjp": lambda library, f, one: library.vjp(f, one),
-    "jacrev": lambda library, f, one: library.jacrev(f)(one),
-    "linearize": lambda library, f, one: library.linearize(f, one),
-}
-
-
 def product(one):
     return (one.x * one.y).sum()
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *REVERSE])
-def test_a_class_that_is_no_pytree_is_named_with_what_makes_it_one(name):
+FORWARD = {
+    "jvp": lambda library, one: library.jvp(product, (one,), (one,)),
+    "jacfwd": lambda library, one: library.jacfwd(product)(one),
+    "hessian": lambda library, one: library.hessian(product)(one),
+}
+REVERSE = {
+    "grad": lambda library, one: library.grad(product)(one),
+    "vjp": lambda library, one: library.vjp(product, one),
+    "jacrev": lambda library, one: library.jacrev(product)(one),
+    "linearize": lambda library, one: library.linearize(product, one),
+}
+
+
+@pytest.mark.parametrize("run", {**FORWARD, **REVERSE}.values(), ids=[*FORWARD, *REVERSE])
+def test_a_class_that_is_no_pytree_is_named_with_what_makes_it_one(run):
     """As torch does, which sees no tensors in it."""
-    x = numbers(3)
     with pytest.raises((ValueError, RuntimeError), match=r"_pytree\.register_dataclass\(Unknown\)"):
-        {**FORWARD, **REVERSE}[name](functx, product, Unknown(x, x))
+        run(functx, Unknown(X, X))
 
 
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_mode_takes_what_torch_takes(name):
-    x = numbers(3)
-    run = lambda library: FORWARD[name](library, product, Batch(x, x.cos()))
-    assert_same(*(_tree.leaves(run(library)) for library in (functx, torch.func)))
+@pytest.mark.parametrize("run", FORWARD.values(), ids=FORWARD)
+def test_forward_mode_takes_what_torch_takes(run):
+    one = Batch(X[0], X[1])
+    assert_same(*(_tree.leaves(run(library, one)) for library in (functx, torch.func)))
     with pytest.raises(RuntimeError, match="convert it with"):
-        functx.jvp(lambda x: x, (1.0,), (x,))
+        functx.jvp(lambda x: x, (1.0,), (X,))
 
 
 PARAMS = {"a": numbers(3), "b": numbers(3, start=2.0)}
 BATCH = {"u": numbers(3), "v": numbers(4, 3)}
-
-
 fit = lambda p, x: (p["a"] * x["u"]).sin().sum() + (p["b"] * x["v"]).cos().sum()
 turned = lambda tree: dict(reversed(tree.items()))
 
