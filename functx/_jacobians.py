@@ -68,34 +68,31 @@ def jacrev(
 
     def transformed(*args: Any, **kwargs: Any) -> Any:
         _validate.check_real(args, "jacrev", "inputs")
-        at = _validate.resolve_argnums(argnums, len(args), "jacrev")
         api = "jacrev(f)(*args)"
-        output, aux, pullback = record(func, args, kwargs, at, has_aux=has_aux, api=api)
+        output, aux, pullback = record(func, args, kwargs, argnums, has_aux=has_aux, api=api)
         _validate.check_real(output, "jacrev", "outputs")
-        wrt = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in at)
-        (leaves, inputs), (outs, outputs) = _tree.flatten(wrt), _tree.flatten(output)
+        outs, outputs = _tree.flatten(output)
         sizes = [out.numel() for out in outs]
-        blocks = [b.split(sizes) for b in _rows(pullback, outs, outputs, leaves, chunk_size)]
-        made = [
-            _tree.unflatten(
-                inputs, [b[i].view(out.shape + x.shape) for b, x in zip(blocks, leaves)]
-            )
-            for i, out in enumerate(outs)
-        ]
-        jacobian = _tree.unflatten(outputs, made)
+        blocks = [rows.split(sizes) for rows in _rows(pullback, outs, outputs, chunk_size)]
+
+        def of_output(i: int) -> Any:
+            parts = [b[i].view(outs[i].shape + b[i].shape[1:]) for b in blocks]
+            return _tree.unflatten(pullback.inputs_spec, parts)
+
+        jacobian = _tree.unflatten(outputs, map(of_output, range(len(outs))))
         return (jacobian, aux) if has_aux else jacobian
 
     return compiler.told(transformed, like=func)
 
 
 def _rows(
-    pullback: Pullback, outs: list[Tensor], spec: Any, leaves: list[Tensor], chunk_size: int | None
+    pullback: Pullback, outs: list[Tensor], spec: Any, chunk_size: int | None
 ) -> list[Tensor]:
     """All rows of the Jacobian, one tensor for each input, of shape ``(rows, *leaf.shape)``."""
     sizes = [out.numel() for out in outs]
     total = sum(sizes)
     if total == 0:
-        return [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
+        return [leaf.new_zeros(0, *leaf.shape) for leaf in pullback.inputs]
 
     def pull(units: list[Tensor], keep: bool) -> list[Tensor]:
         return _tree.leaves(pullback(_tree.unflatten(spec, units), retain_graph=keep))

@@ -64,8 +64,8 @@ class Pullback:
     """
 
     def __init__(self, inputs: Any, outputs: Any, spec: _tree.TreeSpec) -> None:
-        self._inputs, self._inputs_spec = _tree.flatten(inputs)
-        level = {*map(_torch.level_of, self._inputs)}  # what is of another depends on none of them
+        self.inputs, self.inputs_spec = _tree.flatten(inputs)
+        level = {*map(_torch.level_of, self.inputs)}  # what is of another depends on none of them
         # Edges, not the outputs: their memory is the caller's to keep.
         self._edges: list[Any] | None = [
             gradient_edge(out) if out.requires_grad and _torch.level_of(out) in level else None
@@ -90,10 +90,10 @@ class Pullback:
             RuntimeError: ``cotangents`` has another structure than the output, or the residuals
                 are gone.
         """
-        gradients = self._pull(self._inputs, cotangents, retain_graph, create_graph)
+        gradients = self._pull(self.inputs, cotangents, retain_graph, create_graph)
         # A backward that hands a saved tensor on as it is hands on a wrapper of the dead level.
         alive = [_torch.alive(gradient) for gradient in gradients]
-        return _tree.unflatten(self._inputs_spec, made_inside(alive))
+        return _tree.unflatten(self.inputs_spec, made_inside(alive))
 
     def feed(
         self,
@@ -106,7 +106,7 @@ class Pullback:
 
         Only some ``leaves`` may be wanted. One that the outputs do not depend on may get none.
         """
-        inputs = dict(enumerate(self._inputs))
+        inputs = dict(enumerate(self.inputs))
         inputs = inputs if leaves is None else {leaf: inputs[leaf] for leaf in leaves}
         with ExitStack() as hooks:
             for leaf, tensor in inputs.items():
@@ -165,7 +165,7 @@ def record(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    argnums: tuple[int, ...],
+    argnums: _validate.Argnums,
     *,
     has_aux: bool,
     api: str,
@@ -174,15 +174,16 @@ def record(
 ) -> tuple[Any, Any, Pullback]:
     """Runs ``func`` in a grad level of its own, which has ended when this returns.
 
-    Arguments are pytrees of anything; those at ``argnums``, none negative, are differentiated.
+    Arguments are pytrees of anything; those that ``argnums`` names are differentiated.
     ``check_output`` looks at the output inside the level; by default all of it must be tensors that
     can have derivatives. ``once`` says that the pullback is called once, and not under ``vmap``.
 
     Returns:
-        The output, the auxiliary output or ``None``, and the pullback to the tuple of the
-        differentiated arguments.
+        The output, the auxiliary output or ``None``, and the pullback to the argument, or the tuple
+        of them, that is differentiated.
     """
-    _validate.check_inputs(args, argnums, api)
+    positions = _validate.resolve_argnums(argnums, len(args), api)
+    _validate.check_inputs(args, positions, api)
     args, kwargs = taken_in(api, (args, kwargs))
     with (
         _hooks_disabled(),
@@ -203,7 +204,7 @@ def record(
 
         classes = function_classes()
         args, kwargs = _tree.map_(enter, (args, kwargs))
-        inputs = tuple(args[position] for position in argnums)
+        inputs = tuple(args[position] for position in positions)
         for leaf in _tree.leaves(inputs):
             _torch.require_grad(leaf)
         output, aux = func(*args, **kwargs), None
@@ -211,7 +212,8 @@ def record(
             output, aux = _validate.split_aux(output, api)
         (check_output or partial(_validate.check_outputs, api=api))(output)
         flat_output, spec = _tree.flatten(output)
-        pullback = Pullback(inputs, flat_output, spec)
+        one = isinstance(argnums, int)
+        pullback = Pullback(inputs[0] if one else inputs, flat_output, spec)
         unwrap_for_backward(flat_output, classes)
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)

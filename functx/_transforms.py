@@ -118,12 +118,10 @@ def _of_scalar(
     check = functools.partial(_validate.check_scalar, api=api)
 
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        at = _validate.resolve_argnums(argnums, len(args), name)
         value, aux, pullback = record(
-            func, args, kwargs, at, has_aux=has_aux, check_output=check, api=api, once=True
+            func, args, kwargs, argnums, has_aux=has_aux, check_output=check, api=api, once=True
         )
-        gradients = pullback(torch.ones_like(value), retain_graph=False)
-        gradient = gradients[0] if isinstance(argnums, int) else gradients
+        gradient = pullback(torch.ones_like(value), retain_graph=False)
         return arranged((value, aux) if has_aux else value, gradient)
 
     return compiler.told(transformed, like=func)
