@@ -26,31 +26,25 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_INTERNAL)
 
 
-def _frame() -> types.FrameType | None:
-    """The innermost frame outside of torch and functx."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
 def where() -> Place:
-    """The line outside of torch and functx that is running."""
-    frame = _frame() or sys._getframe(1)
+    """The line outside of torch and functx that is running; without one, the outermost of all."""
+    frame = sys._getframe(1)
+    while is_internal(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
     return frame.f_code, frame.f_lasti
 
 
 def line_now() -> str:
     """``file:line`` of the user's code that is running."""
-    frame = _frame()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+    file, line, _ = line_of(where())
+    return f"{file}:{line}"
 
 
 def line_of(place: Place) -> tuple[str, int, str]:
     """File, line and function of a place."""
     code, instruction = place
-    lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    return code.co_filename, lines[0] if lines else code.co_firstlineno, code.co_qualname
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line)
+    return code.co_filename, next(lines, code.co_firstlineno), code.co_qualname
 
 
 def module_now(known: ModulePaths) -> str:

@@ -110,8 +110,7 @@ class Pullback:
         inputs = inputs if leaves is None else {leaf: inputs[leaf] for leaf in leaves}
         with ExitStack() as hooks:
             for leaf, tensor in inputs.items():
-                hand_over = partial(_hand_over, partial(receive, leaf))
-                hooks.callback(tensor.register_hook(hand_over).remove)
+                hooks.callback(tensor.register_hook(partial(_hand_over, receive, leaf)).remove)
             self._pull([*inputs.values()], cotangents, retain_graph)
 
     def _pull(
@@ -152,13 +151,12 @@ class Pullback:
             return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
 
 
-def _hand_over(receive: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> torch.Tensor:
+def _hand_over(receive: Callable[..., None], leaf: int, gradient: torch.Tensor) -> torch.Tensor:
     """A hook that gives a gradient away, and the engine zeros without memory to speak of."""
-    receive(*made_inside([_torch.alive(gradient)]))
+    receive(leaf, *made_inside([_torch.alive(gradient)]))
     if gradient.layout is not torch.strided:
         return torch.zeros_like(gradient)
-    zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
-    return zero.expand(gradient.shape)
+    return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
 
 
 def record(

@@ -7,6 +7,7 @@ register with torch (a model's output classes, caches) are containers here too.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,13 +23,11 @@ except ImportError:  # the fallback serves machines without optree
     _optree = None  # type: ignore[assignment]
 
 TreeSpec = Any
-_copied = 0  # how many classes were registered with torch when they were last copied
 
 
-def _copy_classes() -> None:
+@functools.lru_cache(1)  # until there are more, or less
+def _copy_classes(known: int) -> None:
     """Tell optree of classes that torch knows and has not told it of (``register_dataclass``)."""
-    global _copied
-    _copied = len(_pytree.SUPPORTED_NODES)
     for cls, node in list(_pytree.SUPPORTED_NODES.items()):
         if isinstance(cls, type) and not issubclass(cls, tuple):
             with contextlib.suppress(ValueError):  # built in, or there already
@@ -39,8 +38,7 @@ def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], TreeSpec]:
     """The leaves of ``tree`` in order, and what is needed to put them back."""
     if _optree is None:
         return _pytree.tree_flatten(tree, is_leaf)
-    if len(_pytree.SUPPORTED_NODES) != _copied:
-        _copy_classes()
+    _copy_classes(len(_pytree.SUPPORTED_NODES))
     return _optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace="torch")
 
 

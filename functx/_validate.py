@@ -14,7 +14,7 @@ import operator
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -23,19 +23,6 @@ from functx import _tree
 Argnums = int | tuple[int, ...]
 Randomness = Literal["error", "different", "same"]
 Static = tuple[tuple[int, ...], tuple[str, ...]]
-
-
-class RematOptions(TypedDict, total=False):
-    """The keyword arguments of `functx.remat`."""
-
-    policy: Any
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-    preserve_rng_state: bool | Literal["all"]
-    determinism_check: Literal["default", "none"]
-    debug: bool
-    budget: Any
-    prevent_cse: bool
 
 
 def check_callable(func: Any, api: str) -> None:
@@ -53,8 +40,7 @@ def check_argnums(argnums: Any, api: str) -> None:
     are_ints = isinstance(chosen, tuple) and all(isinstance(i, int) for i in chosen)
     if not are_ints or not chosen or len(set(chosen)) < len(chosen):
         raise RuntimeError(
-            f"{api}: argnums must be non-empty: an int or a tuple of different ints, "
-            f"got {argnums!r}"
+            f"{api}: argnums must be non-empty: an int or tuple of different ints, got {argnums!r}"
         )
 
 
@@ -148,9 +134,7 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 def checked_budget(budget: Any, api: str) -> int | float:
     """A budget: bytes as an int (or a text, ``"2GiB"``), or a share as a float up to 1.
 
-    Raises:
-        TypeError: it is neither number nor text.
-        ValueError: it is not positive, a share larger than 1, or no text of that form.
+    A ``TypeError`` if it is neither number nor text, a ``ValueError`` if it is none of these.
     """
     number = budget
     if isinstance(budget, str):
@@ -200,15 +184,6 @@ def check_static(static: Static, args: Any, kwargs: Any) -> None:
 def has_forward(module: torch.nn.Module) -> bool:
     """Whether a module can be called: a list of modules can't."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
-
-
-def check_has_forward(module: torch.nn.Module) -> None:
-    """Refuse a list of modules."""
-    if not has_forward(module):
-        raise TypeError(
-            f"remat: a {type(module).__name__} has no forward of its own. Make a region of each of "
-            "its modules: functx.apply_remat(model, 'layers.*'), or a loop with functx.remat."
-        )
 
 
 def warn_if_later(f: Any) -> None:
