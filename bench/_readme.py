@@ -1,9 +1,9 @@
 """Figures of README.md and docs/: what stands between two markers is made from a file of results.
 
-``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``, or, with keys of columns
-behind the name, or their numbers, these columns alone, and with ``rows:N`` the first N rows; ``<!-- file:PATH -->`` opens the text of a file in this
-repository. ``<!-- end -->`` closes either. Figures of a GPU, ``cuda/NAME``, may not have been
-measured: then that is what it says.
+``<!-- bench:NAME -->`` opens the table of ``bench/results/NAME.json``. Behind the name may be keys
+of columns, or their numbers, to show these alone, and ``rows:N`` for the first N rows.
+``<!-- file:PATH -->`` opens the text of a file in this repository. ``<!-- end -->`` closes either.
+Figures of a GPU, ``cuda/NAME``, may not have been measured: then that is what it says.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 from functx import _torch, _tree
 from functx._validate import describe
-from functx._vmap import vmap_by_keys
+from functx._vmap import use_mapped_masks
 
 InDims = int | tuple[Any, ...] | list[Any] | None
 
@@ -78,9 +78,9 @@ class Batch:
             with _allowed(randomness, first=self.start == 0):
                 result = example(*self._each(lambda leaf, dim: leaf.select(dim, 0)))
             return _tree.map_(lambda leaf: leaf.unsqueeze(0), result)
-        mapped = vmap_by_keys(example, in_dims=tuple(self.dims), randomness=randomness)
+        use_mapped_masks()
         try:
-            return mapped(*self.leaves)
+            return torch.func.vmap(example, tuple(self.dims), randomness=randomness)(*self.leaves)
         except RuntimeError as error:
             if "randomness error mode" in str(error):
                 error.add_note("per_sample: give it randomness='different', or 'same'.")

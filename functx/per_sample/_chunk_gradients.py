@@ -108,9 +108,8 @@ def _pull_back(
                 arrivals.gradient(leaf, rows)
 
         value, aux, pullback = _recorded(function, args, kwargs, batch.positions, plain)
-        receivers = {leaf: functools.partial(take, leaf) for leaf in range(pullback.arity)}
         with mode.pulling_back() if mode else nullcontext():
-            pullback.feed(torch.ones_like(value), receivers, retain_graph=False)
+            pullback.feed(torch.ones_like(value), take)
         return value, (_tree.map_(_tensor, aux) if function.has_aux else ())
 
     arrivals.values, arrivals.aux = batch.map(example, function.chunks.randomness)

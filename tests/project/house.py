@@ -92,11 +92,12 @@ WINGS = {
     "transforms": (
         (
             *("functx._transforms", "functx._jacobians", "functx._vmap", "functx._reverse_mode"),
-            *("functx._norms", "functx._dead_wrappers", "functx._arrays", "functx._tree"),
-            *("functx._validate", "functx._errors", "functx._lines", "functx"),
+            *("functx._dead_wrappers", "functx._arrays", "functx._tree", "functx._validate"),
+            *("functx._errors", "functx._lines", "functx"),
         ),
-        1_630,
+        1_300,
     ),
+    "normalisations": (("functx._norms",), 150),
     "policies": (
         (
             *("functx._save_policies", "functx._aten", "functx.checkpoint_policies"),
