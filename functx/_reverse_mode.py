@@ -131,17 +131,14 @@ class Pullback:
         if not retain_graph:
             self._edges = None
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        recording = torch.is_grad_enabled() if create_graph is None else create_graph
-        inferring = torch.is_inference_mode_enabled()  # in which nothing could record
-        leaving = torch.inference_mode(False) if inferring else nullcontext()
-        with leaving, compiler.without_compiled_autograd():
+        with _outside_inference_mode(), compiler.without_compiled_autograd():
             if taped and inputs:
                 found = torch.autograd.grad(
                     [edge for edge, _ in taped],
                     inputs,
                     [cotangent for _, cotangent in taped],
                     retain_graph=retain_graph,
-                    create_graph=recording,
+                    create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
                     allow_unused=True,
                 )
             return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found)]
@@ -182,6 +179,7 @@ def record(
     with (
         _hooks_disabled(),
         _norms.around((args, kwargs), once=once),
+        _outside_inference_mode(),
         _torch.grad_level() as level,
         torch.enable_grad(),
     ):
@@ -212,6 +210,14 @@ def record(
         output, aux = _tree.map_(leave, output), _tree.map_(leave, aux)
         made_inside(made)
         return output, aux, pullback
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Leaves inference mode, in which nothing can record, and grad mode as it is."""
+    grad, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inferring else nullcontext(), torch.set_grad_enabled(grad):
+        yield
 
 
 @contextmanager

@@ -69,12 +69,10 @@ def grad_and_value(
 ) -> Callable[P, tuple[Any, R]]:
     """The gradient of a scalar function and its value, in torch's order.
 
-    As :func:`torch.func.grad_and_value`, at about a third of its peak memory. Arguments and errors
-    are those of :func:`functx.grad`.
+    Arguments and errors are those of :func:`functx.grad`.
 
     Returns:
-        A function that returns ``(gradient, value)``; with ``has_aux``,
-        ``(gradient, (value, aux))``.
+        A function that returns ``(gradient, value)``, with ``has_aux`` ``(gradient, (value, aux))``
 
     Example:
         >>> import torch, functx

@@ -153,6 +153,20 @@ def test_no_grad_between_levels_hides_the_inner_from_the_outer(library, mode):
     assert_same(library.grad(f)(torch.tensor(2.0)), torch.tensor(32.0))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has no derivatives there")
+@pytest.mark.parametrize("library", [functx, torch_func])
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_region_is_differentiated_in_inference_mode(library, made_inside):
+    region = functx.remat(lambda x, y: (x.sin() * y).sum())
+    x = torch.ones(3)
+    with torch.inference_mode():
+        x = x + 0 if made_inside else x
+        assert x.is_inference() == made_inside
+        assert_same(library.grad(region)(x, x), x.cos())
+        assert_same(library.vmap(library.grad(region))(x, x), x.cos())
+        assert_same(library.hessian(region)(x, x), -x.sin().diag())
+
+
 CHECKPOINTS = {
     r"functx.remat\(.*functx.checkpoint\(": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
     r"functx.patch_checkpoint\(\)": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
