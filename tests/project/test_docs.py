@@ -81,8 +81,8 @@ QUICK = ["budget", "models", "from_jax", "compiled", "models_in_jax", "per_sampl
 SHOWING = ["tutorial", "concepts", "when_not", "replay_errors", "torch_bugs", "migration"]
 SHOWING += ["to_jax"]
 LONG = ["loops", "dp_sgd", "flow_matching", "influence", "laplace", "ntk"]
-TUTORIALS = (pages.DOCS / "tutorials.md").read_text()
-SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", TUTORIALS, re.DOTALL))
+RECIPES = (pages.DOCS / "recipes.md").read_text()
+SECTIONS = dict(re.findall(r"\n## ([^\n]*)\n(.*?)(?=\n## |\Z)", RECIPES, re.DOTALL))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_page_shows_what_it_prints(name, tmp_path):
 
 
 def test_every_page_runs():
-    runs = {*QUICK, *LONG, *SHOWING, "insight", "tutorials"}
+    runs = {*QUICK, *LONG, *SHOWING, "insight", "recipes"}
     has_code = {path.stem for path in pages.DOCS.rglob("*.md") if pages.blocks(path.read_text())}
     assert has_code - runs == {"architecture"}  # whose block is the head of a rule
 
@@ -157,8 +157,16 @@ def test_the_page_on_insight_quotes_what_it_prints(tmp_path):
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_a_tutorial_runs(title, tmp_path):
-    if "transformers" in SECTIONS[title]:
-        pytest.importorskip("transformers")
+@pytest.mark.filterwarnings("default::FutureWarning")  # of lightning, about torch
+def test_a_recipe_runs(title, tmp_path):
+    needs = {
+        "transformers.": ["transformers"],
+        "Trainer(": ["accelerate"],
+        "lightning.": ["lightning"],
+    }
+    for package in (
+        p for word, packages in needs.items() for p in packages if word in SECTIONS[title]
+    ):
+        pytest.importorskip(package)
     assert pages.blocks(SECTIONS[title])
-    pages.run(SECTIONS[title], "tutorial", tmp_path)
+    pages.run(SECTIONS[title], "recipe", tmp_path)
