@@ -3,11 +3,13 @@
 A ``text`` block right behind a python block shows what that prints.
 
 ``python tests/project/pages.py docs/dp_sgd.md`` makes the page's pictures anew, next to it, and
-what its blocks print; of docs/insight.md, the files that it quotes too.
+what its blocks print; of docs/insight.md, the files that it quotes too. Of a page that is also a
+notebook, in ``examples/``, it writes that.
 """
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -42,6 +44,22 @@ def _wrapped(printed):
     wrap = textwrap.TextWrapper(100, break_on_hyphens=False)
     lines = [wrap.fill(one) if len(one) > 100 else one for one in printed.splitlines()]
     return "".join(f"{line}\n" for line in lines)
+
+
+def notebook(text):
+    """A page as a notebook: a cell for each python block, and for the text in between."""
+    cells = []
+    for part in re.split(r"(```python\n.*?```(?:\n\n```text\n.*?```)?)", text, flags=re.DOTALL):
+        is_code = part.startswith("```python")
+        text = blocks(part)[0] if is_code else re.sub(r"\]\((?!http)", "](../docs/", part)
+        source = text.strip().splitlines(keepends=True)
+        kind = {"cell_type": "code", "execution_count": None, "outputs": []}
+        if source:
+            kind = kind if is_code else {"cell_type": "markdown"}
+            cells.append(kind | {"id": f"cell-{len(cells)}", "metadata": {}, "source": source})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    found = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(found, indent=1) + "\n"
 
 
 def pictures(page):
@@ -87,3 +105,6 @@ if __name__ == "__main__":
             page.write_text(showing(page.read_text(), printed))
         for path, text in zip(quoted(page), printed, strict=False):
             path.write_text(text)
+        copy = ROOT / "examples" / f"{page.stem}.ipynb"
+        if copy.exists():
+            copy.write_text(notebook(page.read_text()))

@@ -113,6 +113,11 @@ def test_a_page_shows_what_it_prints(name, tmp_path):
         assert [*map(str.split, printed)] == [*map(str.split, pages.shown(text))]
 
 
+@pytest.mark.parametrize("path", (house.ROOT / "examples").glob("*.ipynb"), ids=lambda p: p.stem)
+def test_a_notebook_is_its_page(path):
+    assert path.read_text() == pages.notebook((pages.DOCS / f"{path.stem}.md").read_text())
+
+
 def test_every_page_runs():
     runs = {*QUICK, *LONG, *SHOWING, "insight", "recipes"}
     has_code = {path.stem for path in pages.DOCS.rglob("*.md") if pages.blocks(path.read_text())}
