@@ -113,7 +113,7 @@ def test_a_page_shows_what_it_prints(name, tmp_path):
         assert [*map(str.split, printed)] == [*map(str.split, pages.shown(text))]
 
 
-@pytest.mark.parametrize("path", (house.ROOT / "examples").glob("*.ipynb"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*(house.ROOT / "examples").glob("*.ipynb")], ids=lambda p: p.stem)
 def test_a_notebook_is_its_page(path):
     assert path.read_text() == pages.notebook((pages.DOCS / f"{path.stem}.md").read_text())
 
