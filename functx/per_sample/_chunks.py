@@ -188,7 +188,7 @@ class Chunks:
     def _advise(self, error: BaseException, size: int) -> None:
         """Notes what else to do after an error with several examples."""
         # What torch says where an operation has no rule for vmap, or none that fits. ("scalar type"
-        # is of autocast, which comes by where vmap takes operations apart.)
+        # is of autocast, which comes by where vmap takes operations apart, "workspace" of LSTMs.)
         words = ("vmap", "batching rule", "doesn't match the broadcast shape", "data-dependent")
         said = str(error).lower()
         if is_out_of_memory(error):  # while it computes, the chunk is halved instead
@@ -196,7 +196,7 @@ class Chunks:
                 f"{self.api}: memory ran out while a chunk was being added to the result, which "
                 "can't be undone; call again with a smaller chunk_size"
             )
-        elif any(word in said for word in (*words, "sparse", "scalar type")):
+        elif any(word in said for word in (*words, "sparse", "scalar type", "workspace")):
             error.add_note(
                 f"{self.api}: vmap, which runs {size} examples at a time, can't do this; "
                 "chunk_size=1 runs each as it is, without vmap"

@@ -379,6 +379,15 @@ def test_what_vmap_can_not_run_needs_one_example_at_a_time(module, x):
     assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_an_lstm_in_float32_needs_one_example_at_a_time():
+    pair, x = (nn.LSTM(3, 2, batch_first=True), lambda out: out[0].sum()), torch.randn(3, 4, 3)
+    assert per_sample.norms(pair, chunk_size=1)(x).shape == (3,)
+    with pytest.raises(RuntimeError) as caught:
+        per_sample.norms(pair)(x)
+    assert "chunk_size=1 runs each as it is" in caught.value.__notes__[-1]
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_a_sum_under_autocast_is_added_up_in_its_own_dtype(chunk_size):
     weight, x = torch.randn(40, 50), torch.randn(6, 50)
