@@ -43,17 +43,17 @@ _told: set[Any] = set()
 
 
 def tell(name: str, what: str = _IN_EAGER) -> None:
-    """Warn, once for each line of what ``torch.compile`` traces, that it leaves something out.
+    """Warn, once for each line of the user's, that something is left out or runs in eager.
 
     The compiler runs this as it traces, and not in what it compiles.
     """
     text = f"functx: {name}: {what}."
-    frames = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
-    lines = [(f.filename, f.lineno or 0) for f in frames[-1:]]
-    if (text, *lines) not in _told:
-        _told.add((text, *lines))
-        file, line = (*lines, line_of(where())[:2])[0]  # where it is not in a frame, our caller's
-        warnings.warn_explicit(text, RuntimeWarning, file, line)
+    traced = [f for f in TracingContext.extract_stack() if not is_internal(f.filename)]
+    lines = [(f.filename, f.lineno or 0) for f in traced]
+    at = lines[-1] if lines else line_of(where())[:2]
+    if (text, at) not in _told:
+        _told.add((text, at))
+        warnings.warn_explicit(text, RuntimeWarning, *at)
 
 
 _EXPORTED = (

@@ -82,6 +82,7 @@ def grid():
             yield pytest.param(name, way, place, regions[region], marks=marks, id=id)
 
 
+@pytest.mark.filterwarnings("ignore:functx. a jitted function. it runs in eager")
 @pytest.mark.parametrize(("name", "way", "place", "region"), [*grid()])
 def test_a_stack_gives_what_it_gives_in_eager(name, way, place, region):
     f, transform = FUNCTIONS[name](region), WAYS[way]
@@ -323,12 +324,27 @@ def test_a_value_that_is_read_is_an_error_with_the_line(f):
         functx.jit(f, backend=as_traced)(numbers(3))
 
 
-def test_a_captured_tensor_of_a_transform_around_is_an_error():
-    def f(x):
-        return functx.jit(lambda y: x * y, backend=as_traced)(x.sin()).sum()
-
-    with pytest.raises(functx.TracingError, match="Pass it as an argument"):
-        functx.grad(f)(numbers(3))
+@pytest.mark.parametrize("stack", ["captured", "vmap", "jvp", "jacrev"])
+def test_within_these_it_runs_in_eager_and_a_warning_says_so(stack):
+    dropped = functx.jit(lambda x: nn.functional.dropout(x.sin(), 0.5), backend=as_traced)
+    x = numbers(2, 3)
+    stacks = {
+        "captured": lambda: functx.grad(
+            lambda x: functx.jit(lambda y: x * y, backend=as_traced)(x.sin()).sum()
+        )(x),
+        "vmap": lambda: functx.vmap(dropped, randomness="different")(x),
+        "jvp": lambda: functx.jvp(dropped, (x,), (x,))[1],
+        "jacrev": lambda: functx.jacrev(functx.jit(torch.sin, backend=as_traced))(x[0]),
+    }
+    with pytest.warns(RuntimeWarning, match="Put functx.jit around the transforms") as seen:
+        found = stacks[stack]()
+    assert seen[0].filename == __file__
+    expected = {"captured": x.sin() + x * x.cos(), "jacrev": x[0].cos().diag()}
+    if stack in expected:
+        assert_same(found, expected[stack], eps=4)
+    else:
+        kept = {"vmap": 2 * x.sin(), "jvp": 2 * x * x.cos()}[stack]
+        assert_same(found, torch.where(found == 0, 0, kept), eps=4)
 
 
 def test_a_backward_inside_is_an_error_and_sets_nothing():
