@@ -40,19 +40,6 @@ class Code:
         self.draws = False  # random numbers
         self.rest: Any = None  # of what the function returned last, beside tensors
 
-    def as_function_of(
-        self, places: Sequence[int], tensors: Tensors, state: Tensors
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        """The results that may have derivatives, as a function of some of its arguments."""
-
-        def results(*some: Tensor) -> tuple[Tensor, ...]:
-            args = list(tensors)
-            for i, t in zip(places, some):
-                args[i] = t
-            return tuple(t for t in self.flat(args, state)[0] if has_derivatives(t))
-
-        return results
-
     def program(self, tensors: Tensors, state: Tensors, mask: tuple[bool, ...]) -> JittedProgram:
         """The graphs for such inputs, of which those in ``mask`` are differentiated."""
         sized = state if self.dynamic else (*tensors, *state)
@@ -89,15 +76,6 @@ class Code:
             )
             return found
 
-    def check_runs_again(self) -> None:
-        """Refuse to run anew what would draw other random numbers than its first run."""
-        if self.draws:
-            raise TracingError(
-                "functx.jit: the function draws random numbers, and its pullback is differentiated "
-                "or mapped, which computes it again, with others. Put functx.jit around the "
-                "transform, or draw from keys (functx.compat.random)."
-            )
-
     def pullback(self, n: int, mask: tuple[bool, ...]) -> Code:
         """Its pullback, as a function of ``n`` arguments and then a cotangent for each result."""
         if (n, mask) not in self._pullbacks:
@@ -111,14 +89,19 @@ def _pullback(inner: Code, n: int, mask: tuple[bool, ...]) -> Flat:
     places = [i for i, m in enumerate(mask) if m]
 
     def flat(tensors: Tensors, state: Tensors) -> tuple[Sequence[Tensor], Any]:
-        args, cotangents = tensors[:n], tensors[n:]
+        args, cotangents = [*tensors[:n]], tensors[n:]
+
+        def results(*some: Tensor) -> tuple[Tensor, ...]:
+            for i, t in zip(places, some):
+                args[i] = t
+            return tuple(t for t in inner.flat(args, state)[0] if has_derivatives(t))
+
         if not any(mask[n:]):
-            results = inner.as_function_of(places, args, state)
             return _transforms.vjp(results, *[args[i] for i in places])[1](tuple(cotangents)), None
         recorded = torch.is_grad_enabled()
         with torch.enable_grad():
             args = [_leaf(t) if m else t for t, m in zip(args, mask)]
-            outs = inner.as_function_of((), args, state)()
+            outs = results()
             of = [t for t, m in zip((*args, *state), mask) if m]
             pairs = [(t, c) for t, c in zip(outs, cotangents) if t.requires_grad]
         found: Any = [None] * len(of)
@@ -295,7 +278,12 @@ class _Operation(torch.autograd.Function):
                 filled[i] = torch.zeros(shape, dtype=dtype, device=device)
         program = known.program
         if recorded or any(level_of(t) > 0 for t in all_given):
-            known.code.check_runs_again()
+            if known.code.draws:
+                raise TracingError(
+                    "functx.jit: the function draws random numbers, and its pullback, which is "
+                    "differentiated or mapped, computes it again, with others. Put functx.jit "
+                    "around the transform, or draw from keys (functx.compat.random)."
+                )
             pulled = known.code.pullback(n, needs)
             it = iter(call(pulled, [*given, *filled.values()], known.state))
             return None, *[next(it) if need else None for need in needs]
