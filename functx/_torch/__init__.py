@@ -125,7 +125,6 @@ current_node = _C._current_autograd_node  # that the engine is running on this t
 current_backward = _C._current_graph_task_id  # the backward under way; -1 outside
 will_run = _C._will_engine_execute_node  # whether the backward under way comes by a node
 set_grad_enabled = _C._set_grad_enabled
-Edge: Any = GradientEdge
 AccumulateGrad = _C._functions.AccumulateGrad  # the node of a leaf
 # ... hooks of whoever runs around a region: they are for what is kept, which the node saves
 top_saved_tensor_hooks = _A._top_saved_tensors_default_hooks
@@ -147,7 +146,6 @@ is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
 # -- operators and modules: what lists of them may hold, and what has only private base classes
 OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
-unsafe_view = torch.ops.aten._unsafe_view.default  # autograd's and vmap's reshape of what they made
 # Schemas that do not say what they write: running means and variances, in training.
 HIDDEN_WRITES = {
     getattr(torch.ops.aten, f"{name}batch_norm").default

@@ -12,6 +12,7 @@ from torch import nn
 
 import functx
 from functx import _torch
+from functx._torch import compiler
 from functx.compat import random
 
 from .jitted import as_traced, backward
@@ -325,7 +326,8 @@ def test_a_value_that_is_read_is_an_error_with_the_line(f):
 
 
 @pytest.mark.parametrize("stack", ["captured", "vmap", "jvp", "jacrev"])
-def test_within_these_it_runs_in_eager_and_a_warning_says_so(stack):
+def test_within_these_it_runs_in_eager_and_a_warning_says_so(stack, monkeypatch):
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
     dropped = functx.jit(lambda x: nn.functional.dropout(x.sin(), 0.5), backend=as_traced)
     x = numbers(2, 3)
     stacks = {

@@ -7,6 +7,7 @@ from references import assert_same
 from torch import nn
 
 import functx
+from functx._torch import compiler
 
 from .jitted import as_traced, backward
 
@@ -61,7 +62,8 @@ def test_sizes_that_a_function_returns_are_those_of_the_call():
         assert jitted(numbers(n))[1] == n
 
 
-def test_where_torch_needs_numbers_for_sizes_a_warning_says_so_once():
+def test_where_torch_needs_numbers_for_sizes_a_warning_says_so_once(monkeypatch):
+    monkeypatch.setattr(compiler, "_told", set())  # of other tests
     f = functx.grad(functx.remat(lambda x: nn.functional.dropout(x.tanh(), 0.5).sum()))
     jitted = functx.jit(f, backend=as_traced, dynamic=True)
     with pytest.warns(RuntimeWarning, match="one graph for all sizes is not to be had") as seen:
