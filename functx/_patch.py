@@ -68,9 +68,6 @@ class Patch:
 
         return patched
 
-    def __repr__(self) -> str:
-        return f"<functx.patch_checkpoint(), {'in place' if self._on else 'undone'}>"
-
 
 def patch_checkpoint() -> Patch:
     """Make code that calls ``torch.utils.checkpoint`` use functx instead, in the whole process.
@@ -118,7 +115,7 @@ def _exchange(old: Any, new: Any) -> None:
 _OWN = {__name__, checkpoint.__module__, "functx._remat.call"}
 
 
-def patched_checkpoint(function: Any = None, *args: Any, **options: Any) -> Any:
+def patched_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
     """What is called in place of ``torch.utils.checkpoint.checkpoint``."""
     if compiler.in_plain_graph():
         return torch_checkpoint(function, *args, **options)

@@ -93,17 +93,19 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 def _marked(named: Named, caller: str) -> Named:
     """The layers that transformers or diffusers marks as worth checkpointing."""
+    for _, m in named:
+        if getattr(m, MARKED, False) is True and caller == "apply_remat":
+            raise ValueError(
+                f"{caller}: {type(m).__name__} is checkpointed by its library already. Call "
+                "gradient_checkpointing_disable() of a model of transformers first, or "
+                "disable_gradient_checkpointing() of diffusers, or keep it and use "
+                "functx.patch_checkpoint()."
+            )
     if layers := [(name, m) for name, m in named if is_marked_layer(m)]:
         return layers
     model, blocks = named[0][1], set[int]()
     for _, owner in named:
         if hasattr(owner, MARKED):  # it checkpoints its blocks, but those with blocks of their own
-            if getattr(owner, MARKED) is True and caller == "apply_remat":
-                raise ValueError(
-                    f"{caller}: {type(owner).__name__} is checkpointed by its library already. "
-                    "Call model.disable_gradient_checkpointing() first, or keep it and use "
-                    "functx.patch_checkpoint()."
-                )
             parts = [part for part in _blocks(owner) if not _flagged(part)]
             if not parts and owner is not model and not any(map(_flagged, owner.children())):
                 parts = [owner]

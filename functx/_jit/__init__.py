@@ -8,3 +8,4 @@ graph. Gradients from outside, vmap and jvp of a jitted function are jitted func
 from functx._jit.jitted import is_compiled as is_compiled
 from functx._jit.jitted import jit as jit
 from functx._jit.state import reached as reached
+from functx._jit.state import variables as variables

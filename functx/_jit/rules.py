@@ -174,9 +174,7 @@ class JittedProgram:
     def pull_back(self, args: list[Any]) -> list[Tensor | None]:
         """The gradients of the inputs in the mask; ``None`` for those that have none.
 
-        Args:
-            args: those that the forward was given and `reads` names, what is saved, and cotangents
-                of tracked results. They leave the list, and go where they have been read.
+        ``args`` are inputs, what is saved, and cotangents. They go where they have been read.
         """
         gradients = iter(self._backward(args))
         return [next(gradients) if found else None for found in self.found]

@@ -153,7 +153,8 @@ def test_a_failed_compile_leaves_torch_as_it_was(what):
 
 def test_what_it_reads_is_read_at_each_call():
     net, w, k = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), numbers(4), 2.0
-    jitted = functx.jit(f := lambda x: net(w * x) * k, backend=as_traced)
+    activation = torch.sin
+    jitted = functx.jit(f := lambda x: activation(net(w * x)) * k, backend=as_traced)
 
     def check():
         torch.manual_seed(0)
@@ -165,6 +166,8 @@ def test_what_it_reads_is_read_at_each_call():
     w = numbers(4, start=3.0)
     check()
     k = 3.0
+    check()
+    activation = torch.tanh
     check()
     net[0].weight = nn.Parameter(numbers(4, 4))
     check()

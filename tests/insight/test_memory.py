@@ -147,7 +147,7 @@ def test_an_exception_inside_leaves_nothing_behind(x):
 def test_the_timeline_and_the_peak_are_by_operation(x):
     p = profile(lambda: (x.sin() + x.cos()).sum())
     assert p.timeline == ((0, "sin", B), (1, "cos", 2 * B), (2, "add", 3 * B), (3, "sum", B + 4))
-    assert dict(p.at_peak) == {"sin": B, "cos": B, "add": B}
+    assert {h.operation: h.nbytes for h in p.holders} == {"sin": B, "cos": B, "add": B}
     assert p.operations == {"sin": 1, "cos": 1, "add": 1, "sum": 1}
 
 
@@ -200,10 +200,6 @@ def test_of_compiled_code_the_bytes_are_the_allocator_s(x):
 
 
 def test_compiled_code_that_is_not_found_is_an_error(x):
-    nested = None
-    for _ in range(5000):  # too deep to look into
-        nested = [nested]
-    assert peak(lambda x: x.sin() if nested else x, x) == B
     jitted = functx.jit(torch.sin)
     with pytest.raises(TypeError, match="Pass the jitted function as an argument"), LiveStorages():
         jitted(x)
@@ -234,7 +230,6 @@ def test_holders_are_known_by_operation_shape_and_line(x):
     assert (second.operation, second.line) == ("exp", line_of(wave, 2))
     assert second.place == f"{HERE}:{line_of(wave, 2)} in wave"
     assert {held.phase for held in p.holders} == {"forward"}
-    assert dict(p.at_peak) == {"sin": B, "exp": B}
 
 
 def test_a_backward_pass_has_the_lines_of_its_forward(x):

@@ -115,12 +115,10 @@ class TestUndo:
         patch = functx.patch_checkpoint()
         try:
             assert works()
-            assert "in place" in repr(patch)
         finally:
             patch.undo()
         assert not works()
         patch.undo()  # once is enough
-        assert "undone" in repr(patch)
 
     def test_a_handle_that_is_dropped_stays_in_place(self):
         functx.patch_checkpoint()
