@@ -1,6 +1,6 @@
 """`functx.jit`: any stack of transforms as one compiled graph, in which regions stay recomputed.
 
-A call is traced once for each signature (`api`) into a plain graph (`tracing`), compiled, and
+A call is traced once for each signature (`jitted`) into a plain graph (`tracing`), compiled, and
 kept. What the function reads otherwise than through its arguments (`state`) becomes inputs of the
 graph. Gradients from outside, vmap and jvp of a jitted function are jitted functions (`rules`).
 """

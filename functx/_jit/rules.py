@@ -217,7 +217,6 @@ def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
         return code.program(tensors, state, mask).run(tensors, state)
     known = _Known(code, len(tensors), mask, state)
     found = _Operation.apply(known, *given)
-    assert known.program is not None
     return [*found[: len(known.program.tracked)]]
 
 
@@ -229,7 +228,7 @@ class _Known:
     n: int  # of its inputs, which are arguments; the others are state
     mask: tuple[bool, ...]
     state: Tensors  # as it is at the base level
-    program: JittedProgram | None = None  # that has run
+    program: Any = None  # the `JittedProgram` that has run
     sizes: Sequence[int] = ()  # that its backward reads
 
 

@@ -33,30 +33,27 @@ class State:
         self.tensors: list[Tensor] = []
         self.key: list[Any] = []
         self.known: list[Any] = []  # by identity: a key holds as long as these live
-        self._seen: dict[int, int] = {}
         self.held: list[Any] = []  # all that was looked at
+        seen: dict[int, int] = {}
         todo = [*roots][::-1]
         while todo:
-            todo += reversed(self._look(todo.pop()))
-
-    def _look(self, x: Any) -> Sequence[Any]:
-        """Note what ``x`` is; returns what is inside of it."""
-        kind, key = type(x), self.key
-        if kind in _PLAIN:
-            key += kind, x  # (2 == 2.0)
-            return ()
-        number = self._seen.setdefault(id(x), len(self._seen))
-        if number < len(self.held):
-            key.append(number)
-            return ()
-        self.held.append(x)
-        if isinstance(x, Tensor):
-            self.tensors.append(x)
-        inside = _inside(x)
-        if inside is None:
-            self.known.append(x)
-        key += kind, id(x) if inside is None else len(inside)
-        return inside or ()
+            x = todo.pop()
+            kind = type(x)
+            if kind in _PLAIN:
+                self.key += kind, x  # (2 == 2.0)
+                continue
+            number = seen.setdefault(id(x), len(seen))
+            if number < len(self.held):
+                self.key.append(number)
+                continue
+            self.held.append(x)
+            if isinstance(x, Tensor):
+                self.tensors.append(x)
+            inside = _inside(x)
+            if inside is None:
+                self.known.append(x)
+            self.key += kind, id(x) if inside is None else len(inside)
+            todo += reversed(inside or ())
 
 
 def reached(root: Any) -> list[Any]:
