@@ -78,10 +78,6 @@ def checkpoint(
                 [1., 1., 1.]])
     """
     check_callable(function, "checkpoint")
-    flags = {"debug": debug, "early_stop": early_stop, "use_reentrant": use_reentrant or False}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"checkpoint: {name} is {value!r}, expected True or False.")
     asked_to_stop, asked_to_debug = compiler.checkpoint_overrules()
     debug = debug if asked_to_debug is None else asked_to_debug
     early_stop = early_stop if asked_to_stop is None else asked_to_stop

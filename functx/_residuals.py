@@ -6,7 +6,6 @@ derivatives: each node shows what it saved, a custom Function's context also in 
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -278,7 +277,7 @@ def _given(t: Tensor, nbytes: int, first: Held | None, known: Any) -> Residual:
     value = ShapeAndDtype(tuple(shown.shape), shown.dtype)
     if name or first is None:
         return Residual(value, f"{kind} {name}".rstrip(), nbytes, kind)
-    source = f"a {kind} that {os.path.basename(first.file)}:{first.line} in {first.function} reads"
+    source = f"a {kind} that {first.place} reads"
     site = first.file, first.line, first.function
     return Residual(value, source, nbytes, kind, (), "", *site)
 

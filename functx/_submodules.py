@@ -147,15 +147,11 @@ def _nothing(named: Named, where: Any, containers: Named) -> str:
         )
     if isinstance(where, nn.Module):
         return f"the {type(where).__name__} given in where is no part of the model."
-    text = getattr(where, "__name__", "")
-    what = f"the {'class' if isinstance(where, type) else 'predicate'} {text or repr(where)}"
-    if isinstance(where, (str, re.Pattern)):
-        text = where if isinstance(where, str) else where.pattern
-        what = repr(where) + ("" if text is where else " (which has to match a whole name)")
-    hint = _hint(named, text)
     if isinstance(where, type) and isinstance(named[0][1], where):
-        hint = f"The model itself is a {text}: functx.remat(model) makes a region of the whole."
-    return f"{what} matches no submodule. {hint}"
+        return "the model itself is one: functx.remat(model) makes a region of the whole."
+    regex = where.pattern if isinstance(where, re.Pattern) else where
+    text = regex if isinstance(regex, str) else getattr(where, "__name__", repr(where))
+    return f"{text!r} matches the whole name, or class, of no submodule. {_hint(named, text)}"
 
 
 def _hint(named: Named, text: str = "") -> str:

@@ -163,15 +163,7 @@ def count(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Counter[str]:
         >>> functx.memory.count(df, torch.ones(3))["cos"]
         1
     """
-    check_callable(f, "functx.memory.count")
-    if any(map(is_compiled, reached((f, args, kwargs)))):
-        raise TypeError(
-            "functx.memory.count: the function runs compiled code, whose operations can't be seen. "
-            "Count those of the function that was compiled."
-        )
-    with LiveStorages() as storages:
-        f(*args, **kwargs)
-    return storages.operations
+    return _follow("count", f, args, kwargs)[1].operations
 
 
 def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
@@ -198,6 +190,11 @@ def _follow(api: str, f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[An
     """Call a function; returns its result, what has followed its memory, and the peak."""
     check_callable(f, f"functx.memory.{api}")
     if any(map(is_compiled, reached((f, args, kwargs)))):
+        if api == "count":
+            raise TypeError(
+                "functx.memory.count: the function runs compiled code, whose operations can't be "
+                "seen. Count those of the function that was compiled."
+            )
         followed: LiveStorages = _storages.Allocations()
     else:
         followed = LiveStorages(lines=api == "profile")

@@ -2,7 +2,7 @@
 
 A call is traced once for each signature (`jitted`) into a plain graph (`tracing`), compiled, and
 kept. What the function reads otherwise than through its arguments (`state`) becomes inputs of the
-graph. Gradients from outside, vmap and jvp of a jitted function are jitted functions (`rules`).
+graph. Gradients from outside are jitted functions, too (`rules`).
 """
 
 from functx._jit.jitted import is_compiled as is_compiled

@@ -58,9 +58,6 @@ def test_parameters_get_gradients_where_no_argument_requires_one(reentrant):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"use_reentrant": "no"}, TypeError, "use_reentrant"),
-        ({"early_stop": 0}, TypeError, "early_stop"),
-        ({"debug": "yes"}, TypeError, "debug"),
         ({"context_fn": lambda: None}, TypeError, "two context"),
         ({"context_fn": lambda: (contextlib.nullcontext(),) * 3}, TypeError, "two context"),
         ({"context_fn": contextlib.nullcontext}, TypeError, "two context"),

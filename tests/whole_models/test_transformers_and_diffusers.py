@@ -113,22 +113,6 @@ def test_what_transformers_checkpoints_already_is_refused():
         functx.apply_remat(unet, "gradient_checkpointing")
 
 
-@pytest.mark.sweep  # the compiler takes seconds for the smallest of models
-def test_a_checkpointed_model_can_be_compiled():
-    torch._dynamo.reset()
-    inputs = {k: v.flatten(0, 1) for k, v in hf.batch("llama", dtype=torch.float32).items()}
-
-    def gradients(model, compiled):
-        run = torch.compile(model, backend="aot_eager") if compiled else model
-        run(**inputs, use_cache=False).loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    model, context = hf.checkpointed(hf.build("llama"), "apply")
-    with context:
-        assert_same(gradients(model, True), gradients(hf.build("llama"), False), eps=1e4)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_per_sample_gradients_of_a_u_net(way):
     g = torch.Generator().manual_seed(1)
