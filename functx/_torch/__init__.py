@@ -9,8 +9,6 @@ release which moves one fails there, by name. What torch computes with is in `fl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -200,13 +198,6 @@ def transforming() -> bool:
     return peek_interpreter() is not None or tracing()
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Neither function modes nor dispatch modes see what runs here; no public way disables both."""
-    with without_function_modes(), without_dispatch_modes():
-        yield
-
-
 def alive(t: torch.Tensor) -> torch.Tensor:
     """The value inside of wrappers whose levels have ended."""
     while (value := unwrap_if_dead(t)) is not t:
@@ -252,7 +243,7 @@ def gradient_edge(t: torch.Tensor) -> Any:
         return t
     owner = None
     if OUTLIVED and isinstance(t.grad_fn, torch.autograd.function.BackwardCFunction):
-        with without_modes(), torch.enable_grad():
+        with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
             owner = t.view_as(t).grad_fn  # a node below which the other one lives
     return GradientEdge(t.grad_fn, t.output_nr, owner)
 

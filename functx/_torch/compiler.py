@@ -115,7 +115,8 @@ def inductor(module: Any, examples: list[torch.Tensor], options: dict[str, Any])
     globals()["Choices"] = Choices
     options = {"inductor_choices_class": Choices, **options}
     stages = str([n.meta.get("custom", {}).get(STAGE) for n in module.graph.nodes])
-    with torch.compiler.config.patch(cache_key_tag=stages):  # the graph alone does not tell these
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=stages):  # the graph alone does not tell them
         run = importlib.import_module("torch._inductor").compile(module, examples, options=options)
     # It takes arguments, which live as long as it runs; inside of it is what takes a list, and
     # empties it.

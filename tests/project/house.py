@@ -109,7 +109,7 @@ WINGS = {
             *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
             "functx._pictures",
         ),
-        1_040,
+        1_015,
     ),
     "whole models": (
         (
@@ -117,12 +117,12 @@ WINGS = {
             *("functx._apply", "functx._submodules", "functx._patch", "functx._checkpoint"),
             "functx._distributed",
         ),
-        1_690,
+        1_600,
     ),
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_760),
-    "jit, graph": (("functx._jit", "functx.graph"), 1_300),
-    "private torch": (("functx._torch",), 800),
+    "jit, graph": (("functx._jit", "functx.graph"), 1_200),
+    "private torch": (("functx._torch",), 770),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 900),
     "compat": (("functx.compat",), 10_900),
 }
