@@ -146,16 +146,16 @@ def noted_after(since: Any) -> Counter[int]:
 
 
 def close(since: Any, region: str, phase: str) -> None:
-    """A part of the graph is complete: say of its nodes what they belong to.
+    """A part of the graph is complete: say of its nodes what they belong to, but erase dead ones.
 
-    Erased is memory that stands for what was not computed, if no node and no tensor reads it.
+    Dead is what no node and no tensor that is alive reads, writes and draws aside.
     """
     if (mode := _torch.proxy_mode()) is None:
         return
     read = {slot.proxy.node for slot in mode.tracer.tensor_tracker.values()}
     for node in _nodes_after(since, mode):
-        stands_in = node.target is torch.ops.aten.empty_strided.default
-        if stands_in and not node.users and node not in read:
+        gives_sizes = any(map(_is_computed, torch.utils._pytree.tree_leaves(node.meta.get("val"))))
+        if not (node.users or node in read or gives_sizes or acts(node)):
             mode.tracer.graph.erase_node(node)
         elif node.op == "call_function":
             _note(node, functx_region=region, functx_phase=phase)
@@ -164,6 +164,15 @@ def close(since: Any, region: str, phase: str) -> None:
 def acts(node: Any) -> bool:
     """Whether a node is there for more than its result: it draws or writes."""
     return bool(node.is_impure()) or node.target in _torch.HIDDEN_WRITES
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a value is a number, or has a size that is no input's: the graph may yet use it."""
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, _proxy_tensor.py_sym_types)
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    sizes = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
+    return any(not size.is_symbol or str(size)[0] == "u" for size in sizes)
 
 
 def note_kept(tensors: Iterable[torch.Tensor]) -> None:

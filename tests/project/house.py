@@ -122,7 +122,7 @@ WINGS = {
     "loops": (("functx._loops", "functx._while", "functx._schedules"), 600),
     "per_sample": (("functx.per_sample",), 2_760),
     "jit, graph": (("functx._jit", "functx.graph"), 1_200),
-    "private torch": (("functx._torch",), 770),
+    "private torch": (("functx._torch",), 780),
     "command line, demo": (("functx.__main__", "functx._command", "functx._demo"), 900),
     "compat": (("functx.compat",), 10_900),
 }
