@@ -199,7 +199,7 @@ def _no_gradient_set(tensors: Tensors) -> Iterator[None]:
 
 
 def call(code: Code, tensors: Tensors, state: Tensors) -> list[Tensor]:
-    """Run a function, as an operation that can be differentiated; in eager if mapped or pushed."""
+    """Run a function, as an operation that can be differentiated; in eager under vmap and jvp."""
     stack = _torch.interpreter_stack() or ()
     others = any(level.key() != _torch.TransformType.Grad for level in stack)
     if others or dual_level() >= 0 or any(level_of(t) > 0 for t in state):
