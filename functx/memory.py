@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from functx import _pictures, _storages
+from functx import _pictures, _storages, _tree
 from functx._jit import is_compiled, reached
 from functx._storages import Event, Held, LiveStorages
 from functx._validate import check_callable
@@ -122,7 +122,7 @@ def profile(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Profile:
         at peak, tanh, float32[1000], ...:1 in <lambda> ... 4,000 bytes
     """
     result, followed, peak = _follow("profile", f, args, kwargs)
-    returned = followed.bytes_of(_storages.tensors_in(result))
+    returned = followed.bytes_of(_tree.parted(result)[0])
     return Profile(
         *(result, peak, followed.live - returned, returned, tuple(followed.timeline)),
         *(tuple(followed.at_the_peak()), tuple(followed.phases), tuple(followed.history())),
@@ -175,10 +175,7 @@ def plot(profiles: Mapping[str, Profile], path: str | Path) -> Path:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: There is nothing to draw.
     """
-    if not profiles:
-        raise ValueError("functx.memory.plot: no profile to draw")
     curves = {
         f"{label}: peak {one.peak / 2**20:.1f} MiB": [event.live for event in one.timeline]
         for label, one in profiles.items()

@@ -109,7 +109,7 @@ WINGS = {
             *("functx._residuals", "functx.memory", "functx._storages", "functx._tensor_names"),
             "functx._pictures",
         ),
-        1_015,
+        1_000,
     ),
     "whole models": (
         (
