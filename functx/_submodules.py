@@ -112,8 +112,8 @@ def _marked(named: Named) -> Named:
             blocks.update(map(id, parts))
     if not blocks:
         raise ValueError(
-            f"apply_remat: no layer of {type(model).__name__} is marked for checkpointing. "
-            f"Name the layers instead. {_hint(named)}"
+            f"apply_remat: no layer of {type(model).__name__} is marked for checkpointing. Name the "
+            f"layers instead. {_hint(named)}"
         )
     return [(name, m) for name, m in named if id(m) in blocks]
 
