@@ -39,8 +39,9 @@ class RegionForward:
         self.own = own
         forward = self._forward_of(module)
         self.__func__ = type(module).forward
-        for name in ("__name__", "__qualname__", "__doc__"):
+        for name in ("__name__", "__qualname__"):
             setattr(self, name, getattr(forward, name, "forward"))
+        self.__doc__ = getattr(forward, "__doc__", None)
         self._is_marked = _submodules.is_marked_layer(module)
 
     @property
@@ -140,7 +141,7 @@ def apply_remat(
         debug=debug,
         budget=budget,
     )
-    found = list(_submodules.find(model, where).items())[::every]
+    found = list(_submodules.find(model, where, "apply_remat").items())[::every]
     for name, module in found:
         if isinstance(module, RematModule):
             raise ValueError(
@@ -155,20 +156,24 @@ def apply_remat(
     return model
 
 
-def remove_remat(model: M) -> M:
+def remove_remat(model: M, where: _submodules.Where | None = None) -> M:
     """Undo `apply_remat`, in place: submodules have the ``forward`` they had.
 
     Args:
         model: an ``nn.Module``.
+        where: which submodules, as for `apply_remat`; ``None`` for all, and for the model itself.
+            Those that are no regions stay as they are.
 
     Returns:
         ``model``, the same object.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``where`` is nothing that can mean modules.
+        ValueError: ``where`` matches nothing.
     """
     _check_model(model, "remove_remat")
-    for module in model.modules():
+    names = None if where is None else _submodules.find(model, where, "remove_remat")
+    for module in [*model.modules()] if names is None else names.values():
         region = vars(module).get("forward")
         if isinstance(region, RegionForward):
             del module.forward

@@ -22,7 +22,7 @@ MARKED = "gradient_checkpointing"  # the layers that a model's library marks as 
 _WILDCARDS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}  # `**` crosses dots
 
 
-def find(model: nn.Module, where: Where) -> dict[str, nn.Module]:
+def find(model: nn.Module, where: Where, caller: str) -> dict[str, nn.Module]:
     """The submodules of ``model`` that ``where`` means, by their first names, in their order.
 
     The model itself counts only if it is named by ``""``, or given.
@@ -37,18 +37,18 @@ def find(model: nn.Module, where: Where) -> dict[str, nn.Module]:
     is_one = isinstance(where, (str, type, nn.Module)) and not isinstance(where, nn.ModuleList)
     parts = list(where) if isinstance(where, Iterable) and not is_one else [where]
     if not parts:
-        raise ValueError(f"apply_remat: where is empty. {_hint(named)}")
+        raise ValueError(f"{caller}: where is empty. {_hint(named)}")
     chosen: set[int] = set()
     for part in parts:
-        hits = _matches(named, part)
+        hits = _matches(named, part, caller)
         runnable = {id(m) for _, m in hits if has_forward(m)}
         if not runnable:
-            raise ValueError(f"apply_remat: {_nothing(named, part, hits)}")
+            raise ValueError(f"{caller}: {_nothing(named, part, hits)}")
         chosen |= runnable
     return {name: m for name, m in model.named_modules() if id(m) in chosen}
 
 
-def _matches(named: Named, where: Any) -> Named:
+def _matches(named: Named, where: Any, caller: str) -> Named:
     inner = [(name, m) for name, m in named if m is not named[0][1]]
     if isinstance(where, nn.Module):
         return [(name, m) for name, m in named if m is where]
@@ -58,7 +58,7 @@ def _matches(named: Named, where: Any) -> Named:
         if any(c in where for c in "*?["):
             where = _pattern(where)
         elif where == MARKED:
-            return _marked(named)
+            return _marked(named, caller)
         else:
             classes = [(name, m, [c.__name__ for c in type(m).__mro__]) for name, m in inner]
             return [(name, m) for name, m, names in classes if where in names]
@@ -70,7 +70,7 @@ def _matches(named: Named, where: Any) -> Named:
         alone = _takes_one(where)
         return [(name, m) for name, m in inner if (where(m) if alone else where(name, m))]
     raise TypeError(
-        f"apply_remat: where holds {where!r}, expected a class of modules, a name or a pattern of "
+        f"{caller}: where holds {where!r}, expected a class of modules, a name or a pattern of "
         "names, a compiled regular expression, a module, a predicate of (name, module), or a "
         "list of these."
     )
@@ -91,12 +91,12 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile("".join(texts))
 
 
-def _marked(named: Named) -> Named:
+def _marked(named: Named, caller: str) -> Named:
     """The layers that transformers or diffusers marks as worth checkpointing."""
     for _, m in named:
-        if getattr(m, MARKED, False) is True:
+        if getattr(m, MARKED, False) is True and caller == "apply_remat":
             raise ValueError(
-                f"apply_remat: {type(m).__name__} is checkpointed by its library already. Call "
+                f"{caller}: {type(m).__name__} is checkpointed by its library already. Call "
                 "gradient_checkpointing_disable() of a model of transformers first, or "
                 "disable_gradient_checkpointing() of diffusers, or keep it and use "
                 "functx.patch_checkpoint()."
@@ -112,8 +112,8 @@ def _marked(named: Named) -> Named:
             blocks.update(map(id, parts))
     if not blocks:
         raise ValueError(
-            f"apply_remat: no layer of {type(model).__name__} is marked for checkpointing. Name the "
-            f"layers instead. {_hint(named)}"
+            f"{caller}: no layer of {type(model).__name__} is marked for gradient checkpointing. "
+            f"Name the layers instead. {_hint(named)}"
         )
     return [(name, m) for name, m in named if id(m) in blocks]
 

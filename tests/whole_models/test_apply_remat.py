@@ -295,7 +295,7 @@ def test_what_matches_nothing_is_an_error_that_says_what_there_is(where, says):
 NO_MODULES = [
     *((lambda w=w: functx.apply_remat(Model(), w), "where holds") for w in (3, None, [3])),
     (lambda: functx.apply_remat(lambda x: x, "layers.*"), r"nn\.Module"),
-    (lambda: functx.remove_remat(lambda x: x), r"nn\.Module"),
+    (lambda: functx.remove_remat(lambda x: x, "layers.*"), r"nn\.Module"),
     (lambda: functx.apply_remat(nn.Linear(2, 2), "weight"), r"functx\.remat\(model\)"),
 ]
 
@@ -315,3 +315,13 @@ def test_regions_are_listed():
     assert functx.remat_regions(functx.remat(nn.Linear(3, 3))) == [""]
     with pytest.raises(TypeError, match=r"remat_regions.*nn\.Module"):
         functx.remat_regions(functx.remat(torch.sin))
+
+
+def test_some_can_be_removed():
+    model = functx.apply_remat(Model(), Layer)
+    functx.remove_remat(model, ["layers.0", "layers.2"])
+    assert functx.remat_regions(model) == ["layers.1", "layers.3"]
+    functx.remove_remat(model, "layers.0")
+    assert functx.remat_regions(model) == ["layers.1", "layers.3"]
+    with pytest.raises(ValueError, match="remove_remat"):
+        functx.remove_remat(model, "nothing")
